@@ -1,0 +1,60 @@
+# `make train` and `make test` set up everything they need on a machine that has Python 3.11+, pip and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS := .venv-peers
+
+.PHONY: help setup train test fast slow lint bench docs peers clean
+
+help:
+	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
+	@echo "train   train the embedded model (comes with part 2)"
+	@echo "test    lint, types, layers and all tests"
+	@echo "fast    the inner loop: lint and the quick tests, under a minute"
+	@echo "slow    the suites that take minutes"
+	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
+	@echo "docs    regenerate the generated pages"
+	@echo "peers   compare losses and gradients with TRL and verl (builds $(PEERS))"
+
+setup: $(READY)
+
+# torch comes first and pinned: an unpinned one would pull gigabytes of CUDA packages onto a machine without a GPU.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+train: $(READY)
+	@echo "The trainer comes with part 2. Today: '$(BIN)/legato explain gspo', and legato.loss in your own loop (README.md)."
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not slow and not peers"
+
+fast: $(READY)
+	$(BIN)/ruff check .
+	LEGATO_TEST_PROFILE=fast $(BIN)/python -m pytest -n 2 -q -x -m "not slow and not peers"
+
+slow: $(READY)
+	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers"
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.objectives
+
+docs: $(READY)
+	$(BIN)/python -m docs.generate
+
+peers: $(PEERS)/.ready
+	$(PEERS)/bin/python -m pytest tests/peers -m peers
+	$(PEERS)/bin/python -m benchmarks.peers
+
+clean:
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

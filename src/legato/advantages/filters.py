@@ -1,0 +1,76 @@
+"""Filters on samples. They return `keep`; nothing is removed here, and the mask is never edited."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.advantages.group import FLAT
+from legato.core.parts import Part, integer, number, part
+from legato.core.segments import ordered_sum
+from legato.core.shapes import PerSequence, RowIds, RowMask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What a filter may read of the responses of a step."""
+
+    accuracy: PerSequence
+    """The unshaped metric. Filtering on a shaped reward would let a length penalty revive dead groups."""
+    group: RowIds
+    """[B], dense from 0."""
+    truncated: RowMask | None = None
+    """Cut off at the length limit."""
+    version_lag: RowIds | None = None
+    """How many versions of the policy ago the oldest token was sampled."""
+
+
+class Filter(Part):
+    """Samples to a 0/1 decision per response."""
+
+    __slots__ = ()
+
+    def keep(self, samples: Samples) -> RowMask:
+        raise NotImplementedError
+
+
+@part("filter", "zero-variance")
+class ZeroVariance(Filter):
+    """Drop groups whose responses all score the same: they carry no gradient (DAPO refills them with fresh prompts)."""
+
+    tolerance: float = number(
+        default=FLAT, says="Largest standard deviation, relative to max(1, |mean|), that is flat.", minimum=0.0
+    )
+
+    def keep(self, samples: Samples) -> RowMask:
+        group, accuracy = samples.group, samples.accuracy.double()
+
+        def mean(values: Tensor) -> Tensor:
+            count = ordered_sum(torch.ones_like(values), group, len(group))[group]
+            return ordered_sum(values, group, len(group))[group] / count
+
+        centre = mean(accuracy)
+        deviation = mean((accuracy - centre).square()).sqrt()
+        return deviation > self.tolerance * centre.abs().clamp(min=1.0)
+
+
+@part("filter", "overlong")
+class Overlong(Filter):
+    """Drop truncated responses from the policy term. Their rewards stay in the group's baseline."""
+
+    def keep(self, samples: Samples) -> RowMask:
+        if samples.truncated is None:
+            raise ValueError("filter 'overlong' needs to know which responses were truncated; pass truncated=[B] bool")
+        return ~samples.truncated
+
+
+@part("filter", "staleness")
+class Staleness(Filter):
+    """Drop responses sampled more than `most` policy versions ago."""
+
+    most: int = integer(default=4, says="Largest version lag that stays.", minimum=0)
+
+    def keep(self, samples: Samples) -> RowMask:
+        if samples.version_lag is None:
+            raise ValueError("filter 'staleness' needs the version lag of each response; pass version_lag=[B]")
+        return samples.version_lag <= self.most

@@ -1,0 +1,141 @@
+"""Changing a value by dotted path: `objective.trust.clip.low`, `aggregate`, `objective.penalties.kl.beta` ...
+
+A slot of one part takes a name or a part; a slot of several takes a list of them. A path below a part sets a field; in a
+slot of several the part is added if it is not there, and None as its value removes it.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from legato.algorithms.algorithm import Algorithm
+from legato.core.parts import Part, lookup, nearest
+
+ONE = {"advantage": "advantage", "aggregate": "aggregate", "objective.ratio": "ratio"}
+SEVERAL = {
+    "filters": "filter",
+    "objective.trust": "trust",
+    "objective.corrections": "correction",
+    "objective.penalties": "penalty",
+}
+_SLOTS = sorted([*ONE, *SEVERAL, "settings"])
+
+
+def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with the changes made. Slots are replaced before fields inside them are set."""
+    slots: dict[str, Any] = {}
+    fields: dict[tuple[str, str], dict[str, Any]] = {}
+    settings = dict(algorithm.settings)
+    for path, value in changes.items():
+        slot, rest = _split(path)
+        if slot == "settings":
+            settings[_required(path, rest)] = value
+        elif not rest:
+            slots[slot] = _several(slot, value) if slot in SEVERAL else _build(ONE[slot], path, value)
+        elif slot in ONE:
+            fields.setdefault((slot, ""), {})[rest] = value
+        else:
+            name, _, field = rest.partition(".")
+            fields.setdefault((slot, name), {})[field] = value
+    for (slot, name), assignments in fields.items():
+        current = slots.get(slot, _get(algorithm, slot))
+        slots[slot] = _set_in_several(slot, name, current, assignments) if name else _set(slot, current, assignments)
+    return _replace(algorithm, slots, settings)
+
+
+def _split(path: str) -> tuple[str, str]:
+    for slot in _SLOTS:
+        if path == slot or path.startswith(slot + "."):
+            return slot, path[len(slot) + 1 :]
+    raise ValueError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
+
+
+def _required(path: str, rest: str) -> str:
+    if not rest:
+        raise ValueError(f"override path {path!r} needs the name of a setting, as in settings.training.updates_per_step")
+    return rest
+
+
+def _get(algorithm: Algorithm, slot: str) -> Any:
+    value: Any = algorithm
+    for word in slot.split("."):
+        value = getattr(value, word)
+    return value
+
+
+def _build(kind: str, path: str, value: Any) -> Part:
+    if isinstance(value, Part):
+        if value.kind != kind:
+            raise ValueError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{path} = {value!r} is not allowed; the name of a {kind} or such a part is")
+    return lookup(kind, value)()
+
+
+def _several(slot: str, value: Any) -> tuple[Part, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
+    return tuple(_build(SEVERAL[slot], slot, item) for item in value)
+
+
+def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
+    known = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+    for field in assignments:
+        if field not in known:
+            what = f"{part.kind} {part.name!r}"
+            found = nearest(field, known) if known else f"{what} has no fields"
+            raise ValueError(f"override path '{path}.{field}' does not exist in {what}; {found}")
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in assignments.items()}
+    try:
+        return dataclasses.replace(part, **values)  # type: ignore[type-var]
+    except ValueError as error:
+        raise ValueError(f"override of {path}: {error}") from None
+
+
+def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: Mapping[str, Any]) -> tuple[Part, ...]:
+    path, kind = f"{slot}.{name}", SEVERAL[slot]
+    if "" in assignments:
+        whole = assignments[""]
+        if whole is not None:
+            raise ValueError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")
+        return tuple(part for part in parts if part.name != name)
+    if all(part.name != name for part in parts):
+        parts = (*parts, lookup(kind, name)())
+    return tuple(_set(path, part, assignments) if part.name == name else part for part in parts)
+
+
+def _replace(algorithm: Algorithm, slots: Mapping[str, Any], settings: Mapping[str, Any]) -> Algorithm:
+    inner = {slot.removeprefix("objective."): value for slot, value in slots.items() if slot.startswith("objective.")}
+    outer = {slot: value for slot, value in slots.items() if not slot.startswith("objective.")}
+    objective = dataclasses.replace(algorithm.objective, **inner)
+    return dataclasses.replace(algorithm, objective=objective, settings=settings, **outer)
+
+
+def differences(left: Algorithm, right: Algorithm) -> dict[str, tuple[Any, Any]]:
+    """Where two values differ: path to (left, right); None where one side has no such part or field."""
+    flat_left, flat_right = flatten(left), flatten(right)
+    paths = [*flat_left, *(path for path in flat_right if path not in flat_left)]
+    return {
+        path: (flat_left.get(path), flat_right.get(path)) for path in paths if flat_left.get(path) != flat_right.get(path)
+    }
+
+
+def flatten(algorithm: Algorithm) -> dict[str, Any]:
+    """Every slot and field of a value by its path."""
+    flat: dict[str, Any] = {}
+    for slot in ONE:
+        part = _get(algorithm, slot)
+        flat[slot] = part.name
+        flat.update(_fields(slot, part))
+    for slot in SEVERAL:
+        parts = _get(algorithm, slot)
+        flat[slot] = tuple(part.name for part in parts)
+        for part in parts:
+            flat.update(_fields(f"{slot}.{part.name}", part))
+    flat.update({f"settings.{name}": value for name, value in algorithm.settings.items()})
+    return flat
+
+
+def _fields(path: str, part: Part) -> dict[str, Any]:
+    return {f"{path}.{f.name}": getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]

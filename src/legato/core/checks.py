@@ -1,0 +1,126 @@
+"""Value checks of what a caller hands in; done in the public functions and at collation, never inside an update.
+
+Every message says what is wrong, the value, and what is allowed.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+LOWEST_PRECISION = (torch.float32, torch.float64)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"[{', '.join(map(str, tensor.shape))}]"
+
+
+def per_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    """A float32 or float64 tensor of the shape and device of `like`."""
+    if tensor.shape != like.shape:
+        raise ValueError(f"{name} has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
+    return _float("", name, same_device(name, tensor, like, like_name))
+
+
+def _float(prefix: str, name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in LOWEST_PRECISION:
+        reason = ""
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            reason = (
+                ": in half precision 0.9997, 1 and 1.0004 are one number and a sequence clip dies. Compute the"
+                " log-softmax in float32 (casting the result up does not bring the digits back)"
+            )
+        raise ValueError(f"{prefix}{name} is {tensor.dtype}; float32 or float64 is needed{reason}")
+    return tensor
+
+
+def same_device(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device} but {like_name} is on {like.device}; move one of them")
+    return tensor
+
+
+def channel(name: str, tensor: Tensor) -> Tensor:
+    """The `[B, T]` tensor that fixes shape, device and dtype of a call."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} has shape {_shape(tensor)}; [B, T] is needed")
+    return _float("", name, tensor)
+
+
+def zero_one(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    """A bool tensor from a bool or 0/1 tensor."""
+    same_device(name, tensor, like, like_name)
+    if tensor.dtype == torch.bool:
+        return tensor
+    ones = tensor == 1
+    wrong = ~(ones | (tensor == 0))
+    if bool(wrong.any()):
+        value = tensor[wrong].reshape(-1)[0].item()
+        raise ValueError(f"{name} holds {value:g}; only 0 and 1 (or a bool tensor) are allowed")
+    return ones
+
+
+def mask(tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    if tensor.shape != like.shape:
+        raise ValueError(f"mask has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
+    return zero_one("mask", tensor, like, like_name)
+
+
+def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    """[B] or [B, T] to [B, 1] or [B, T]."""
+    rows, width = like.shape
+    if tensor.dim() == 1 and len(tensor) == rows:
+        return same_device(name, tensor, like, like_name).unsqueeze(1)
+    if tensor.shape == like.shape:
+        return same_device(name, tensor, like, like_name)
+    raise ValueError(
+        f"{name} has shape {_shape(tensor)}; [{rows}] (one per response) or [{rows}, {width}] (one per token) is needed"
+        f" beside {like_name} of shape {_shape(like)}"
+    )
+
+
+def ids(name: str, tensor: Tensor, rows: int) -> Tensor:
+    """[B] integer ids."""
+    if tensor.dim() != 1 or len(tensor) != rows:
+        raise ValueError(f"{name} has shape {_shape(tensor)}; [{rows}], one id per row, is needed")
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise ValueError(f"{name} is {tensor.dtype}; integer ids are needed")
+    return tensor.long()
+
+
+MOST_GROUPS = 2**22
+
+
+def dense_ids(name: str, tensor: Tensor, rows: int) -> tuple[Tensor, int]:
+    """Ids that index a table shared by all micro-batches: from 0, without large gaps. Returns them and the table size."""
+    checked = ids(name, tensor, rows)
+    lowest, highest = (int(checked.min()), int(checked.max())) if rows else (0, -1)
+    if lowest < 0 or highest >= MOST_GROUPS:
+        raise ValueError(
+            f"{name} holds the id {lowest if lowest < 0 else highest}; counts that are added over micro-batches need ids"
+            f" that are dense over the whole update: 0, 1, 2 ... (below {MOST_GROUPS})"
+        )
+    return checked, highest + 1
+
+
+def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
+    """[B, T] turn indices: -1 outside turns, 0 .. T - 1 inside; every mask token belongs to one."""
+    if tensor.shape != tokens.shape:
+        raise ValueError(f"turn has shape {_shape(tensor)} but mask has shape {_shape(tokens)}; they must be equal")
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise ValueError(f"turn is {tensor.dtype}; integer turn indices are needed")
+    inside = tensor[tokens]
+    if len(inside) and (int(inside.min()) < 0 or int(inside.max()) >= tokens.shape[1]):
+        raise ValueError(
+            f"turn holds {int(inside.min())} .. {int(inside.max())} at tokens the policy wrote;"
+            f" 0 .. {tokens.shape[1] - 1} is allowed there (-1 is for tool and template tokens, which have mask 0)"
+        )
+    return tensor.long()
+
+
+def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Tensor | None]) -> None:
+    """Every signal that a part needs was given. `needs` maps a part's description to signal names."""
+    for reader, signals in needs.items():
+        for signal in signals:
+            if given.get(signal) is None:
+                raise ValueError(f"{who} needs {signal}, which its {reader} reads; pass {signal}=...")

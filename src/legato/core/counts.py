@@ -1,0 +1,78 @@
+"""The numbers that normalise, fixed once per update from the whole update, before anything is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return left if right is None else right
+    size = max(len(left), len(right))
+    return pad(left, (0, size - len(left))) + pad(right, (0, size - len(right)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Tokens and sequences, and tokens per group where groups matter. float64, so that adding never rounds."""
+
+    tokens: Tensor
+    sequences: Tensor
+    """Rollouts with at least one token; one that is clipped, filtered or has advantage 0 counts."""
+    group_tokens: Tensor | None = None
+    """[groups]; the number of groups is the number of its nonzero entries, which only the whole update knows."""
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            tokens=self.tokens + other.tokens,
+            sequences=self.sequences + other.sequences,
+            group_tokens=_add_tables(self.group_tokens, other.group_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Additive over micro-batches and ranks: the sum over the parts of an update is the count of the update."""
+
+    all: Tally
+    kept: Tally | None = None
+    """The same over what filters and rejection kept; present where `denominator = "kept"` asks for it."""
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-group sums over anchor-side tensors, for parts of group scope."""
+
+    def __add__(self, other: Counts) -> Counts:
+        if not isinstance(other, Counts):
+            return NotImplemented
+        kept = None if self.kept is None or other.kept is None else self.kept + other.kept
+        names = self.tables.keys() | other.tables.keys()
+        tables = {name: _add_tables(self.tables.get(name), other.tables.get(name)) for name in sorted(names)}
+        return Counts(all=self.all + other.all, kept=kept, tables={k: v for k, v in tables.items() if v is not None})
+
+    def __radd__(self, other: int) -> Counts:
+        """So that the built-in sum() works."""
+        return self if other == 0 else NotImplemented
+
+    def tally(self, denominator: str) -> Tally:
+        """The tally a `denominator` word names."""
+        if denominator == "all":
+            return self.all
+        assert self.kept is not None, "counts were made for an algorithm whose denominator is 'all'"
+        return self.kept
+
+    def equals(self, other: Counts) -> bool:
+        """Whether both count the same; a host synchronisation, for the public functions only."""
+        return all(
+            left is right or (left is not None and right is not None and torch.equal(left, right))
+            for left, right in zip(self._tensors(), other._tensors(), strict=True)
+        )
+
+    def _tensors(self) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for tally in (self.all, self.kept):
+            found += [None] * 3 if tally is None else [tally.tokens, tally.sequences, tally.group_tokens]
+        return found + [self.tables[name] for name in sorted(self.tables)]

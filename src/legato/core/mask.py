@@ -1,0 +1,61 @@
+"""Selecting the tokens the policy wrote, and summing over them.
+
+Positions outside the mask may hold anything, NaN and inf included, so they are selected away and never multiplied by
+zero. On a CPU the selection is a bitwise AND with all-ones or all-zeros words: exact for every bit pattern and, unlike
+`torch.where` with a boolean condition, vectorised (`benchmarks/objectives.py` measures it; `torch.where` is the oracle
+in the tests and the path on other devices).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.shapes import PerToken, Spread, TokenMask
+
+_WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class _SelectBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, words: Tensor) -> Tensor:
+        ctx.save_for_backward(words)
+        return values.view(words.dtype).bitwise_and(words).view(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        (words,) = ctx.saved_tensors
+        return gradients[0].view(words.dtype).bitwise_and(words).view(gradients[0].dtype), None
+
+
+class Mask:
+    """The tokens the policy wrote: fixes lengths, sequence ratios and all counts, and is never edited."""
+
+    __slots__ = ("_words", "lengths", "tokens")
+
+    tokens: TokenMask
+    lengths: Tensor
+    """[B, 1], in the working dtype: how many tokens of each row count."""
+
+    def __init__(self, tokens: TokenMask, dtype: torch.dtype) -> None:
+        self.tokens = tokens
+        self._words: Tensor | None = None
+        if tokens.device.type == "cpu":
+            self._words = tokens.to(_WORD[dtype]).neg_()
+            self.lengths = self._words.sum(1, keepdim=True).neg_().to(dtype)
+        else:
+            self.lengths = tokens.sum(1, keepdim=True).to(dtype)
+
+    def select(self, values: Spread) -> PerToken:
+        """The values inside the mask, exactly 0 outside, whatever stood there."""
+        values = values.expand(self.tokens.shape)
+        if self._words is None:
+            return torch.where(self.tokens, values, 0.0)
+        selected: Tensor = _SelectBits.apply(values, self._words)  # type: ignore[no-untyped-call]
+        return selected
+
+    def sum(self, values: Spread) -> Tensor:
+        """[B, 1]: the sum over the tokens of each row. A value that is constant along the row is not spread out first."""
+        if values.shape[1] == 1 and self.tokens.shape[1] != 1:
+            return values * self.lengths
+        return self.select(values).sum(1, keepdim=True)

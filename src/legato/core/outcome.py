@@ -1,0 +1,112 @@
+"""What an objective returns: the scalar loss for people, the coefficient field for the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.shapes import PerToken, Scalar, Spread
+from legato.core.sums import Sums
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *channels_and_coefficients: Tensor | None) -> Tensor:
+        half = len(channels_and_coefficients) // 2
+        ctx.save_for_backward(*channels_and_coefficients[half:])
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        coefficients: tuple[Tensor | None, ...] = ctx.saved_tensors
+        towards_channels = tuple(None if c is None else c * -gradients[0] for c in coefficients)
+        return None, *towards_channels, *(None for _ in coefficients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coefficients:
+    """Minus the derivative of the loss with respect to each channel, all penalties included; None where unused."""
+
+    logprobs: PerToken
+    entropy: PerToken | None = None
+    values: PerToken | None = None
+
+    def rows(self, index: Any) -> Coefficients:
+        """The same for some rows: how a coefficient field computed once for an update is handed to micro-batches."""
+        return Coefficients(
+            logprobs=self.logprobs[index],
+            entropy=None if self.entropy is None else self.entropy[index],
+            values=None if self.values is None else self.values[index],
+        )
+
+    def tie(
+        self, loss: Scalar, *, logprobs: PerToken, entropy: PerToken | None = None, values: PerToken | None = None
+    ) -> Scalar:
+        """`loss` with a backward that hands minus the coefficients to the channels it is tied to."""
+        tied: Tensor = _Tie.apply(  # type: ignore[no-untyped-call]
+            loss, logprobs, entropy, values, self.logprobs, self.entropy, self.values
+        )
+        return tied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What an objective decided on the way, detached, for the diagnostics: they measure, objectives only decide."""
+
+    log_ratio: Spread
+    """log of the ratio at the objective's own level, before any trust region."""
+    log_value: Spread
+    """The same after the clips; where they differ the term has no gradient."""
+    selected: Spread | None
+    """0/1: what the trust region left in; None where no part drops anything."""
+    tokens_clipped: Tensor | None
+    """[B, T] bool: tokens bounded before the mean was taken; None where no part does that."""
+    bounded: bool
+    """Whether there is a trust region at all."""
+    band: tuple[Tensor | float, Tensor | float] | None
+    """Lower and upper bound on log_ratio whatever the sign of the advantage; None where there is no such band."""
+    gate: Spread | None
+    """Soft trust regions: the factor by which the gradient is damped; None otherwise."""
+    weight: Spread | None
+    """Product of the correction weights."""
+    kept: Spread | None
+    """1 where filters and rejection kept the policy term; None if there are none."""
+    sequence_unit: bool
+    """Whether log_ratio is one number per response."""
+    terms: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """The named terms of the loss, each already normalised by the counts; they add up to the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of an objective on one call."""
+
+    loss: Scalar
+    """Tied to the caller's channels: `loss.backward()` hands them minus the coefficients."""
+    field: Coefficients
+    trace: Trace
+    sums: Sums = dataclasses.field(default_factory=Sums)
+    """What the metrics are made of: tensors that combine over micro-batches and ranks."""
+
+    @property
+    def coefficients(self) -> PerToken:
+        """Minus dLoss/dlogprobs."""
+        return self.field.logprobs
+
+    @property
+    def entropy_coefficients(self) -> PerToken | None:
+        return self.field.entropy
+
+    @property
+    def value_coefficients(self) -> PerToken | None:
+        return self.field.values
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The sums as numbers; the only host synchronisation."""
+        return self.sums.report()

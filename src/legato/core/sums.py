@@ -1,0 +1,225 @@
+"""Numbers that combine: over micro-batches, over updates, over ranks.
+
+A metric is never averaged twice. Each call contributes additive pieces (a total and its own count, a maximum, the
+counts of a histogram); pieces merge exactly, and only the merged piece becomes a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+_MANTISSA_BITS = 3
+_SHIFT = 23 - _MANTISSA_BITS
+_BINS = 2 ** (1 + 8 + _MANTISSA_BITS)
+QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
+
+
+class Piece:
+    """One quantity on its way to a number."""
+
+    __slots__ = ()
+
+    def merge(self, other: Piece) -> Piece:
+        """Both together; `other` is of the same kind."""
+        raise NotImplementedError
+
+    def report(self) -> Mapping[str, float]:
+        """Name suffix ('' for the plain value) to number; NaN where nothing was counted."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Additive(Piece):
+    def merge(self, other: Piece) -> Piece:
+        assert type(other) is type(self)
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> float:
+    return float(numerator / denominator) if float(denominator) != 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Total(_Additive):
+    """A plain sum, for quantities that already carry the normaliser of the whole update (the loss and its terms)."""
+
+    total: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        return {"": float(self.total)}
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(_Additive):
+    """total / count."""
+
+    total: Tensor
+    count: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        return {"": _ratio(self.total, self.count)}
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation(_Additive):
+    """Population standard deviation from the sums of x and x^2 (float64, so that the difference survives)."""
+
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        mean = _ratio(self.total, self.count)
+        return {"": math.sqrt(max(0.0, _ratio(self.squares, self.count) - mean * mean)) if mean == mean else mean}
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveSize(_Additive):
+    """(sum w)^2 / (count * sum w^2): the share of samples that the weights leave effective; 1 when all are equal."""
+
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        return {"": _ratio(self.total * self.total, self.squares * self.count)}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained(_Additive):
+    """1 - Var(residual) / Var(target): the share of the target's variance that a prediction explains."""
+
+    residual: Tensor
+    residual_squares: Tensor
+    target: Tensor
+    target_squares: Tensor
+    count: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        left = _ratio(self.residual_squares, self.count) - _ratio(self.residual, self.count) ** 2
+        whole = _ratio(self.target_squares, self.count) - _ratio(self.target, self.count) ** 2
+        return {"": 1 - left / whole if whole > 0 else math.nan}
+
+
+@dataclass(frozen=True, slots=True)
+class Maximum(Piece):
+    """The largest value seen."""
+
+    value: Tensor
+
+    def merge(self, other: Piece) -> Piece:
+        assert isinstance(other, Maximum)
+        return Maximum(torch.maximum(self.value, other.value))
+
+    def report(self) -> Mapping[str, float]:
+        value = float(self.value)
+        return {"": value if value > -math.inf else math.nan}
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum(Piece):
+    """The smallest value seen."""
+
+    value: Tensor
+
+    def merge(self, other: Piece) -> Piece:
+        assert isinstance(other, Minimum)
+        return Minimum(torch.minimum(self.value, other.value))
+
+    def report(self) -> Mapping[str, float]:
+        value = float(self.value)
+        return {"": value if value < math.inf else math.nan}
+
+
+@dataclass(frozen=True, slots=True)
+class Binned(_Additive):
+    """A mean per bin of a fixed list of bins."""
+
+    totals: Tensor
+    counts: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        pairs = zip(self.totals.unbind(), self.counts.unbind(), strict=True)
+        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs)}
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(_Additive):
+    """Counts on fixed signed-log edges: each octave of the positive and the negative axis in eight equal parts.
+
+    A bin is the leading bits of the float32 pattern (sign, exponent, three bits of mantissa), so the edges are the same
+    everywhere and binning is a shift. Quantiles interpolate inside a bin: relative error at most 1/8 of the value.
+    """
+
+    counts: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, included: Tensor) -> Histogram:
+        """The histogram of the included values (any shape; `included` is bool of the same shape)."""
+        pattern = values.detach().to(torch.float32).contiguous().view(torch.int32).reshape(-1)
+        # Negative floats run backwards as integers: flip them so that bins ascend with the value.
+        ascending = torch.where(pattern < 0, -1 - (pattern & 0x7FFFFFFF), pattern)
+        bins = (ascending >> _SHIFT) + _BINS // 2
+        table = torch.zeros(_BINS, dtype=torch.int64, device=values.device)
+        return cls(table.index_add_(0, bins.long(), included.reshape(-1).to(torch.int64)))
+
+    def quantile(self, share: float) -> float:
+        """The value below which `share` of the counted values lie, interpolated within its bin."""
+        total = int(self.counts.sum())
+        if total == 0:
+            return math.nan
+        cumulative = self.counts.cumsum(0).double()
+        rank = share * (total - 1) + 0.5
+        index = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.float64), right=False))
+        before = int(cumulative[index - 1]) if index else 0
+        lower, upper = _edges(index)
+        return lower + (upper - lower) * (rank - before) / int(self.counts[index])
+
+    def report(self) -> Mapping[str, float]:
+        return {f"_p{round(share * 100):02d}": self.quantile(share) for share in QUANTILES}
+
+
+def _edges(index: int) -> tuple[float, float]:
+    """Lower and upper edge of a bin."""
+    integers = torch.tensor([index - _BINS // 2, index + 1 - _BINS // 2]) << _SHIFT
+    patterns = torch.where(integers < 0, (-1 - integers) | (1 << 31), integers).to(torch.int64)
+    patterns = torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32)
+    lower, upper = patterns.view(torch.float32).tolist()
+    return lower, upper
+
+
+class Sums(Mapping[str, Piece]):
+    """Pieces by metric key. `a + b` merges; keys present on one side only are taken over."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Mapping[str, Piece] | None = None) -> None:
+        self._pieces = dict(pieces or {})
+
+    def __getitem__(self, key: str) -> Piece:
+        return self._pieces[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __add__(self, other: Sums) -> Sums:
+        merged = dict(self._pieces)
+        for key, piece in other.items():
+            merged[key] = merged[key].merge(piece) if key in merged else piece
+        return Sums(merged)
+
+    def __radd__(self, other: int) -> Sums:
+        """So that the built-in sum() works."""
+        return self if other == 0 else NotImplemented
+
+    def report(self) -> dict[str, float]:
+        """Every metric as a number, by key."""
+        return {key + suffix: value for key, piece in self.items() for suffix, value in piece.report().items()}

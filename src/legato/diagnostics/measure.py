@@ -1,0 +1,329 @@
+"""Measuring what an objective decided: signals and trace in, pieces that combine out.
+
+Each topic is one function. Keys, formulas and ranges stand in `metrics.py`; here is only how the pieces are computed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.core.counts import Counts
+from legato.core.outcome import Outcome, Trace
+from legato.core.segments import Segments
+from legato.core.shapes import PerToken, Spread
+from legato.core.signals import Signals
+from legato.core.sums import (
+    Binned,
+    Deviation,
+    EffectiveSize,
+    Explained,
+    Histogram,
+    Maximum,
+    Mean,
+    Minimum,
+    Piece,
+    Sums,
+    Total,
+)
+from legato.diagnostics.metrics import LENGTH_EDGES
+
+LIMIT = 20.0
+"""Largest |log-ratio| before exp, so that one broken token does not make a sum infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What all topics look at, computed once."""
+
+    signals: Signals
+    outcome: Outcome
+    counts: Counts
+    sequences: Segments
+    counted: Tensor
+    """[B, 1] bool: the first row of each response that has a token."""
+    lengths: Tensor
+    """[B, 1]: the length of the response a row belongs to."""
+
+    @property
+    def trace(self) -> Trace:
+        return self.outcome.trace
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of this call."""
+        return self.signals.mask.lengths.sum(dtype=torch.float64)
+
+    @property
+    def responses(self) -> Tensor:
+        """Responses of this call."""
+        return self.counted.sum().double()
+
+    def token_total(self, values: Spread) -> Tensor:
+        """Sum over tokens, rows first, then in float64."""
+        return self.signals.mask.sum(values).sum(dtype=torch.float64)
+
+    def token_mean(self, values: Spread) -> Mean:
+        return Mean(self.token_total(values), self.tokens)
+
+    def response_mean(self, values: Tensor, among: Tensor | None = None) -> Mean:
+        """Mean over responses of a [B, 1] value; `among` [B, 1] bool restricts which."""
+        counted = self.counted if among is None else self.counted & among
+        return Mean(torch.where(counted, values, 0.0).sum(dtype=torch.float64), counted.sum().double())
+
+    def by_length(self, values: Tensor) -> Binned:
+        """Mean over responses of a [B, 1] value, per length bin."""
+        edges = torch.tensor(LENGTH_EDGES, dtype=self.lengths.dtype, device=self.lengths.device)
+        bins = torch.bucketize(self.lengths.squeeze(1), edges, right=True)
+        member = self.counted & (bins.unsqueeze(1) == torch.arange(len(edges) + 1, device=bins.device))
+        return Binned(torch.where(member, values, 0.0).sum(0, dtype=torch.float64), member.sum(0).double())
+
+    def histogram(self, values: Tensor, among: Tensor | None = None) -> Histogram:
+        return Histogram.of(values, self.counted if among is None else self.counted & among)
+
+    def largest(self, values: PerToken) -> Maximum:
+        """The largest of values that are 0 outside the mask and not negative."""
+        return Maximum(values.amax() if values.numel() else values.new_zeros(()))
+
+
+def measure(signals: Signals, outcome: Outcome, counts: Counts) -> Sums:
+    """All metrics that the given signals allow."""
+    with torch.no_grad():
+        sight = _sight(signals, outcome, counts)
+        pieces: dict[str, Piece] = {}
+        for topic in _TOPICS:
+            pieces.update(topic(sight))
+        return Sums(pieces)
+
+
+def _sight(signals: Signals, outcome: Outcome, counts: Counts) -> Sight:
+    sequences = signals.segments("sequence")
+    lengths = sequences.size()
+    counted = lengths > 0
+    if signals.rollout is not None:
+        rows = torch.arange(len(signals.rollout), device=lengths.device)
+        first = torch.full_like(rows, len(rows)).scatter_reduce(0, signals.rollout, rows, "amin")[signals.rollout]
+        counted = counted & (first == rows).unsqueeze(1)
+    return Sight(signals, outcome, counts, sequences, counted, lengths)
+
+
+def _losses(sight: Sight) -> dict[str, Piece]:
+    terms: dict[str, Piece] = {f"loss/{name}": Total(term.double()) for name, term in sight.trace.terms.items()}
+    return {"loss/total": Total(sight.outcome.loss.detach().double()), **terms}
+
+
+def _drift(sight: Sight) -> dict[str, Piece]:
+    """Ratios and divergences between the anchor and the new policy, and the perplexity equivalence."""
+    signals = sight.signals
+    if signals.old_logprobs is None:
+        return {}
+    new, old = signals.logprobs.detach(), signals.old_logprobs
+    log_ratio = signals.mask.select(new - old)
+    rows = log_ratio.sum(1, keepdim=True)
+    total, squares = rows.sum(dtype=torch.float64), log_ratio.square().sum(1).sum(dtype=torch.float64)
+    ratio = log_ratio.clamp(-LIMIT, LIMIT).exp_()
+    padding = log_ratio.shape[1] - signals.mask.lengths  # each position outside the mask holds a ratio of 1
+    ratio_rows = ratio.sum(1, keepdim=True) - padding
+    square_rows = ratio.square_().sum(1, keepdim=True) - padding
+    ratio_total = ratio_rows.sum(dtype=torch.float64)
+
+    log_s = sight.sequences.mean(log_ratio)
+    s = log_s.exp()
+    responses, weights = sight.responses, torch.where(sight.counted, s, 0.0).double()
+    sign = _response_sign(sight)
+    entropy_old, entropy_new = (-sight.sequences.mean(signals.mask.select(x)) for x in (old, new))
+    perplexity_old, perplexity_new = entropy_old.exp(), entropy_new.exp()
+    error = (s - perplexity_old / perplexity_new).abs() / s
+    return {
+        "ratio/sequence_mean": Mean(weights.sum(), responses),
+        "ratio/sequence_std": Deviation(weights.sum(), weights.square().sum(), responses),
+        "ratio/sequence_min": Minimum(torch.where(sight.counted, s, torch.inf).amin()),
+        "ratio/sequence_max": Maximum(torch.where(sight.counted, s, -torch.inf).amax()),
+        "ratio/sequence_log": sight.histogram(log_s),
+        "ratio/signed_log": sight.histogram(sign * log_s, sign != 0),
+        "ratio/token_log_std": Deviation(total, squares, sight.tokens),
+        "ratio/token_log_max": sight.largest(log_ratio.abs_()),
+        "drift/k1": Mean(-total, sight.tokens),
+        "drift/k3": Mean(ratio_total - sight.tokens - total, sight.tokens),
+        "drift/sequence_effective_size": EffectiveSize(weights.sum(), weights.square().sum(), responses),
+        "drift/token_effective_size": EffectiveSize(ratio_total, square_rows.sum(dtype=torch.float64), sight.tokens),
+        "equivalence/perplexity_old": sight.response_mean(perplexity_old),
+        "equivalence/perplexity_new": sight.response_mean(perplexity_new),
+        "equivalence/entropy_change": sight.response_mean((entropy_old - entropy_new).exp()),
+        "equivalence/error": Maximum(torch.where(sight.counted, error, 0.0).amax()),
+    }
+
+
+def _response_sign(sight: Sight) -> Tensor:
+    """[B, 1]: the sign of each response's mean advantage."""
+    return sight.sequences.mean(sight.signals.advantages).sign()
+
+
+def _clipping(sight: Sight) -> dict[str, Piece]:
+    """What the trust region left without a gradient, with the right denominators."""
+    trace, mask, advantages = sight.trace, sight.signals.mask, sight.signals.advantages
+    if not trace.bounded:
+        return {}
+    free = torch.eq(trace.log_value, trace.log_ratio, out=torch.empty_like(trace.log_ratio))
+    for factor in (trace.selected, None if trace.tokens_clipped is None else ~trace.tokens_clipped):
+        free = free if factor is None else free * factor
+    pieces: dict[str, Piece] = {"clip/tokens": Mean(sight.tokens - sight.token_total(free), sight.tokens)}
+    for word, among in (("positive", advantages > 0), ("negative", advantages < 0)):
+        member = among.to(free.dtype)
+        count = sight.token_total(member)
+        pieces[f"clip/tokens_{word}"] = Mean(count - sight.token_total(free * member), count)
+    clipped = (sight.sequences.sum(mask.select(free) if free.shape[1] != 1 else free) == 0).to(free.dtype)
+    sign = _response_sign(sight)
+    pieces["clip/sequences"] = sight.response_mean(clipped)
+    pieces["clip/sequences_positive"] = sight.response_mean(clipped, sign > 0)
+    pieces["clip/sequences_negative"] = sight.response_mean(clipped, sign < 0)
+    pieces["clip/sequences_length"] = sight.by_length(clipped)
+    return pieces | _band(sight) | _gate(sight)
+
+
+def _band(sight: Sight) -> dict[str, Piece]:
+    trace = sight.trace
+    if trace.band is None:
+        return {}
+    lower, upper = (torch.as_tensor(b, dtype=trace.log_ratio.dtype, device=trace.log_ratio.device) for b in trace.band)
+    inside = torch.minimum(torch.maximum(trace.log_ratio, lower), upper)
+    inside = torch.eq(inside, trace.log_ratio, out=torch.empty_like(inside))
+    pieces: dict[str, Piece] = {
+        "clip/outside_tokens": Mean(sight.tokens - sight.token_total(inside), sight.tokens),
+        "clip/band_low": sight.token_mean(_spread(-torch.expm1(lower), sight)),
+        "clip/band_high": sight.token_mean(_spread(torch.expm1(upper), sight)),
+    }
+    if trace.sequence_unit:
+        pieces["clip/outside_sequences"] = sight.response_mean(1 - inside[:, :1])
+    return pieces
+
+
+def _spread(bound: Tensor, sight: Sight) -> Spread:
+    return bound.expand_as(sight.lengths) if bound.numel() == 1 else bound
+
+
+def _gate(sight: Sight) -> dict[str, Piece]:
+    gate = sight.trace.gate
+    if gate is None:
+        return {}
+    return {"gate/mean": sight.token_mean(gate), "gate/closed": sight.token_mean((gate < 0.5).to(gate.dtype))}
+
+
+def _keeping(sight: Sight) -> dict[str, Piece]:
+    kept = sight.trace.kept
+    if kept is None:
+        return {}
+    whole = (sight.sequences.sum(kept) > 0).to(kept.dtype)
+    return {
+        "keep/tokens": sight.token_mean(kept),
+        "keep/sequences": sight.response_mean(whole),
+        "keep/sequences_length": sight.by_length(whole),
+    }
+
+
+def _mismatch(sight: Sight) -> dict[str, Piece]:
+    signals = sight.signals
+    if signals.sampler_logprobs is None or signals.old_logprobs is None:
+        return {}
+    gap = signals.behaviour_log_ratio()
+    limited = gap.clamp(-LIMIT, LIMIT)
+    rho = limited.exp()
+    rho_total, squares = sight.token_total(rho), sight.token_total(rho.square())
+    product = sight.sequences.sum(gap).clamp(-LIMIT, LIMIT).exp()
+    chi2_sequence = sight.response_mean(product.square() - 1)
+    return {
+        "mismatch/k1": Mean(-sight.token_total(gap), sight.tokens),
+        "mismatch/k3": Mean(rho_total - sight.tokens - sight.token_total(limited), sight.tokens),
+        "mismatch/absolute": sight.token_mean(gap.abs()),
+        "mismatch/max": sight.largest(gap.abs()),
+        "mismatch/chi2_token": Mean(squares - sight.tokens, sight.tokens),
+        "mismatch/chi2_sequence": chi2_sequence,
+        "mismatch/effective_size": EffectiveSize(rho_total, squares, sight.tokens),
+        "mismatch/above_two": sight.token_mean((rho > 2).to(rho.dtype)),
+        "mismatch/below_half": sight.token_mean((rho < 0.5).to(rho.dtype)),
+        "mismatch/sequence_log": sight.histogram(sight.sequences.mean(gap)),
+    }
+
+
+def _weights(sight: Sight) -> dict[str, Piece]:
+    weight = sight.trace.weight
+    if weight is None:
+        return {}
+    total, squares = sight.token_total(weight), sight.token_total(weight.square())
+    return {
+        "weight/mean": Mean(total, sight.tokens),
+        "weight/effective_size": EffectiveSize(total, squares, sight.tokens),
+    }
+
+
+def _reference(sight: Sight) -> dict[str, Piece]:
+    signals = sight.signals
+    if signals.ref_logprobs is None:
+        return {}
+    gap = signals.mask.select(signals.ref_logprobs - signals.logprobs.detach()).clamp(-LIMIT, LIMIT)
+    return {
+        "reference/k1": sight.token_mean(-gap),
+        "reference/k3": sight.token_mean(torch.expm1(gap) - gap),
+    }
+
+
+def _channels(sight: Sight) -> dict[str, Piece]:
+    """Entropy, values and router shift, where they were given."""
+    signals, pieces = sight.signals, dict[str, Piece]()
+    if signals.entropy is not None:
+        pieces["entropy/mean"] = sight.token_mean(signals.entropy.detach())
+    if signals.router_shift is not None:
+        gamma = signals.mask.select(signals.router_shift)
+        pieces["router/shift_mean"] = sight.token_mean(gamma)
+        pieces["router/shift"] = Histogram.of(gamma, signals.mask.tokens)
+    if signals.values is not None and signals.returns is not None:
+        returns = signals.mask.select(signals.returns)
+        residual = signals.mask.select(signals.returns - signals.values.detach())
+        pieces["value/explained"] = Explained(
+            residual=sight.token_total(residual),
+            residual_squares=sight.token_total(residual.square()),
+            target=sight.token_total(returns),
+            target_squares=sight.token_total(returns.square()),
+            count=sight.tokens,
+        )
+    if signals.values is not None and signals.old_values is not None:
+        moved = signals.mask.select((signals.values.detach() - signals.old_values).abs())
+        pieces["value/moved"] = sight.token_mean(moved)
+    return pieces
+
+
+def _data(sight: Sight) -> dict[str, Piece]:
+    """Lengths, advantages and which responses carry a gradient at all."""
+    lengths, rollouts = sight.lengths, _rollouts(sight)
+    advantages = sight.signals.advantages
+    strength = sight.sequences.mean(advantages.abs())
+    nonzero = sight.sequences.sum(sight.outcome.coefficients.abs()) > 0
+    return {
+        "coefficient/sequences": sight.response_mean(nonzero.to(lengths.dtype)),
+        "advantage/zero": sight.response_mean((strength == 0).to(lengths.dtype)),
+        "advantage/absolute": sight.response_mean(strength),
+        "length/mean": Mean(sight.tokens, sight.responses),
+        "length/max": Maximum(lengths.amax() if lengths.numel() else lengths.new_zeros(())),
+        "length/tokens": sight.histogram(lengths),
+        "length/empty": Mean(rollouts - sight.responses, rollouts),
+    }
+
+
+def _rollouts(sight: Sight) -> Tensor:
+    rollout = sight.signals.rollout
+    count = len(sight.lengths) if rollout is None else len(torch.unique(rollout))
+    return torch.tensor(count, dtype=torch.float64, device=sight.lengths.device)
+
+
+_TOPICS: tuple[Callable[[Sight], dict[str, Piece]], ...] = (
+    _losses,
+    _drift,
+    _clipping,
+    _keeping,
+    _mismatch,
+    _weights,
+    _reference,
+    _channels,
+    _data,
+)

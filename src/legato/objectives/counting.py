@@ -1,0 +1,68 @@
+"""Counting an update, or a part of it: what the weights of the loss are divided by."""
+
+import torch
+from torch import Tensor
+
+from legato.core.counts import Counts, Tally
+from legato.core.segments import ordered_sum
+from legato.core.shapes import Spread
+from legato.core.signals import Signals
+from legato.objectives.corrections import combine
+from legato.objectives.objective import Objective
+from legato.objectives.slots import Aggregate, Context
+
+
+def tally(signals: Signals, keep: Spread | None, groups: int | None) -> Tally:
+    """Tokens, sequences and tokens per group, of all tokens or of the kept ones."""
+    tokens = kept_lengths(signals, keep).squeeze(1).double()
+    present = tokens > 0
+    if signals.rollout is not None:
+        present = ordered_sum(tokens, signals.rollout, len(tokens)) > 0
+    per_group = None
+    if groups is not None:
+        assert signals.group is not None
+        per_group = ordered_sum(tokens, signals.group, groups)
+    return Tally(tokens=tokens.sum(), sequences=present.sum().double(), group_tokens=per_group)
+
+
+def kept_lengths(signals: Signals, keep: Spread | None) -> Tensor:
+    """[B, 1]: tokens of each row that are kept."""
+    return signals.mask.lengths if keep is None else signals.mask.sum(keep)
+
+
+def rollout_lengths(signals: Signals, keep: Spread | None) -> Tensor:
+    """[B, 1]: kept tokens of the rollout each row belongs to."""
+    rows = kept_lengths(signals, keep)
+    if signals.rollout is None:
+        return rows
+    return ordered_sum(rows.squeeze(1), signals.rollout, len(rows))[signals.rollout].unsqueeze(1)
+
+
+def both(left: Spread | None, right: Spread | None) -> Spread | None:
+    """The product of two optional 0/1 factors."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left * right
+
+
+def count(objective: Objective, aggregate: Aggregate, signals: Signals, groups: int | None) -> Counts:
+    """The counts of what is given. `groups` is the size of the group tables, None where no part uses groups.
+
+    `keep` is known here where it depends on anchor-side tensors; where rejection reads the new log-probs, the objective
+    itself fills in `kept` (update scope).
+    """
+    counts = Counts(all=tally(signals, None, groups), tables=_tables(objective, signals, groups))
+    if aggregate.denominator == "all" or objective.keep_reads_logprobs(aggregate):
+        return counts
+    context = Context(signals=signals, segments=signals.segments(objective.ratio.level), counts=counts, state={})
+    keep = both(signals.keep, combine([part.apply(context) for part in objective.corrections]).keep)
+    return Counts(all=counts.all, kept=tally(signals, keep, groups), tables=counts.tables)
+
+
+def _tables(objective: Objective, signals: Signals, groups: int | None) -> dict[str, Tensor]:
+    rows = objective.ratio.tables(signals)
+    if not rows:
+        return {}
+    assert groups is not None and signals.group is not None
+    group = signals.group
+    return {name: ordered_sum(values.to(torch.float64), group, groups) for name, values in rows.items()}

@@ -1,0 +1,157 @@
+"""How the slots compose: signals in, loss and coefficients out.
+
+    L = - sum_it n_it b_it keep_it A_it r~_it + sum over penalties
+n from the aggregate and the counts, b and keep from the corrections (detached), r~ the ratio after the trust region.
+The coefficients are torch.autograd.grad of minus L at detached `[B, T]` leaves: right by construction for any new part.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from legato.core.counts import Counts
+from legato.core.outcome import Coefficients, Outcome, Trace
+from legato.core.shapes import Scalar, Spread
+from legato.core.signals import Signals
+from legato.objectives.corrections import combine
+from legato.objectives.counting import both, rollout_lengths, tally
+from legato.objectives.objective import Objective
+from legato.objectives.slots import Adjustment, Aggregate, Context, Region, State, TokenTrust
+
+_CHANNELS = ("logprobs", "entropy", "values")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surrogate:
+    """The terms of the loss, with their graph to the leaves, and what was decided on the way."""
+
+    terms: Mapping[str, Scalar]
+    region: Region
+    tokens_clipped: Tensor | None
+    adjustment: Adjustment
+    kept: Spread | None
+
+
+def evaluate(
+    objective: Objective, aggregate: Aggregate, signals: Signals, counts: Counts, state: State | None = None
+) -> Outcome:
+    """Loss, coefficients of every channel and the trace of one call."""
+    channels = {"logprobs", *(name for part in objective.penalties for name in part.channels)}
+    used = [name for name in _CHANNELS if name in channels]
+    leaves = {name: signals.tensor(name).detach().requires_grad_() for name in used}
+    with torch.enable_grad():
+        context = Context(
+            signals=replace(signals, **leaves),  # type: ignore[arg-type]
+            segments=signals.segments(objective.ratio.level),
+            counts=counts,
+            state=objective.initial() if state is None else state,
+        )
+        surrogate = _surrogate(objective, aggregate, context)
+        loss = torch.stack([term.reshape(()) for term in surrogate.terms.values()]).sum()
+        gradients = torch.autograd.grad(-loss, list(leaves.values()), allow_unused=True)
+    found = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+    field = Coefficients(logprobs=found["logprobs"], entropy=found.get("entropy"), values=found.get("values"))
+    tied = field.tie(loss.detach(), **{name: signals.tensor(name) for name in used})
+    return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate))
+
+
+def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> _Surrogate:
+    signals = context.signals
+    adjustment = combine([part.apply(context) for part in objective.corrections])
+    region, tokens_clipped = _ratio(objective, adjustment, context)
+    for part in objective.trust:
+        if not isinstance(part, TokenTrust):
+            region = part.apply(region, context)
+
+    keep = both(both(signals.keep, adjustment.keep), region.kept)
+    tallied = context.counts
+    if objective.keep_reads_logprobs(aggregate):
+        groups = None if tallied.all.group_tokens is None else len(tallied.all.group_tokens)
+        tallied = replace(tallied, kept=tally(signals, keep, groups))
+    dropped_leave = aggregate.denominator == "kept"
+    lengths = rollout_lengths(signals, keep if dropped_leave else None)
+    weights = aggregate.weights(tallied.tally(aggregate.denominator), lengths, signals.group)
+
+    folded = any(part.folds_weights for part in objective.trust)
+    factor = weights * signals.advantages
+    for each in (None if folded else adjustment.weight, keep, region.selected):
+        factor = factor if each is None else factor * each
+    terms = {"policy": -_total(_value(objective, region, factor, signals), factor, signals)}
+
+    all_lengths = rollout_lengths(signals, None)
+    for penalty in objective.penalties:
+        if penalty.token_mean:
+            host = _token_mean(context.counts, all_lengths)
+        else:
+            host = aggregate.weights(context.counts.all, all_lengths, signals.group)
+        terms[penalty.name] = _total(penalty.apply(context), host, signals)
+    return _Surrogate(terms=terms, region=region, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep)
+
+
+def _ratio(objective: Objective, adjustment: Adjustment, context: Context) -> tuple[Region, Tensor | None]:
+    """The ratio at its level, and which tokens a trust region before the mean has bounded."""
+    ratio, signals = objective.ratio, context.signals
+    read = signals if ratio.gradient == "through" else replace(signals, logprobs=signals.logprobs.detach())
+    tokens = ratio.tokens(read)
+    if adjustment.log_shift is not None:
+        tokens = tokens + adjustment.log_shift
+    free = tokens
+    for part in objective.trust:
+        if isinstance(part, TokenTrust):
+            tokens = part.apply_tokens(tokens, context)
+    log_ratio = ratio.reduce(tokens, context)
+    if ratio.gradient == "carrier":
+        log_ratio = log_ratio + signals.mask.select(signals.logprobs - signals.logprobs.detach())
+    if any(part.folds_weights for part in objective.trust) and adjustment.weight is not None:
+        log_weight = adjustment.weight.log()
+        log_ratio = log_ratio + (log_weight if log_weight.shape[1] == 1 else context.segments.sum(log_weight))
+    bounded_tokens = None if tokens is free else tokens.detach() != free.detach()
+    return Region(log_ratio=log_ratio, log_value=log_ratio), bounded_tokens
+
+
+def _value(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Spread:
+    """What stands for the ratio in the surrogate."""
+    log_value = region.log_value
+    if getattr(objective.ratio, "limit", None) is None:
+        # A ratio without a limit may be infinite; where its factor is 0 the term is 0 and not 0 * inf.
+        log_value = torch.where(factor != 0, log_value, 0.0)
+    value = log_value.exp() if region.value is None else region.value
+    if objective.ratio.gradient == "weight":
+        value = value.detach() * signals.mask.select(signals.logprobs)
+    return value
+
+
+def _total(value: Spread, factor: Spread, signals: Signals) -> Scalar:
+    """The sum over mask tokens of value * factor; `factor` carries no gradient.
+
+    Whatever is constant along a row stays one number per row.
+    """
+    if value.shape[1] == 1:
+        return (value * signals.mask.sum(factor)).sum()
+    return (value * signals.mask.select(factor)).sum(1).sum()
+
+
+def _token_mean(counts: Counts, like: Tensor) -> Tensor:
+    return (1 / counts.all.tokens.clamp(min=1)).to(like.dtype).expand_as(like)
+
+
+def _trace(objective: Objective, surrogate: _Surrogate) -> Trace:
+    region = surrogate.region
+    return Trace(
+        log_ratio=region.log_ratio.detach(),
+        log_value=region.log_value.detach(),
+        selected=both(region.selected, region.kept),
+        tokens_clipped=surrogate.tokens_clipped,
+        band=region.band,
+        gate=region.gate,
+        bounded=bool(objective.trust),
+        weight=surrogate.adjustment.weight,
+        kept=surrogate.kept,
+        sequence_unit=objective.ratio.level == "sequence",
+        terms={name: term.detach() for name, term in surrogate.terms.items()},
+    )

@@ -1,0 +1,50 @@
+"""Trust regions without an edge: a smooth function of the ratio stands in its place."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from legato.core.bounded import choose
+from legato.core.parts import number, part
+from legato.objectives.slots import Context, Region, Trust
+
+
+@part("trust", "soft-gate")
+class SoftGate(Trust):
+    """f(r) = (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A; the gradient is r sech^2(tau (r - 1) / 2) (SAPO).
+
+    f(1) = 2 / tau, so losses are offset and not comparable with a clip's. The gradient factor is not monotone: it peaks
+    at 1.57 (r = 2.06, tau 1), so moderately off-policy tokens are amplified.
+    """
+
+    tau_positive: float = number(default=1.0, says="Steepness where A > 0.", above=0.0)
+    tau_negative: float = number(
+        default=1.05, says="Steepness where A <= 0: a little more, negative updates fade faster.", above=0.0
+    )
+
+    def apply(self, region: Region, context: Context) -> Region:
+        positive = context.signals.advantages > 0
+        tau = choose(positive, self.tau_positive, self.tau_negative).to(region.log_value.dtype)
+        sigmoid = torch.sigmoid(tau * (region.log_value.exp() - 1))
+        open_share = sigmoid.detach()
+        return replace(region, value=4 / tau * sigmoid, gate=4 * open_share * (1 - open_share))
+
+
+@part("trust", "kernel")
+class Kernel(Trust):
+    """phi(W) = W^power exp(rate (1 - W)), by the sign of A; phi(1) = 1 (VESPO). Correction weights enter W."""
+
+    folds_weights: ClassVar[bool] = True
+    power_positive: float = number(default=2.0, says="Power where A >= 0.", minimum=0.0)
+    rate_positive: float = number(default=3.0, says="Decay where A >= 0.", minimum=0.0)
+    power_negative: float = number(default=3.0, says="Power where A < 0.", minimum=0.0)
+    rate_negative: float = number(default=2.0, says="Decay where A < 0.", minimum=0.0)
+
+    def apply(self, region: Region, context: Context) -> Region:
+        negative, dtype = context.signals.advantages < 0, region.log_value.dtype
+        power = choose(negative, self.power_negative, self.power_positive).to(dtype)
+        rate = choose(negative, self.rate_negative, self.rate_positive).to(dtype)
+        product = region.log_value.exp()
+        value = torch.exp(power * region.log_value + rate * (1 - product))
+        return replace(region, value=value, gate=value.detach() / product.detach().clamp(min=1e-30))

@@ -1,0 +1,165 @@
+"""Trust regions that drop tokens or whole responses and leave the ratio of the others alone."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from legato.core.parts import choice, number, part
+from legato.core.scope import Scope
+from legato.core.segments import Segments
+from legato.core.shapes import PerToken
+from legato.core.signals import ANCHORS
+from legato.objectives.clips import leave_out
+from legato.objectives.slots import Context, Region, Trust
+
+_ANCHOR = "The policy drift is measured against: 'sampler' (the engine) or 'old' (the recomputed anchor)."
+
+
+class _Anchored(Trust):
+    __slots__ = ()
+    anchor: str
+
+    def needs(self) -> tuple[str, ...]:
+        return (ANCHORS[self.anchor],)
+
+    def _drift(self, context: Context) -> PerToken:
+        """log pi_new - log pi_anchor per token, detached."""
+        signals = context.signals
+        return signals.mask.select(signals.logprobs.detach() - signals.tensor(ANCHORS[self.anchor]))
+
+    def _sequences(self, context: Context) -> Segments:
+        return context.signals.segments("sequence")
+
+
+def _reject(region: Region, rejected: torch.Tensor) -> Region:
+    kept = (~rejected).to(region.log_ratio.dtype)
+    return replace(region, kept=kept if region.kept is None else region.kept * kept)
+
+
+@part("trust", "divergence-mask")
+class DivergenceMask(_Anchored):
+    """Drop a token that moves further the way A pushes once the divergence of its own probability exceeds threshold.
+
+    p = pi_new, q = pi_anchor of the sampled token. total-variation: |p - q|; kl: q log(q/p) + (1-q) log((1-q)/(1-p)).
+    Dropped iff divergence > threshold and (A > 0 and p > q, or A < 0 and p < q). (DPPO, binary forms.)
+    """
+
+    divergence: str = choice("total-variation", "kl", default="total-variation", says="Which divergence.")
+    threshold: float = number(default=0.15, says="Largest divergence (the paper: TV .15-.2, KL .05).", minimum=0.0)
+    anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
+
+    def apply(self, region: Region, context: Context) -> Region:
+        signals, drift = context.signals, self._drift(context)
+        log_q = signals.mask.select(signals.tensor(ANCHORS[self.anchor]))
+        q, p = log_q.exp(), (log_q + drift).exp()
+        divergence = (p - q).abs()
+        if self.divergence == "kl":
+            smallest = torch.finfo(p.dtype).tiny
+            rest_q, rest_p = (1 - q).clamp(min=smallest), (1 - p).clamp(min=smallest)
+            divergence = rest_q * (rest_q.log() - rest_p.log()) - q * drift
+        advantages = signals.advantages
+        further = ((advantages > 0) & (drift > 0)) | ((advantages < 0) & (drift < 0))
+        return leave_out(region, further & (divergence > self.threshold))
+
+
+@part("trust", "opsm")
+class OffPolicySequenceMask(_Anchored):
+    """Drop a response with A < 0 whose length-normalised drift mean(log anchor - log new) exceeds threshold (V3.2)."""
+
+    rejects: ClassVar[bool] = True
+    threshold: float = number(
+        default=0.5, says="Largest mean drift in nats per token (the report does not print it).", minimum=0.0
+    )
+    anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
+
+    def apply(self, region: Region, context: Context) -> Region:
+        lost = -self._sequences(context).mean(self._drift(context))
+        return _reject(region, (context.signals.advantages < 0) & (lost > self.threshold))
+
+
+@part("trust", "trm")
+class TrustRegionMask(_Anchored):
+    """Drop a response if the largest k2 or the mean k3 of KL(anchor || new) over its tokens is too large.
+
+    d = log new - log anchor; k2 = d^2 / 2; k3 = exp(d) - 1 - d. The max criterion rejects more as responses get longer.
+    """
+
+    rejects: ClassVar[bool] = True
+    max_threshold: float = number(default=0.05, says="Largest k2 of any token.", minimum=0.0, infinite=True)
+    mean_threshold: float = number(default=0.001, says="Largest mean k3.", minimum=0.0, infinite=True)
+    limit: float = number(default=20.0, says="Largest |d| before exp.", above=0.0)
+    anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
+
+    def apply(self, region: Region, context: Context) -> Region:
+        sequences, drift = self._sequences(context), self._drift(context).clamp(-self.limit, self.limit)
+        # A rollout of several rows is too far when any of its rows is, so the maximum is counted and not taken.
+        far = sequences.sum((drift.square() / 2 > self.max_threshold).to(drift.dtype)) > 0
+        mean_k3 = sequences.mean(torch.expm1(drift) - drift)
+        return _reject(region, far | (mean_k3 > self.mean_threshold))
+
+
+def covariance(context: Context) -> PerToken:
+    """(A - mean A)(log pi - mean log pi) per token, means over all tokens of the update; detached, 0 outside the mask."""
+    signals, tokens = context.signals, context.counts.all.tokens
+    advantages = signals.mask.select(signals.advantages)
+    logprobs = signals.mask.select(signals.logprobs.detach())
+    centred = [x - (x.sum(dtype=torch.float64) / tokens.clamp(min=1)).to(x.dtype) for x in (advantages, logprobs)]
+    return signals.mask.select(centred[0] * centred[1])
+
+
+def first(score: PerToken, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """[B, T] bool: the `count` eligible positions with the smallest score; equal scores in order of position."""
+    flat = torch.where(eligible, score, torch.inf).reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    early = torch.arange(len(flat), device=flat.device) < count
+    return torch.zeros_like(early).scatter_(0, order, early).reshape(score.shape) & eligible
+
+
+@part("trust", "clip-cov")
+class ClipCovariance(Trust):
+    """Leave out a few tokens, drawn at random from those whose covariance of A and log pi lies in (low, high).
+
+    Drawn: floor(fraction * tokens), at least 1, among tokens not clipped already, by the smallest `uniform`.
+    """
+
+    scope: ClassVar[Scope] = Scope.UPDATE
+    fraction: float = number(default=2e-4, says="Share of all tokens that is left out.", minimum=0.0, maximum=1.0)
+    low: float = number(default=1.0, says="Lower end of the covariance band.")
+    high: float = number(default=5.0, says="Upper end of the covariance band.", infinite=True)
+    selection: str = choice("random", "all", default="random", says="'random', or 'all' tokens in the band.")
+
+    def needs(self) -> tuple[str, ...]:
+        return ("uniform",) if self.selection == "random" else ()
+
+    def apply(self, region: Region, context: Context) -> Region:
+        products, mask = covariance(context), context.signals.mask.tokens
+        clipped = region.log_value.detach() != region.log_ratio.detach()
+        eligible = mask & ~clipped & (products > self.low) & (products < self.high)
+        if self.selection == "all":
+            return leave_out(region, eligible)
+        count = torch.floor(self.fraction * context.counts.all.tokens).clamp(min=1)
+        return leave_out(region, first(context.signals.tensor("uniform"), eligible, count))
+
+
+@part("trust", "high-entropy")
+class HighEntropy(Trust):
+    """Only the tokens of highest policy entropy carry a policy gradient: those at or above the (1 - fraction) quantile."""
+
+    scope: ClassVar[Scope] = Scope.UPDATE
+    fraction: float = number(default=0.2, says="Share of tokens that stays in.", above=0.0, maximum=1.0)
+
+    def needs(self) -> tuple[str, ...]:
+        return ("entropy",)
+
+    def apply(self, region: Region, context: Context) -> Region:
+        mask = context.signals.mask.tokens
+        entropy = context.signals.mask.select(context.signals.tensor("entropy").detach())
+        ascending = torch.where(mask, entropy, torch.inf).reshape(-1).sort().values
+        # Linear interpolation between order statistics, without asking the device how many tokens there are.
+        position = (1 - self.fraction) * (context.counts.all.tokens - 1).clamp(min=0)
+        below = position.floor().long()
+        above = torch.minimum(below + 1, (context.counts.all.tokens - 1).clamp(min=0).long())
+        share = (position - below).to(entropy.dtype)
+        threshold = torch.lerp(ascending[below], ascending[above], share)
+        return leave_out(region, mask & (entropy < threshold))

@@ -1,0 +1,79 @@
+"""An objective is a value: a ratio, and tuples of trust regions, corrections and penalties."""
+
+from dataclasses import dataclass
+
+from legato.core.parts import Part
+from legato.core.scope import Scope
+from legato.objectives.slots import Aggregate, Correction, Penalty, Ratio, State, Trust
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What is maximised, before aggregation. Combinations that cannot mean anything are refused here."""
+
+    ratio: Ratio
+    trust: tuple[Trust, ...] = ()
+    corrections: tuple[Correction, ...] = ()
+    penalties: tuple[Penalty, ...] = ()
+
+    def __post_init__(self) -> None:
+        for slot in ("trust", "corrections", "penalties"):
+            seen = [part.name for part in getattr(self, slot)]
+            twice = {name for name in seen if seen.count(name) > 1}
+            if twice:
+                raise ValueError(f"objective.{slot} holds {', '.join(sorted(twice))!r} twice; a part may appear once")
+        self._refuse_double_counting()
+        self._refuse_edges_with_gates()
+        self._refuse_bounds_without_ratio()
+
+    def _refuse_double_counting(self) -> None:
+        weighing = [part.name for part in self.corrections if part.weighs]
+        if getattr(self.ratio, "anchor", "old") == "sampler" and weighing:
+            raise ValueError(
+                f"objective.ratio.anchor = 'sampler' already divides by the sampler; the correction {weighing[0]!r} would"
+                " count that ratio twice. Use anchor 'old' with the correction, or the sampler anchor without it"
+            )
+
+    def _refuse_edges_with_gates(self) -> None:
+        from_gates = [part.name for part in self.trust if part.name in ("soft-gate", "kernel")]
+        clips = [p.name for p in self.trust if p.name in ("clip", "log-clip", "dual-clip", "weight-clip", "balanced-clip")]
+        if len(from_gates) > 1 or (from_gates and clips):
+            raise ValueError(
+                f"objective.trust holds {[p.name for p in self.trust]}: a soft gate replaces the clip and stands alone"
+                " (masks and rejections may join it)"
+            )
+
+    def _refuse_bounds_without_ratio(self) -> None:
+        if self.ratio.name != "none":
+            return
+        bounding = [p.name for p in self.trust if p.name not in ("opsm", "trm", "high-entropy", "divergence-mask")]
+        bounding += [p.name for p in self.corrections if p.name == "router-shift"]
+        if bounding:
+            raise ValueError(f"objective.ratio is 'none': there is no ratio for {bounding[0]!r} to act on")
+
+    def parts(self) -> tuple[Ratio | Trust | Correction | Penalty, ...]:
+        return (self.ratio, *self.trust, *self.corrections, *self.penalties)
+
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """Which optional signals each part reads, by a description of the part."""
+        return {f"{part.kind} '{part.name}'": part.needs() for part in self.parts()}
+
+    def needs_groups(self, aggregate: Aggregate) -> list[str]:
+        """Descriptions of the parts that need group ids."""
+        readers: tuple[Part, ...] = (self.ratio, *self.trust, aggregate)
+        return [f"{part.kind} '{part.name}'" for part in readers if getattr(part, "needs_groups", False)]
+
+    def scope(self, aggregate: Aggregate) -> Scope:
+        """How much of an update a call must see."""
+        if self.keep_reads_logprobs(aggregate):
+            return Scope.UPDATE
+        return max(part.scope for part in (*self.parts(), aggregate))
+
+    def keep_reads_logprobs(self, aggregate: Aggregate) -> bool:
+        """Whether the denominator depends on responses that are rejected by their new log-probs."""
+        return aggregate.denominator == "kept" and any(part.rejects for part in self.trust)
+
+    def initial(self) -> State:
+        """The first state of the adaptive parts."""
+        states = {part.name: part.initial() for part in self.penalties}
+        return {name: state for name, state in states.items() if state is not None}

@@ -1,0 +1,162 @@
+"""The slots of an objective: what each kind of part is given and what it returns.
+
+Everything a part sees is a `[B, T]` or `[B, 1]` tensor. A part never sees a model, logits, packing or a process group,
+and never edits the mask: what it rejects it returns as `keep`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from legato.core.counts import Counts, Tally
+from legato.core.parts import Part
+from legato.core.scope import Scope
+from legato.core.segments import Level, Segments
+from legato.core.shapes import PerSequence, PerToken, Spread
+from legato.core.signals import Signals
+
+State = Mapping[str, Mapping[str, float]]
+"""The state of adaptive parts, by part name: held, checkpointed and passed in by whoever runs the updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every part of one call may read."""
+
+    signals: Signals
+    segments: Segments
+    """The segments of the ratio."""
+    counts: Counts
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """The ratio on its way through the trust parts."""
+
+    log_ratio: Spread
+    """As the ratio slot gave it."""
+    log_value: Spread
+    """After the clips so far; the surrogate uses exp of it unless a gate has set `value`."""
+    value: Spread | None = None
+    """Set by a soft gate or kernel: what stands in place of the ratio."""
+    gate: Spread | None = None
+    """Set with `value`: the factor on the gradient, for the diagnostics."""
+    selected: Spread | None = None
+    """0/1: tokens the trust region leaves in."""
+    kept: Spread | None = None
+    """0/1: responses a trust part did not reject; counts as `keep` for `denominator = "kept"`."""
+    band: tuple[Tensor | float, Tensor | float] | None = None
+    """Bounds on log_ratio whatever the sign of the advantage, for the diagnostics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """What a correction does. All of it is detached."""
+
+    log_shift: PerToken | None = None
+    """Added to the token log-ratios before any clip."""
+    weight: Spread | None = None
+    """Multiplies the policy term; denominators are unchanged, also where it is 0."""
+    keep: Spread | None = None
+    """0/1: multiplies the policy term, and leaves the denominators only under `denominator = "kept"`."""
+
+
+class _Slot(Part):
+    __slots__ = ()
+    scope: ClassVar[Scope] = Scope.ROW
+
+    def needs(self) -> tuple[str, ...]:
+        """Names of the optional signals this part reads."""
+        return ()
+
+
+class Ratio(_Slot):
+    """How the new policy is compared with the anchor, at which level, and what of it is differentiated."""
+
+    __slots__ = ()
+    gradient: ClassVar[Literal["through", "carrier", "weight"]] = "through"
+    needs_groups: ClassVar[bool] = False
+    level: Level
+
+    def tokens(self, signals: Signals) -> PerToken:
+        """The log-ratio of each token, 0 outside the mask."""
+        raise NotImplementedError
+
+    def reduce(self, tokens: PerToken, context: Context) -> Spread:
+        """The log-ratio of each segment, from those of its tokens."""
+        raise NotImplementedError
+
+    def tables(self, signals: Signals) -> dict[str, PerSequence]:
+        """Per-row, anchor-side numbers whose group sums belong in the counts (group scope only)."""
+        return {}
+
+
+class Trust(_Slot):
+    """How far the ratio may carry a gradient."""
+
+    __slots__ = ()
+    rejects: ClassVar[bool] = False
+    """Whether it drops responses (through `Region.kept`) by reading the new log-probs."""
+    folds_weights: ClassVar[bool] = False
+    """Whether correction weights enter its ratio and do not multiply the term a second time."""
+    needs_groups: ClassVar[bool] = False
+
+    def apply(self, region: Region, context: Context) -> Region:
+        raise NotImplementedError
+
+
+class TokenTrust(Trust):
+    """A trust region on token log-ratios before they are averaged."""
+
+    __slots__ = ()
+
+    def apply_tokens(self, tokens: PerToken, context: Context) -> PerToken:
+        raise NotImplementedError
+
+
+class Correction(_Slot):
+    """What is done about the sampler not being the anchor. Reads anchor-side tensors only."""
+
+    __slots__ = ()
+    weighs: ClassVar[bool] = False
+    """Whether it is an importance weight from the sampler to the anchor."""
+
+    def apply(self, context: Context) -> Adjustment:
+        raise NotImplementedError
+
+
+class Penalty(_Slot):
+    """A term added to the loss."""
+
+    __slots__ = ()
+    channels: ClassVar[tuple[str, ...]] = ("logprobs",)
+    """The differentiable channels its gradient reaches."""
+    token_mean: ClassVar[bool] = False
+    """Aggregated as a token mean whatever the host does, so that its coefficient keeps its meaning."""
+
+    def apply(self, context: Context) -> Spread:
+        """The penalty of each token, coefficient included, as it is added to the loss."""
+        raise NotImplementedError
+
+    def initial(self) -> Mapping[str, float] | None:
+        """The first state of an adaptive part; None for the others."""
+        return None
+
+    def advance(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The next state, from the metrics of one whole update."""
+        return state
+
+
+class Aggregate(_Slot):
+    """How per-token terms become one number: the weight of a token is constant along its row."""
+
+    __slots__ = ()
+    needs_groups: ClassVar[bool] = False
+    denominator: str
+
+    def weights(self, tally: Tally, lengths: Tensor, group: Tensor | None) -> Tensor:
+        """[B, 1]: the weight of each token of a row. `lengths` [B, 1] are the rollouts' lengths under the same tally."""
+        raise NotImplementedError

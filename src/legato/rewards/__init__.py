@@ -1,0 +1,1 @@
+"""Scoring finished rollouts. So far: shaping by length; verifiers come with the trainer."""

@@ -1,0 +1,68 @@
+"""What `legato.loss` will not compute: it says so instead of guessing."""
+
+import pytest
+import torch
+
+import legato
+from proof.batches import only
+from proof.bridge import count, evaluate, signals
+from proof.members import configured
+from reference.examples import batch_v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        evaluate("gspo", only(batch_v()), dtype=dtype)
+
+
+def test_gspo_refuses_advantages_that_vary_within_a_row() -> None:
+    with pytest.raises(ValueError, match="gspo-token"):
+        evaluate("gspo", only(batch_v("A_tok")), "token")
+
+
+@pytest.mark.parametrize("name", ["gepo", "dapo", "cispo"])
+def test_members_that_use_groups_refuse_a_call_without_them(name: str) -> None:
+    keywords = signals(only(batch_v()))
+    del keywords["group"]
+    with pytest.raises((ValueError, TypeError)):
+        legato.loss(name, **keywords)
+
+
+@pytest.mark.parametrize("name", ["rspo", "minirl", "dppo", "turn-gspo", "ppo"])
+def test_members_refuse_a_call_without_the_channel_they_read(name: str) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        evaluate(configured(name), only(batch_v()))
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("dr-grpo", {}), ("fspo", {})])
+def test_a_constant_without_a_default_must_be_given(name: str, overrides: dict[str, float]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        evaluate(legato.algorithm(name, overrides), only(batch_v()))
+
+
+UPDATE_SCOPE = {
+    "bapo": ("bapo", {}),
+    "clip-cov": ("dapo", {"objective.trust.clip-cov.selection": "all"}),
+    "kl-cov": ("dapo", {"objective.penalties.kl-cov.fraction": 0.2}),
+}
+
+
+@pytest.mark.parametrize("case", UPDATE_SCOPE)
+def test_members_that_need_the_whole_update_refuse_the_counts_of_another(case: str) -> None:
+    name, overrides = UPDATE_SCOPE[case]
+    algorithm, batch = legato.algorithm(name, overrides), only(batch_v())
+    own = count(algorithm, batch)
+    evaluate(algorithm, batch, counts=own)
+    with pytest.raises(ValueError, match="counts"):
+        evaluate(algorithm, batch, counts=own + own)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises((ValueError, KeyError)):
+        evaluate("gsop", only(batch_v()))
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        legato.algorithm("gspo", {"objective.trust.clip.hight": 0.1})
