@@ -52,9 +52,18 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python -m docs.generate
 
-peers: $(PEERS)/.ready
-	$(PEERS)/bin/python -m pytest tests/peers -m peers
-	$(PEERS)/bin/python -m benchmarks.peers
+# An environment of its own: the peers pin other versions and bring a gigabyte with them.
+$(PEERS)/.ready: tests/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	@touch $(PEERS)/.ready
+
+peers: $(PEERS)/.ready $(READY)
+	PYTHONPATH=src $(PEERS)/bin/python -m pytest tests/peers -m peers
+	PYTHONPATH=src $(PEERS)/bin/python -m benchmarks.peers
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

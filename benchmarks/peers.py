@@ -1,18 +1,13 @@
-"""Our losses beside TRL's and verl's on one seeded batch: numbers to `benchmarks/results/peers.json`, words to
-`docs/peers.md`.
-
-    python benchmarks/peers.py              run the comparisons (needs tests/peers/requirements.txt, and verl)
-    python benchmarks/peers.py --document   write the page from the stored numbers (needs nothing)
+"""Our losses beside TRL's and verl's on one seeded batch: numbers to `benchmarks/results/peers.json`, which
+`make docs` turns into `docs/peers.md`. Run by `make peers`, in an environment with tests/peers/requirements.txt and verl.
 
 A comparison says beforehand whether both sides should agree, and if not, why; the run fails where that is not what
 is found.
 """
 
-import argparse
 import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +16,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-PAGE = ROOT / "docs" / "peers.md"
 PACKAGES = ("torch", "trl", "transformers", "verl", "numpy")
 
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
@@ -341,86 +335,7 @@ def run() -> dict[str, object]:
     }
 
 
-def number(value: float) -> str:
-    """Nine digits for a loss of ordinary size."""
-    return f"{value:.9f}" if abs(value) < 1000 else f"{value:.6g}"
-
-
-def gap(value: float) -> str:
-    return "0" if value == 0 else f"{value:.0e}" if math.isfinite(value) else "not finite"
-
-
-def table(comparisons: list[dict]) -> list[str]:
-    lines = [
-        "| | peer | ours | theirs | our loss | their loss | loss differs by | gradient differs by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for i, entry in enumerate(comparisons, start=1):
-        cells = (
-            str(i),
-            entry["peer"],
-            entry["ours"],
-            entry["theirs"],
-            number(entry["our_loss"]),
-            number(entry["their_loss"]),
-            gap(entry["loss_difference"]),
-            gap(entry["gradient_difference_relative"]),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def document(results: dict) -> str:
-    """The page, from the stored numbers alone."""
-    versions, comparisons = results["versions"], results["comparisons"]
-    same = [entry for entry in comparisons if entry["agreement_expected"]]
-    different = [entry for entry in comparisons if not entry["agreement_expected"]]
-    surprises = [entry for entry in comparisons if entry["agrees"] != entry["agreement_expected"]]
-    read = f"TRL {versions['trl']} (on transformers {versions['transformers']}) and verl {versions['verl']}"
-    lines = [
-        "# Beside TRL and verl",
-        "",
-        "<!-- Written by `python benchmarks/peers.py --document` from benchmarks/results/peers.json. -->",
-        "",
-        f"Read and run on {results['date']}: {read}, with torch {versions['torch']} on a CPU. What is said of them "
-        "holds for these versions.",
-        "",
-        "Both sides get the same seeded batch: two groups of four responses of 1 to 12 tokens, padding, tool tokens "
-        "inside one response, and ratios inside the band, clipped high, clipped low, and out of the band on the side "
-        "that is not clipped. TRL's side is its own `GRPOTrainer._compute_loss`, in the first two rows through a tiny "
-        "Qwen3 and otherwise on given log-probs in float64; verl's is the functions of "
-        "`verl/trainer/ppo/core_algos.py`. The difference of the gradients is the greatest over all entries, relative "
-        "to the greatest entry. Where advantages are compared, the gradient column is of the advantages themselves "
-        "and the loss columns hold their mean square.",
-        "",
-        f"## The same settings, the same numbers ({len(same)} comparisons)",
-        "",
-        *table(same),
-        "",
-        "verl adds 1e-8 to the length of each response before it divides: hence about 1e-9 in its sequence means.",
-        "",
-        f"## Different on purpose ({len(different)} comparisons)",
-        "",
-        *table(different),
-        "",
-        *(f"{i}. {entry['reason']}" for i, entry in enumerate(different, start=1)),
-        "",
-        "`tests/peers` asserts the same, with the exact size of each difference, and more: masked NaNs, dependence on "
-        "micro-batches, aggregations, KL estimators, value loss, GAE and the other advantages.",
-        "",
-    ]
-    if surprises:
-        lines += ["## Not as expected", "", *table(surprises), ""]
-    return "\n".join(lines)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare our losses with TRL's and verl's.")
-    parser.add_argument("--document", action="store_true", help="only write docs/peers.md from the stored numbers")
-    if parser.parse_args().document:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(document(json.loads(RESULTS.read_text())))
-        return 0
     results = run()
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")

@@ -8,6 +8,7 @@ from jaxtyping import install_import_hook
 
 with install_import_hook("legato", "shape_check.check"):
     import legato.cli.explain
+    import legato.rewards.overlong
     import legato.surface  # noqa: F401
 
 # Two workers share two cores; threads of tiny tensors would only spin against each other.

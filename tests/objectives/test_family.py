@@ -110,6 +110,25 @@ def test_an_update_without_tokens_is_a_no_op(name: str) -> None:
     assert_silent_outside(evaluation, batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["gepo", "dapo", "cispo"])
+def test_a_group_without_tokens_leaves_the_others_alone(name: str, dtype: torch.dtype) -> None:
+    alone = Batch(new=[[-0.4]], old=[[-0.41]], mask=[[True]], advantages=[[1.0]], group=[0])
+    nan = float("nan")
+    beside = Batch(
+        new=[[-0.4], [nan]], old=[[-0.41], [nan]], mask=[[True], [False]], advantages=[[1.0], [nan]], group=[0, 1]
+    )  # fmt: skip
+    whole = evaluate(name, beside, dtype=dtype)
+    assert whole.loss == evaluate(name, alone, dtype=dtype).loss
+    assert whole.coefficients[1] == [0.0]
+
+
+def test_group_means_keep_the_precision_of_the_log_probs() -> None:
+    zeros = [[0.0]] * 3
+    batch = Batch(new=zeros, old=zeros, mask=[[True]] * 3, advantages=[[1.0], [0.0], [0.0]], group=[0, 1, 2])
+    assert evaluate("dapo", batch).loss == pytest.approx(-1 / 3, rel=1e-14)
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 @examples(5)
 @given(data=st.data())

@@ -5,16 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.core.shapes import Spread, SpreadMask
+from legato.core.mask import Mask
+from legato.core.shapes import PerToken, Scalar, Spread, SpreadMask
 
 
 class _Bounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
-        bounded = values
-        for limit, bound in ((torch.minimum, upper), (torch.maximum, lower)):
-            if bound is not None:
-                bounded = limit(bounded, torch.as_tensor(bound, dtype=values.dtype, device=values.device))
+        if isinstance(lower, Tensor) or isinstance(upper, Tensor):
+            bounded = values
+            for limit, bound in ((torch.minimum, upper), (torch.maximum, lower)):
+                if bound is not None:
+                    # Fresh memory is what costs on a CPU: the second bound is applied in place.
+                    place = None if bounded is values else bounded
+                    bound = torch.as_tensor(bound, dtype=values.dtype, device=values.device)
+                    bounded = limit(bounded, bound, out=place)
+        else:
+            bounded = values.clamp(lower, upper)
         ctx.save_for_backward(values, bounded)
         return bounded
 
@@ -24,6 +31,44 @@ class _Bounded(torch.autograd.Function):
         # Comparing into a float tensor is vectorised on CPUs; comparing into a bool and multiplying is six times slower.
         inside = torch.eq(values, bounded, out=torch.empty_like(values))
         return inside.mul_(gradients[0]), None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor, mask: Mask) -> Tensor:
+        ctx.weights = weights
+        return torch.dot(mask.select(values).reshape(-1), weights.reshape(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return ctx.weights.mul_(gradients[0]), None, None
+
+
+def weighted_sum(values: PerToken, weights: PerToken, mask: Mask) -> Scalar:
+    """The sum over mask tokens of values * weights; `weights` are the caller's to give away and become the gradient."""
+    total: Tensor = _WeightedSum.apply(values, mask.select_(weights), mask)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _ExponentialSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exponent: Tensor, factor: Tensor, mask: Mask) -> Tensor:
+        value = mask.select_(exponent.exp())
+        ctx.value, ctx.factor = value, factor
+        if factor.shape[1] == 1:
+            return (value.sum(1, keepdim=True) * factor).sum()
+        return torch.dot(value.reshape(-1), factor.reshape(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        # The value is this function's own and is not needed again: its memory becomes the gradient.
+        return ctx.value.mul_(ctx.factor * gradients[0]), None, None
+
+
+def exponential_sum(exponent: PerToken, factor: Spread, mask: Mask) -> Scalar:
+    """The sum over mask tokens of exp(exponent) * factor, in one piece of memory. Differentiated once only."""
+    total: Tensor = _ExponentialSum.apply(exponent, factor, mask)  # type: ignore[no-untyped-call]
+    return total
 
 
 def choose(condition: SpreadMask, where: Tensor | float, elsewhere: float) -> Tensor:
@@ -45,7 +90,12 @@ def bounded(values: Spread, lower: Tensor | float | None, upper: Tensor | float 
     """
     if lower is None and upper is None:
         return values
-    shapes = [values.shape, *(b.shape for b in (lower, upper) if isinstance(b, Tensor))]
-    values = values.expand(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    if values.device.type == "cpu" and not isinstance(lower, Tensor) and not isinstance(upper, Tensor) and values.numel():
+        # Looking is cheaper than bounding: a limit that no value reaches costs one read and no memory.
+        least, most = torch.aminmax(values.detach())
+        if (lower is None or bool(least >= lower)) and (upper is None or bool(most <= upper)):
+            return values
+    widths = [values.shape[1], *(b.shape[1] for b in (lower, upper) if isinstance(b, Tensor))]
+    values = values.expand(-1, max(widths))
     result: Tensor = _Bounded.apply(values, lower, upper)  # type: ignore[no-untyped-call]
     return result

@@ -28,6 +28,26 @@ class _SelectBits(torch.autograd.Function):
         return gradients[0].view(words.dtype).bitwise_and(words).view(gradients[0].dtype), None
 
 
+class _DifferenceBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, words: Tensor) -> Tensor:
+        ctx.save_for_backward(words)
+        difference = left - right
+        difference.view(words.dtype).bitwise_and_(words)
+        return difference
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None]:
+        (words,) = ctx.saved_tensors
+        gradient: Tensor = gradients[0]
+        if gradient.is_contiguous():
+            # In place: whoever else holds this gradient has no use for what stands outside the mask either.
+            gradient.view(words.dtype).bitwise_and_(words)
+        else:
+            gradient = gradient.view(words.dtype).bitwise_and(words).view(gradient.dtype)
+        return gradient, -gradient if ctx.needs_input_grad[1] else None, None
+
+
 class Mask:
     """The tokens the policy wrote: fixes lengths, sequence ratios and all counts, and is never edited."""
 
@@ -42,7 +62,8 @@ class Mask:
         self._words: Tensor | None = None
         if tokens.device.type == "cpu":
             self._words = tokens.to(_WORD[dtype]).neg_()
-            self.lengths = self._words.sum(1, keepdim=True).neg_().to(dtype)
+            # int32 holds any length; the default would first copy all words to int64.
+            self.lengths = self._words.sum(1, keepdim=True, dtype=torch.int32).neg_().to(dtype)
         else:
             self.lengths = tokens.sum(1, keepdim=True).to(dtype)
 
@@ -54,8 +75,28 @@ class Mask:
         selected: Tensor = _SelectBits.apply(values, self._words)  # type: ignore[no-untyped-call]
         return selected
 
-    def sum(self, values: Spread) -> Tensor:
-        """[B, 1]: the sum over the tokens of each row. A value that is constant along the row is not spread out first."""
+    def difference(self, left: PerToken, right: PerToken) -> PerToken:
+        """select(left - right), in one piece of memory: fresh memory is what costs on a CPU."""
+        if self._words is None:
+            return torch.where(self.tokens, left - right, 0.0)
+        selected: Tensor = _DifferenceBits.apply(left, right, self._words)  # type: ignore[no-untyped-call]
+        return selected
+
+    def select_(self, values: PerToken) -> PerToken:
+        """`select` in place, for a tensor nobody else holds."""
+        if self._words is None:
+            return values.masked_fill_(~self.tokens, 0.0)
+        values.view(self._words.dtype).bitwise_and_(self._words)
+        return values
+
+    def sum(self, values: Spread, scratch: PerToken | None = None) -> Tensor:
+        """[B, 1]: the sum over the tokens of each row. A value that is constant along the row is not spread out first.
+
+        With `scratch`, without a gradient and in its memory.
+        """
         if values.shape[1] == 1 and self.tokens.shape[1] != 1:
             return values * self.lengths
-        return self.select(values).sum(1, keepdim=True)
+        if scratch is None or self._words is None:
+            return self.select(values).sum(1, keepdim=True)
+        torch.bitwise_and(values.view(self._words.dtype), self._words, out=scratch.view(self._words.dtype))
+        return scratch.sum(1, keepdim=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class Trace:
 
     log_ratio: Spread
     """log of the ratio at the objective's own level, before any trust region."""
+    tokens: PerToken | None
+    """new - old of each token as the ratio read it, bounded by its limit; None where the ratio reads something else."""
     log_value: Spread
     """The same after the clips; where they differ the term has no gradient."""
     selected: Spread | None
@@ -70,8 +72,8 @@ class Trace:
     """Whether there is a trust region at all."""
     band: tuple[Tensor | float, Tensor | float] | None
     """Lower and upper bound on log_ratio whatever the sign of the advantage; None where there is no such band."""
-    gate: Spread | None
-    """Soft trust regions: the factor by which the gradient is damped; None otherwise."""
+    gate: Callable[[Tensor], Spread] | None
+    """Soft trust regions: computes the factor by which the gradient is damped, in the memory given if it fits."""
     weight: Spread | None
     """Product of the correction weights."""
     kept: Spread | None

@@ -39,12 +39,19 @@ class Segments:
     """[B], dense from 0; rows with one id are one rollout."""
 
     def sum(self, values: Spread) -> Spread:
-        """The sum over each segment, given back to its tokens: [B, T] for tokens and turns, [B, 1] for sequences."""
+        """The sum over each segment, given back to its tokens: [B, T] for tokens and turns, [B, 1] for sequences.
+
+        `values` are [B, 1], constant along a row, or [B, T] and already 0 outside the mask.
+        """
         if self.level == "token":
-            return self.mask.select(values)
+            return values
         if self.level == "turn":
             return self._turn_sum(values)
-        rows = self.mask.sum(values)
+        constant = values.shape[1] == 1 and self.mask.tokens.shape[1] != 1
+        return self.over_rows(values * self.mask.lengths if constant else values.sum(1, keepdim=True))
+
+    def over_rows(self, rows: Tensor) -> Tensor:
+        """[B, 1] numbers of rows to those of the rollouts they belong to, added up."""
         if self.rollout is None:
             return rows
         return ordered_sum(rows.squeeze(1), self.rollout, len(self.rollout))[self.rollout].unsqueeze(1)
@@ -53,12 +60,12 @@ class Segments:
         """The number of tokens in each segment; 0 where there is none."""
         if self.level == "sequence" and self.rollout is None:
             return self.mask.lengths
-        return self.sum(torch.ones_like(self.mask.lengths))
+        return self.sum(self.mask.select(torch.ones_like(self.mask.lengths)))
 
     def mean(self, values: Spread) -> Spread:
         """The mean over each segment; 0 for an empty one, which is what makes log s of an empty response 0."""
         if self.level == "token":
-            return self.mask.select(values)
+            return values
         return self.sum(values) / self.size().clamp(min=1)
 
     def _turn_sum(self, values: Spread) -> Spread:

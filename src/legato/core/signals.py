@@ -66,7 +66,7 @@ class Signals:
         behaviour = self.tensor("sampler_logprobs")
         if self.kept_logmass is not None:
             behaviour = behaviour - self.kept_logmass
-        return self.mask.select(self.tensor("old_logprobs") - behaviour)
+        return self.mask.difference(self.tensor("old_logprobs"), behaviour)
 
 
 ANCHORS = {"old": "old_logprobs", "sampler": "sampler_logprobs"}

@@ -162,11 +162,11 @@ class Histogram(_Additive):
     def of(cls, values: Tensor, included: Tensor) -> Histogram:
         """The histogram of the included values (any shape; `included` is bool of the same shape)."""
         pattern = values.detach().to(torch.float32).contiguous().view(torch.int32).reshape(-1)
-        # Negative floats run backwards as integers: flip them so that bins ascend with the value.
-        ascending = torch.where(pattern < 0, -1 - (pattern & 0x7FFFFFFF), pattern)
+        # Negative floats run backwards as integers: flip their lower bits so that bins ascend with the value.
+        ascending = pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
         bins = (ascending >> _SHIFT) + _BINS // 2
         table = torch.zeros(_BINS, dtype=torch.int64, device=values.device)
-        return cls(table.index_add_(0, bins.long(), included.reshape(-1).to(torch.int64)))
+        return cls(table.index_add_(0, bins, included.reshape(-1).to(torch.int64)))
 
     def quantile(self, share: float) -> float:
         """The value below which `share` of the counted values lie, interpolated within its bin."""

@@ -33,7 +33,7 @@ LIMIT = 20.0
 """Largest |log-ratio| before exp, so that one broken token does not make a sum infinite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """What all topics look at, computed once."""
 
@@ -45,24 +45,22 @@ class Sight:
     """[B, 1] bool: the first row of each response that has a token."""
     lengths: Tensor
     """[B, 1]: the length of the response a row belongs to."""
+    scratch: PerToken
+    """[B, T] of memory for whoever is at work: fresh memory is what costs on a CPU."""
+    tokens: Tensor
+    """Tokens of this call."""
+    responses: Tensor
+    """Responses of this call."""
+    sign: Tensor
+    """[B, 1]: the sign of each response's mean advantage."""
 
     @property
     def trace(self) -> Trace:
         return self.outcome.trace
 
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens of this call."""
-        return self.signals.mask.lengths.sum(dtype=torch.float64)
-
-    @property
-    def responses(self) -> Tensor:
-        """Responses of this call."""
-        return self.counted.sum().double()
-
     def token_total(self, values: Spread) -> Tensor:
         """Sum over tokens, rows first, then in float64."""
-        return self.signals.mask.sum(values).sum(dtype=torch.float64)
+        return self.signals.mask.sum(values, self.scratch).sum(dtype=torch.float64)
 
     def token_mean(self, values: Spread) -> Mean:
         return Mean(self.token_total(values), self.tokens)
@@ -70,7 +68,8 @@ class Sight:
     def response_mean(self, values: Tensor, among: Tensor | None = None) -> Mean:
         """Mean over responses of a [B, 1] value; `among` [B, 1] bool restricts which."""
         counted = self.counted if among is None else self.counted & among
-        return Mean(torch.where(counted, values, 0.0).sum(dtype=torch.float64), counted.sum().double())
+        count = self.responses if among is None else counted.sum().double()
+        return Mean(torch.where(counted, values, 0.0).sum(dtype=torch.float64), count)
 
     def by_length(self, values: Tensor) -> Binned:
         """Mean over responses of a [B, 1] value, per length bin."""
@@ -83,8 +82,8 @@ class Sight:
         return Histogram.of(values, self.counted if among is None else self.counted & among)
 
     def largest(self, values: PerToken) -> Maximum:
-        """The largest of values that are 0 outside the mask and not negative."""
-        return Maximum(values.amax() if values.numel() else values.new_zeros(()))
+        """The largest magnitude of values that are 0 outside the mask."""
+        return Maximum(_magnitudes(values).amax() if values.numel() else values.new_zeros(()))
 
 
 def measure(signals: Signals, outcome: Outcome, counts: Counts) -> Sums:
@@ -105,7 +104,18 @@ def _sight(signals: Signals, outcome: Outcome, counts: Counts) -> Sight:
         rows = torch.arange(len(signals.rollout), device=lengths.device)
         first = torch.full_like(rows, len(rows)).scatter_reduce(0, signals.rollout, rows, "amin")[signals.rollout]
         counted = counted & (first == rows).unsqueeze(1)
-    return Sight(signals, outcome, counts, sequences, counted, lengths)
+    return Sight(
+        signals=signals,
+        outcome=outcome,
+        counts=counts,
+        sequences=sequences,
+        counted=counted,
+        lengths=lengths,
+        scratch=torch.empty_like(outcome.coefficients),
+        tokens=signals.mask.lengths.sum(dtype=torch.float64),
+        responses=counted.sum().double(),
+        sign=sequences.mean(signals.advantages).sign(),
+    )
 
 
 def _losses(sight: Sight) -> dict[str, Piece]:
@@ -119,20 +129,18 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     if signals.old_logprobs is None:
         return {}
     new, old = signals.logprobs.detach(), signals.old_logprobs
-    log_ratio = signals.mask.select(new - old)
+    log_ratio, largest = _token_log_ratio(sight, new, old)
     rows = log_ratio.sum(1, keepdim=True)
-    total, squares = rows.sum(dtype=torch.float64), log_ratio.square().sum(1).sum(dtype=torch.float64)
-    ratio = log_ratio.clamp(-LIMIT, LIMIT).exp_()
-    padding = log_ratio.shape[1] - signals.mask.lengths  # each position outside the mask holds a ratio of 1
-    ratio_rows = ratio.sum(1, keepdim=True) - padding
-    square_rows = ratio.square_().sum(1, keepdim=True) - padding
-    ratio_total = ratio_rows.sum(dtype=torch.float64)
+    total, squares = rows.sum(dtype=torch.float64), _squares(log_ratio)
+    ratio = signals.mask.select_(torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch).exp_())
+    ratio_total, ratio_squares = ratio.sum(1).sum(dtype=torch.float64), _squares(ratio)
 
     log_s = sight.sequences.mean(log_ratio)
     s = log_s.exp()
     responses, weights = sight.responses, torch.where(sight.counted, s, 0.0).double()
-    sign = _response_sign(sight)
-    entropy_old, entropy_new = (-sight.sequences.mean(signals.mask.select(x)) for x in (old, new))
+    sign = sight.sign
+    size = sight.lengths.clamp(min=1)
+    entropy_old, entropy_new = (-sight.sequences.over_rows(signals.mask.sum(x, sight.scratch)) / size for x in (old, new))
     perplexity_old, perplexity_new = entropy_old.exp(), entropy_new.exp()
     error = (s - perplexity_old / perplexity_new).abs() / s
     return {
@@ -143,11 +151,11 @@ def _drift(sight: Sight) -> dict[str, Piece]:
         "ratio/sequence_log": sight.histogram(log_s),
         "ratio/signed_log": sight.histogram(sign * log_s, sign != 0),
         "ratio/token_log_std": Deviation(total, squares, sight.tokens),
-        "ratio/token_log_max": sight.largest(log_ratio.abs_()),
+        "ratio/token_log_max": Maximum(largest),
         "drift/k1": Mean(-total, sight.tokens),
         "drift/k3": Mean(ratio_total - sight.tokens - total, sight.tokens),
         "drift/sequence_effective_size": EffectiveSize(weights.sum(), weights.square().sum(), responses),
-        "drift/token_effective_size": EffectiveSize(ratio_total, square_rows.sum(dtype=torch.float64), sight.tokens),
+        "drift/token_effective_size": EffectiveSize(ratio_total, ratio_squares, sight.tokens),
         "equivalence/perplexity_old": sight.response_mean(perplexity_old),
         "equivalence/perplexity_new": sight.response_mean(perplexity_new),
         "equivalence/entropy_change": sight.response_mean((entropy_old - entropy_new).exp()),
@@ -155,9 +163,28 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     }
 
 
-def _response_sign(sight: Sight) -> Tensor:
-    """[B, 1]: the sign of each response's mean advantage."""
-    return sight.sequences.mean(sight.signals.advantages).sign()
+def _token_log_ratio(sight: Sight, new: PerToken, old: PerToken) -> tuple[PerToken, Tensor]:
+    """new - old per token, and the largest of it. The objective's own is used where its limit has not cut it."""
+    found = sight.trace.tokens
+    if found is not None and found.device.type == "cpu":
+        largest = sight.largest(found).value
+        if float(largest) < LIMIT:
+            return found, largest
+    found = sight.signals.mask.difference(new, old)
+    return found, sight.largest(found).value
+
+
+def _magnitudes(values: PerToken) -> Tensor:
+    """[B, 1]: the largest |value| of each row, without room for the absolute values."""
+    if values.shape[1] == 0:
+        return values.new_zeros(len(values), 1)
+    return torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))
+
+
+def _squares(values: PerToken) -> Tensor:
+    """The sum of squares, without room for the squares."""
+    norms: Tensor = torch.linalg.vector_norm(values, dim=1)
+    return norms.double().square().sum()
 
 
 def _clipping(sight: Sight) -> dict[str, Piece]:
@@ -165,19 +192,22 @@ def _clipping(sight: Sight) -> dict[str, Piece]:
     trace, mask, advantages = sight.trace, sight.signals.mask, sight.signals.advantages
     if not trace.bounded:
         return {}
-    free = torch.eq(trace.log_value, trace.log_ratio, out=torch.empty_like(trace.log_ratio))
+    place = sight.scratch if trace.log_ratio.shape[1] == sight.scratch.shape[1] else torch.empty_like(trace.log_ratio)
+    free = torch.eq(trace.log_value, trace.log_ratio, out=place)
     for factor in (trace.selected, None if trace.tokens_clipped is None else ~trace.tokens_clipped):
         free = free if factor is None else free * factor
-    pieces: dict[str, Piece] = {"clip/tokens": Mean(sight.tokens - sight.token_total(free), sight.tokens)}
+    whole = trace.selected is None and trace.tokens_clipped is None
+    free_rows = _ones_inside(free, sight) if whole else mask.sum(free, sight.scratch)
+    pieces: dict[str, Piece] = {"clip/tokens": Mean(sight.tokens - free_rows.sum(dtype=torch.float64), sight.tokens)}
     for word, among in (("positive", advantages > 0), ("negative", advantages < 0)):
         member = among.to(free.dtype)
         count = sight.token_total(member)
-        pieces[f"clip/tokens_{word}"] = Mean(count - sight.token_total(free * member), count)
-    clipped = (sight.sequences.sum(mask.select(free) if free.shape[1] != 1 else free) == 0).to(free.dtype)
-    sign = _response_sign(sight)
+        left = free_rows * member if member.shape[1] == 1 else mask.sum(free * member)
+        pieces[f"clip/tokens_{word}"] = Mean(count - left.sum(dtype=torch.float64), count)
+    clipped = (sight.sequences.over_rows(free_rows) == 0).to(free.dtype)
     pieces["clip/sequences"] = sight.response_mean(clipped)
-    pieces["clip/sequences_positive"] = sight.response_mean(clipped, sign > 0)
-    pieces["clip/sequences_negative"] = sight.response_mean(clipped, sign < 0)
+    pieces["clip/sequences_positive"] = sight.response_mean(clipped, sight.sign > 0)
+    pieces["clip/sequences_negative"] = sight.response_mean(clipped, sight.sign < 0)
     pieces["clip/sequences_length"] = sight.by_length(clipped)
     return pieces | _band(sight) | _gate(sight)
 
@@ -186,11 +216,17 @@ def _band(sight: Sight) -> dict[str, Piece]:
     trace = sight.trace
     if trace.band is None:
         return {}
-    lower, upper = (torch.as_tensor(b, dtype=trace.log_ratio.dtype, device=trace.log_ratio.device) for b in trace.band)
-    inside = torch.minimum(torch.maximum(trace.log_ratio, lower), upper)
-    inside = torch.eq(inside, trace.log_ratio, out=torch.empty_like(inside))
+    log_ratio = trace.log_ratio
+    low, high = trace.band
+    lower, upper = (torch.as_tensor(b, dtype=log_ratio.dtype, device=log_ratio.device) for b in trace.band)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        inside = torch.minimum(torch.maximum(log_ratio, lower), upper).eq_(log_ratio)
+    else:
+        place = sight.scratch if log_ratio.shape == sight.scratch.shape else None
+        inside = torch.clamp(log_ratio, low, high, out=place).eq_(log_ratio)
+    inside_tokens = _ones_inside(inside, sight).sum(dtype=torch.float64)
     pieces: dict[str, Piece] = {
-        "clip/outside_tokens": Mean(sight.tokens - sight.token_total(inside), sight.tokens),
+        "clip/outside_tokens": Mean(sight.tokens - inside_tokens, sight.tokens),
         "clip/band_low": sight.token_mean(_spread(-torch.expm1(lower), sight)),
         "clip/band_high": sight.token_mean(_spread(torch.expm1(upper), sight)),
     }
@@ -199,22 +235,31 @@ def _band(sight: Sight) -> dict[str, Piece]:
     return pieces
 
 
+def _ones_inside(values: Spread, sight: Sight) -> Tensor:
+    """[B, 1]: the sum over the tokens of 0/1 values that are 1 outside the mask, where every log-ratio is 0."""
+    if values.shape[1] == 1:
+        return sight.signals.mask.sum(values)
+    return values.sum(1, keepdim=True) - (values.shape[1] - sight.signals.mask.lengths)
+
+
 def _spread(bound: Tensor, sight: Sight) -> Spread:
     return bound.expand_as(sight.lengths) if bound.numel() == 1 else bound
 
 
 def _gate(sight: Sight) -> dict[str, Piece]:
-    gate = sight.trace.gate
-    if gate is None:
+    if sight.trace.gate is None:
         return {}
-    return {"gate/mean": sight.token_mean(gate), "gate/closed": sight.token_mean((gate < 0.5).to(gate.dtype))}
+    gate = sight.trace.gate(sight.scratch)
+    mean = sight.token_mean(gate)
+    # The gate is ours to overwrite; comparing into floats is vectorised on a CPU, comparing into bools is not.
+    return {"gate/mean": mean, "gate/closed": sight.token_mean(gate.lt_(0.5))}
 
 
 def _keeping(sight: Sight) -> dict[str, Piece]:
     kept = sight.trace.kept
     if kept is None:
         return {}
-    whole = (sight.sequences.sum(kept) > 0).to(kept.dtype)
+    whole = (sight.sequences.over_rows(sight.signals.mask.sum(kept)) > 0).to(kept.dtype)
     return {
         "keep/tokens": sight.token_mean(kept),
         "keep/sequences": sight.response_mean(whole),
@@ -236,7 +281,7 @@ def _mismatch(sight: Sight) -> dict[str, Piece]:
         "mismatch/k1": Mean(-sight.token_total(gap), sight.tokens),
         "mismatch/k3": Mean(rho_total - sight.tokens - sight.token_total(limited), sight.tokens),
         "mismatch/absolute": sight.token_mean(gap.abs()),
-        "mismatch/max": sight.largest(gap.abs()),
+        "mismatch/max": sight.largest(gap),
         "mismatch/chi2_token": Mean(squares - sight.tokens, sight.tokens),
         "mismatch/chi2_sequence": chi2_sequence,
         "mismatch/effective_size": EffectiveSize(rho_total, squares, sight.tokens),
@@ -261,7 +306,7 @@ def _reference(sight: Sight) -> dict[str, Piece]:
     signals = sight.signals
     if signals.ref_logprobs is None:
         return {}
-    gap = signals.mask.select(signals.ref_logprobs - signals.logprobs.detach()).clamp(-LIMIT, LIMIT)
+    gap = signals.mask.difference(signals.ref_logprobs, signals.logprobs.detach()).clamp(-LIMIT, LIMIT)
     return {
         "reference/k1": sight.token_mean(-gap),
         "reference/k3": sight.token_mean(torch.expm1(gap) - gap),
@@ -298,7 +343,8 @@ def _data(sight: Sight) -> dict[str, Piece]:
     lengths, rollouts = sight.lengths, _rollouts(sight)
     advantages = sight.signals.advantages
     strength = sight.sequences.mean(advantages.abs())
-    nonzero = sight.sequences.sum(sight.outcome.coefficients.abs()) > 0
+    # Coefficients are exactly 0 outside the mask, so the rows need no selection.
+    nonzero = sight.sequences.over_rows(_magnitudes(sight.outcome.coefficients)) > 0
     return {
         "coefficient/sequences": sight.response_mean(nonzero.to(lengths.dtype)),
         "advantage/zero": sight.response_mean((strength == 0).to(lengths.dtype)),

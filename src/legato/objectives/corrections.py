@@ -136,7 +136,8 @@ class Veto(_Behaviour):
 
     def apply(self, context: Context) -> Adjustment:
         gap = context.signals.behaviour_log_ratio()
-        vetoed = self._sequences(context).sum((gap < math.log(self.floor)).to(gap.dtype)) > 0
+        excluded = context.signals.mask.select((gap < math.log(self.floor)).to(gap.dtype))
+        vetoed = self._sequences(context).sum(excluded) > 0
         return Adjustment(keep=(~vetoed).to(gap.dtype))
 
 

@@ -32,10 +32,7 @@ def kept_lengths(signals: Signals, keep: Spread | None) -> Tensor:
 
 def rollout_lengths(signals: Signals, keep: Spread | None) -> Tensor:
     """[B, 1]: kept tokens of the rollout each row belongs to."""
-    rows = kept_lengths(signals, keep)
-    if signals.rollout is None:
-        return rows
-    return ordered_sum(rows.squeeze(1), signals.rollout, len(rows))[signals.rollout].unsqueeze(1)
+    return signals.segments("sequence").over_rows(kept_lengths(signals, keep))
 
 
 def both(left: Spread | None, right: Spread | None) -> Spread | None:

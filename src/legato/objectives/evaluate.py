@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from legato.core.bounded import exponential_sum, weighted_sum
 from legato.core.counts import Counts
 from legato.core.outcome import Coefficients, Outcome, Trace
-from legato.core.shapes import Scalar, Spread
+from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.signals import Signals
 from legato.objectives.corrections import combine
 from legato.objectives.counting import both, rollout_lengths, tally
@@ -25,10 +26,11 @@ _CHANNELS = ("logprobs", "entropy", "values")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surrogate:
-    """The terms of the loss, with their graph to the leaves, and what was decided on the way."""
+    """The terms of what is maximised, with their graph to the leaves, and what was decided on the way."""
 
     terms: Mapping[str, Scalar]
     region: Region
+    tokens: PerToken
     tokens_clipped: Tensor | None
     adjustment: Adjustment
     kept: Spread | None
@@ -49,21 +51,22 @@ def evaluate(
             state=objective.initial() if state is None else state,
         )
         surrogate = _surrogate(objective, aggregate, context)
-        loss = torch.stack([term.reshape(()) for term in surrogate.terms.values()]).sum()
-        gradients = torch.autograd.grad(-loss, list(leaves.values()), allow_unused=True)
+        objective_value = sum(list(surrogate.terms.values())[1:], start=surrogate.terms["policy"])
+        gradients = torch.autograd.grad(objective_value, list(leaves.values()), allow_unused=True)
     found = {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
     field = Coefficients(logprobs=found["logprobs"], entropy=found.get("entropy"), values=found.get("values"))
-    tied = field.tie(loss.detach(), **{name: signals.tensor(name) for name in used})
-    return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate))
+    tied = field.tie(-objective_value.detach(), **{name: signals.tensor(name) for name in used})
+    return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate, signals.advantages.shape[1] == 1))
 
 
 def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> _Surrogate:
     signals = context.signals
     adjustment = combine([part.apply(context) for part in objective.corrections])
-    region, tokens_clipped = _ratio(objective, adjustment, context)
+    tokens = _tokens(objective, signals)
+    region, tokens_clipped = _ratio(objective, adjustment, tokens, context)
     for part in objective.trust:
         if not isinstance(part, TokenTrust):
             region = part.apply(region, context)
@@ -81,7 +84,7 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     factor = weights * signals.advantages
     for each in (None if folded else adjustment.weight, keep, region.selected):
         factor = factor if each is None else factor * each
-    terms = {"policy": -_total(_value(objective, region, factor, signals), factor, signals)}
+    terms = {"policy": _policy(objective, region, factor, signals)}
 
     all_lengths = rollout_lengths(signals, None)
     for penalty in objective.penalties:
@@ -89,15 +92,21 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
             host = _token_mean(context.counts, all_lengths)
         else:
             host = aggregate.weights(context.counts.all, all_lengths, signals.group)
-        terms[penalty.name] = _total(penalty.apply(context), host, signals)
-    return _Surrogate(terms=terms, region=region, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep)
+        terms[penalty.name] = -_total(penalty.apply(context), host, signals)
+    return _Surrogate(
+        terms=terms, region=region, tokens=tokens, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep
+    )
 
 
-def _ratio(objective: Objective, adjustment: Adjustment, context: Context) -> tuple[Region, Tensor | None]:
+def _tokens(objective: Objective, signals: Signals) -> PerToken:
+    """The token log-ratios, differentiable only where the ratio is differentiated through."""
+    ratio = objective.ratio
+    return ratio.tokens(signals if ratio.gradient == "through" else replace(signals, logprobs=signals.logprobs.detach()))
+
+
+def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, context: Context) -> tuple[Region, Tensor | None]:
     """The ratio at its level, and which tokens a trust region before the mean has bounded."""
     ratio, signals = objective.ratio, context.signals
-    read = signals if ratio.gradient == "through" else replace(signals, logprobs=signals.logprobs.detach())
-    tokens = ratio.tokens(read)
     if adjustment.log_shift is not None:
         tokens = tokens + adjustment.log_shift
     free = tokens
@@ -106,24 +115,34 @@ def _ratio(objective: Objective, adjustment: Adjustment, context: Context) -> tu
             tokens = part.apply_tokens(tokens, context)
     log_ratio = ratio.reduce(tokens, context)
     if ratio.gradient == "carrier":
-        log_ratio = log_ratio + signals.mask.select(signals.logprobs - signals.logprobs.detach())
+        log_ratio = log_ratio + signals.mask.difference(signals.logprobs, signals.logprobs.detach())
     if any(part.folds_weights for part in objective.trust) and adjustment.weight is not None:
         log_weight = adjustment.weight.log()
-        log_ratio = log_ratio + (log_weight if log_weight.shape[1] == 1 else context.segments.sum(log_weight))
+        if log_weight.shape[1] != 1:
+            log_weight = context.segments.sum(signals.mask.select(log_weight))
+        log_ratio = log_ratio + log_weight
     bounded_tokens = None if tokens is free else tokens.detach() != free.detach()
     return Region(log_ratio=log_ratio, log_value=log_ratio), bounded_tokens
 
 
-def _value(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Spread:
-    """What stands for the ratio in the surrogate."""
-    log_value = region.log_value
-    if getattr(objective.ratio, "limit", None) is None:
+def _policy(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Scalar:
+    """The policy term of the surrogate: the sum of factor times what stands for the ratio."""
+    log_value, mask = region.log_value, signals.mask
+    if getattr(objective.ratio, "limit", None) is None and not _is_small(log_value):
         # A ratio without a limit may be infinite; where its factor is 0 the term is 0 and not 0 * inf.
         log_value = torch.where(factor != 0, log_value, 0.0)
-    value = log_value.exp() if region.value is None else region.value
     if objective.ratio.gradient == "weight":
-        value = value.detach() * signals.mask.select(signals.logprobs)
-    return value
+        weight = log_value.exp() if region.value is None else region.value
+        weight = weight.expand(mask.tokens.shape).detach() * factor
+        return weighted_sum(signals.logprobs, weight, mask)
+    if region.value is None and log_value.shape[1] != 1:
+        return exponential_sum(log_value, factor, mask)
+    return _total(log_value.exp() if region.value is None else region.value, factor, signals)
+
+
+def _is_small(log_value: Spread) -> bool:
+    """Whether exp of it is certainly finite: on a CPU looking is cheaper than selecting; a GPU is not asked."""
+    return log_value.device.type == "cpu" and bool(log_value.numel() == 0 or log_value.detach().amax() < 80)
 
 
 def _total(value: Spread, factor: Spread, signals: Signals) -> Scalar:
@@ -133,18 +152,24 @@ def _total(value: Spread, factor: Spread, signals: Signals) -> Scalar:
     """
     if value.shape[1] == 1:
         return (value * signals.mask.sum(factor)).sum()
-    return (value * signals.mask.select(factor)).sum(1).sum()
+    if factor.shape[1] == 1:
+        return (signals.mask.sum(value) * factor).sum()
+    return torch.dot(value.reshape(-1), signals.mask.select(factor).reshape(-1))
 
 
 def _token_mean(counts: Counts, like: Tensor) -> Tensor:
     return (1 / counts.all.tokens.clamp(min=1)).to(like.dtype).expand_as(like)
 
 
-def _trace(objective: Objective, surrogate: _Surrogate) -> Trace:
-    region = surrogate.region
+def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> Trace:
+    region, ratio = surrogate.region, objective.ratio
+    # A carried sequence ratio is spread over the tokens for its gradient only; its value is one number per row.
+    width = 1 if ratio.gradient == "carrier" and ratio.level == "sequence" and per_response else None
+    anchored = ratio.reads_anchor and getattr(ratio, "anchor", None) == "old"
     return Trace(
-        log_ratio=region.log_ratio.detach(),
-        log_value=region.log_value.detach(),
+        log_ratio=region.log_ratio.detach()[:, :width],
+        tokens=surrogate.tokens.detach() if anchored else None,
+        log_value=region.log_value.detach()[:, :width],
         selected=both(region.selected, region.kept),
         tokens_clipped=surrogate.tokens_clipped,
         band=region.band,
@@ -153,5 +178,5 @@ def _trace(objective: Objective, surrogate: _Surrogate) -> Trace:
         weight=surrogate.adjustment.weight,
         kept=surrogate.kept,
         sequence_unit=objective.ratio.level == "sequence",
-        terms={name: term.detach() for name, term in surrogate.terms.items()},
+        terms={name: -term.detach() for name, term in surrogate.terms.items()},
     )

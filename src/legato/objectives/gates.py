@@ -1,13 +1,35 @@
 """Trust regions without an edge: a smooth function of the ratio stands in its place."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from legato.core.bounded import choose
 from legato.core.parts import number, part
 from legato.objectives.slots import Context, Region, Trust
+
+
+class _Gate(torch.autograd.Function):
+    """(4 / tau) sigmoid(tau (exp(x) - 1)) in two pieces of memory; autograd would keep six."""
+
+    @staticmethod
+    def forward(ctx: Any, log_ratio: Tensor, tau: Tensor) -> Tensor:
+        value = log_ratio.exp().sub_(1).mul_(tau).sigmoid_().mul_(4 / tau)
+        ctx.save_for_backward(log_ratio, tau, value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        log_ratio, tau, value = ctx.saved_tensors
+        return _openness(value, tau).mul_(log_ratio.exp()).mul_(gradients[0]), None
+
+
+def _openness(value: Tensor, tau: Tensor, out: Tensor | None = None) -> Tensor:
+    """4 p (1 - p) for p = sigmoid(tau (r - 1)), from the gate's value 4 p / tau."""
+    fourfold = torch.mul(value, tau, out=out if out is not None and out.shape == value.shape else None)
+    return torch.addcmul(fourfold, fourfold, fourfold, value=-0.25, out=fourfold)
 
 
 @part("trust", "soft-gate")
@@ -26,9 +48,8 @@ class SoftGate(Trust):
     def apply(self, region: Region, context: Context) -> Region:
         positive = context.signals.advantages > 0
         tau = choose(positive, self.tau_positive, self.tau_negative).to(region.log_value.dtype)
-        sigmoid = torch.sigmoid(tau * (region.log_value.exp() - 1))
-        open_share = sigmoid.detach()
-        return replace(region, value=4 / tau * sigmoid, gate=4 * open_share * (1 - open_share))
+        value: Tensor = _Gate.apply(region.log_value, tau)  # type: ignore[no-untyped-call]
+        return replace(region, value=value, gate=lambda out: _openness(value.detach(), tau, out))
 
 
 @part("trust", "kernel")
@@ -47,4 +68,4 @@ class Kernel(Trust):
         rate = choose(negative, self.rate_negative, self.rate_positive).to(dtype)
         product = region.log_value.exp()
         value = torch.exp(power * region.log_value + rate * (1 - product))
-        return replace(region, value=value, gate=value.detach() / product.detach().clamp(min=1e-30))
+        return replace(region, value=value, gate=lambda _: value.detach() / product.detach().clamp(min=1e-30))

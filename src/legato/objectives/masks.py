@@ -26,7 +26,7 @@ class _Anchored(Trust):
     def _drift(self, context: Context) -> PerToken:
         """log pi_new - log pi_anchor per token, detached."""
         signals = context.signals
-        return signals.mask.select(signals.logprobs.detach() - signals.tensor(ANCHORS[self.anchor]))
+        return signals.mask.difference(signals.logprobs.detach(), signals.tensor(ANCHORS[self.anchor]))
 
     def _sequences(self, context: Context) -> Segments:
         return context.signals.segments("sequence")

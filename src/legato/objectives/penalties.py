@@ -38,7 +38,7 @@ class _Divergence(Penalty):
         return ("ref_logprobs",)
 
     def _gap(self, signals: Signals) -> PerToken:
-        return bounded(signals.mask.select(signals.tensor("ref_logprobs") - signals.logprobs), -self.limit, self.limit)
+        return bounded(signals.mask.difference(signals.tensor("ref_logprobs"), signals.logprobs), -self.limit, self.limit)
 
 
 @part("penalty", "kl")
@@ -81,7 +81,7 @@ class RatioWeightedDivergence(_Divergence):
 
     def apply(self, context: Context) -> Spread:
         signals = context.signals
-        log_ratio = signals.mask.select(signals.logprobs - signals.tensor("old_logprobs"))
+        log_ratio = signals.mask.difference(signals.logprobs, signals.tensor("old_logprobs"))
         ratio = bounded(log_ratio, -self.limit, self.limit).exp()
         return self.beta * ratio * _k(self.estimator, self._gap(signals))
 
@@ -101,7 +101,7 @@ class CovarianceDivergence(Penalty):
         signals = context.signals
         count = torch.floor(self.fraction * context.counts.all.tokens)
         chosen = first(-covariance(context), signals.mask.tokens, count)
-        drift = signals.mask.select(signals.logprobs - signals.tensor("old_logprobs")).abs()
+        drift = signals.mask.difference(signals.logprobs, signals.tensor("old_logprobs")).abs()
         return self.beta * torch.where(chosen, drift, 0.0)
 
 

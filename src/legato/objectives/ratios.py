@@ -29,13 +29,14 @@ _TOKEN_LIMIT = "Largest |log-ratio| of a token; zero gradient beyond; None: no l
 
 class _Anchored(Ratio):
     __slots__ = ()
+    reads_anchor: ClassVar[bool] = True
     anchor: str
 
     def needs(self) -> tuple[str, ...]:
         return (ANCHORS[self.anchor],)
 
     def _log_ratio(self, signals: Signals) -> PerToken:
-        return signals.mask.select(signals.logprobs - signals.tensor(ANCHORS[self.anchor]))
+        return signals.mask.difference(signals.logprobs, signals.tensor(ANCHORS[self.anchor]))
 
 
 class _Geometric(_Anchored):

@@ -4,7 +4,7 @@ Everything a part sees is a `[B, T]` or `[B, 1]` tensor. A part never sees a mod
 and never edits the mask: what it rejects it returns as `keep`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -42,8 +42,8 @@ class Region:
     """After the clips so far; the surrogate uses exp of it unless a gate has set `value`."""
     value: Spread | None = None
     """Set by a soft gate or kernel: what stands in place of the ratio."""
-    gate: Spread | None = None
-    """Set with `value`: the factor on the gradient, for the diagnostics."""
+    gate: Callable[[Tensor], Spread] | None = None
+    """Set with `value`: computes the factor on the gradient, for the diagnostics, in the memory given if it fits."""
     selected: Spread | None = None
     """0/1: tokens the trust region leaves in."""
     kept: Spread | None = None
@@ -77,6 +77,8 @@ class Ratio(_Slot):
     """How the new policy is compared with the anchor, at which level, and what of it is differentiated."""
 
     __slots__ = ()
+    reads_anchor: ClassVar[bool] = False
+    """Whether `tokens` are new - anchor."""
     gradient: ClassVar[Literal["through", "carrier", "weight"]] = "through"
     needs_groups: ClassVar[bool] = False
     level: Level

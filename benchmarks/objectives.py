@@ -1,0 +1,155 @@
+"""Speed and memory of the objectives on this machine: `make bench`.
+
+B = 512, T = 2048, float32, as ratios to one plain pass `(new - old).exp().sum()` over the same tensors in the same run.
+Calls are interleaved (A-B-A-B), medians with the 20th and 80th percentile. Before timing, each member is checked against
+float64. The C library is told to keep freed memory: by default it gives megabytes back to the system after each call and
+every measurement, the plain pass included, then depends on how the page faults fall.
+"""
+
+import contextlib
+import ctypes
+import json
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import legato
+
+RESULTS = Path(__file__).parent / "results" / "objectives.json"
+ROWS, WIDTH = 512, 2048
+MEMBERS = ("gspo", "luspo", "gspo-token", "gmpo", "grpo", "dapo", "cispo", "sapo")
+TARGETS = {"gspo": 2.5, "luspo": 2.5, "loss": 5.0, "metrics": 8.0}
+SAMPLES, WARM_UPS = 60, 10
+
+
+def batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Ragged responses, drift as in a run; a bool mask, padding at the end of rows."""
+    generator = torch.Generator().manual_seed(0)
+    new = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    old = new + 0.003 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, WIDTH + 1, (ROWS, 1), generator=generator)
+    return {
+        "logprobs": new.to(dtype),
+        "old_logprobs": old.to(dtype),
+        "advantages": torch.randn(ROWS, generator=generator, dtype=torch.float64).to(dtype),
+        "mask": torch.arange(WIDTH) < lengths,
+        "group": torch.arange(ROWS) // 8,
+    }
+
+
+def keep_freed_memory() -> None:
+    """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD at 1 GB; elsewhere nothing."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libc.so.6")
+        library.mallopt(-1, 2**30)
+        library.mallopt(-3, 2**30)
+
+
+def check(name: str) -> float:
+    """Largest error of the float32 coefficients against float64, relative to the largest coefficient."""
+    exact = legato.loss(name, **batch(torch.float64), metrics=False).coefficients
+    found = legato.loss(name, **batch(), metrics=False).coefficients.double()
+    # A ratio within rounding of its bound may fall on either side; such rows are left out of the comparison.
+    same = ((exact == 0) == (found == 0)).all(1)
+    assert same.double().mean() > 0.97, name
+    return float(((exact - found).abs().max(1).values / exact.abs().max())[same].max())
+
+
+def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+    """Median, 20th and 80th percentile of each call in milliseconds, interleaved."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for sample in range(WARM_UPS + SAMPLES):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if sample >= WARM_UPS:
+                taken[name].append(1e3 * (time.perf_counter() - start))
+    return {
+        name: {
+            "median_ms": statistics.median(times),
+            "p20_ms": statistics.quantiles(times, n=5)[0],
+            "p80_ms": statistics.quantiles(times, n=5)[3],
+        }
+        for name, times in taken.items()
+    }
+
+
+def run() -> dict[str, Any]:
+    """All measurements."""
+    torch.set_num_threads(2)
+    errors = {name: check(name) for name in MEMBERS}
+    keep_freed_memory()
+    signals = batch()
+    new, old = signals["logprobs"], signals["old_logprobs"]
+    rows = {}
+    for name in MEMBERS:
+        # One member at a time beside the plain pass: that is how a loop calls it.
+        taken = measure(
+            {
+                "plain": lambda: (new - old).exp().sum(),
+                "loss": lambda name=name: legato.loss(name, **signals, metrics=False),  # type: ignore[misc]
+                "metrics": lambda name=name: legato.loss(name, **signals),  # type: ignore[misc]
+            }
+        )
+        plain = taken["plain"]["median_ms"]
+        rows[name] = {
+            "error_against_float64": errors[name],
+            **{kind: {**taken[kind], "ratio": taken[kind]["median_ms"] / plain} for kind in ("plain", "loss", "metrics")},
+        }
+        print(
+            f"{name:12s} plain {plain:6.2f} ms   loss and coefficients {rows[name]['loss']['ratio']:5.2f}x   "
+            f"with all metrics {rows[name]['metrics']['ratio']:5.2f}x"
+        )
+    return {
+        "shape": [ROWS, WIDTH],
+        "dtype": "float32",
+        "threads": 2,
+        "samples": SAMPLES,
+        "machine": f"{platform.machine()}, {platform.system()}, CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "members": rows,
+    }
+
+
+def performance_page(results: dict[str, Any]) -> str:
+    """`docs/performance.md`."""
+    rows, width = results["shape"]
+    lines = [
+        "# Performance",
+        "",
+        "Generated by `make bench` from `benchmarks/results/objectives.json`; do not edit.",
+        "",
+        "## Objectives on a CPU",
+        "",
+        f"B = {rows}, T = {width}, {results['dtype']}, {results['threads']} threads, torch {results['torch']}; medians of"
+        f" {results['samples']} interleaved calls,",
+        "as ratios to one plain pass `(new - old).exp().sum()` over the same tensors in the same run.",
+        "Targets: loss and coefficients 2.5x for gspo and luspo and 5x for token members, 8x with all metrics.",
+        "The error is the largest of the float32 coefficients against float64, relative to the largest coefficient.",
+        "",
+        "| member | plain pass, ms | loss and coefficients | with all metrics | error | within targets |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in results["members"].items():
+        within = row["loss"]["ratio"] <= TARGETS.get(name, TARGETS["loss"]) and row["metrics"]["ratio"] <= TARGETS["metrics"]
+        lines.append(
+            f"| `{name}` | {row['plain']['median_ms']:.2f} | {row['loss']['ratio']:.2f}x | {row['metrics']['ratio']:.2f}x |"
+            f" {row['error_against_float64']:.1e} | {'yes' if within else 'no'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    found = run()
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    (Path(__file__).parents[1] / "docs" / "performance.md").write_text(performance_page(found))
+    print(f"wrote {RESULTS.name} and docs/performance.md")

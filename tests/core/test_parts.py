@@ -1,0 +1,68 @@
+"""What a part refuses, and what it says."""
+
+import subprocess
+import sys
+
+import pytest
+
+from legato.core.parts import lookup, names
+from legato.objectives.clips import BalancedClip, Clip
+
+REFUSED = {
+    "Clip(low=-1e-9)": "trust 'clip': low = -1e-09 is not allowed; a number >= 0 is",
+    "Clip(low=math.nan)": "trust 'clip': low = nan is not allowed; a number >= 0 is",
+    "Clip(low='0.2')": "trust 'clip': low = '0.2' is not allowed; a number >= 0 is",
+    "Clip(low=None)": "trust 'clip': low = None is not allowed; a number >= 0 is",
+    "Clip(low=True)": "trust 'clip': low = True is not allowed; a number >= 0 is",
+    "TruncatedImportance(limit=math.inf)": "correction 'tis': limit = inf is not allowed; a finite number > 0 is",
+    "Geometric(level='word')": "ratio 'geometric': level = 'word' is not allowed; one of 'token', 'turn', 'sequence' is",
+    "GroupStandard(ddof=0.5)": "advantage 'group-z': ddof = 0.5 is not allowed; a whole number >= 0 is",
+    "GeneralisedAdvantage(whiten=1)": "advantage 'gae': whiten = 1 is not allowed; True or False is",
+}
+
+
+def test_what_is_not_allowed_is_refused_with_field_value_and_what_is() -> None:
+    """In a process of its own: the shape checker of the tests would speak first."""
+    program = f"""
+import math
+from legato.advantages.gae import GeneralisedAdvantage
+from legato.advantages.group import GroupStandard
+from legato.objectives.clips import Clip
+from legato.objectives.corrections import TruncatedImportance
+from legato.objectives.ratios import Geometric
+for call in {list(REFUSED)!r}:
+    try:
+        eval(call)
+    except ValueError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert found.splitlines() == list(REFUSED.values())
+
+
+def test_bounds_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"floor = 0\.9 is above floor_max"):
+        BalancedClip(floor=0.9)
+
+
+def test_parts_are_frozen_and_compare_by_value() -> None:
+    assert Clip(low=1) == Clip(low=1.0)
+    with pytest.raises(AttributeError):
+        Clip().low = 0.3
+
+
+def test_an_unknown_part_is_told_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"unknown trust 'dual_clip'; did you mean 'dual-clip'\?"):
+        lookup("trust", "dual_clip")
+
+
+def test_every_part_has_a_sentence_for_itself_and_for_each_field() -> None:
+    import dataclasses
+
+    for kind in ("ratio", "trust", "correction", "penalty", "aggregate", "advantage", "filter", "shaping"):
+        assert names(kind), kind
+        for name in names(kind):
+            part = lookup(kind, name)
+            assert part.__doc__, name
+            for field in dataclasses.fields(part):
+                assert field.metadata["says"], f"{name}.{field.name}"

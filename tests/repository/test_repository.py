@@ -1,0 +1,53 @@
+"""What the repository promises about itself."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PYTHON = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+
+
+def test_no_file_is_over_400_lines() -> None:
+    long = {str(path.relative_to(ROOT)): n for path in PYTHON if (n := len(path.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_no_function_is_over_60_lines() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                docstring = ast.get_docstring(node, clean=False) or ""
+                signature = node.body[0].lineno - node.lineno
+                lines = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines()) - signature
+                assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+
+
+def test_every_source_file_says_what_it_is() -> None:
+    for path in SOURCES:
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_no_room_reaches_for_processes_or_pickles() -> None:
+    """import-linter cannot name a sub-package of torch."""
+    forbidden = re.compile(r"torch\.distributed|import pickle|torch\.load|torch\.save")
+    for path in SOURCES:
+        assert not forbidden.search(path.read_text()), path
+
+
+def test_architecture_is_under_150_lines() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".ci/run"])
+def test_what_a_person_expects_is_there(name: str) -> None:
+    assert (ROOT / name).read_text().strip()
+
+
+def test_links_in_the_pages_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,112 @@
+"""The public names and signatures. A change here is a change for every user: it belongs in the changelog."""
+
+import inspect
+import subprocess
+import sys
+
+import legato
+
+SIGNATURES = {
+    "loss": (
+        "algorithm",
+        "*",
+        "logprobs",
+        "advantages",
+        "mask",
+        "old_logprobs=None",
+        "group=None",
+        "counts=None",
+        "sampler_logprobs=None",
+        "kept_logmass=None",
+        "ref_logprobs=None",
+        "entropy=None",
+        "values=None",
+        "old_values=None",
+        "returns=None",
+        "turn=None",
+        "rollout=None",
+        "router_shift=None",
+        "keep=None",
+        "uniform=None",
+        "state=None",
+        "metrics=True",
+    ),
+    "counts": (
+        "algorithm",
+        "*",
+        "mask",
+        "group=None",
+        "old_logprobs=None",
+        "sampler_logprobs=None",
+        "kept_logmass=None",
+        "turn=None",
+        "rollout=None",
+        "router_shift=None",
+        "keep=None",
+    ),
+    "algorithm": ("name", "overrides=None"),
+    "advantages": (
+        "algorithm",
+        "*",
+        "rewards",
+        "group=None",
+        "mask=None",
+        "values=None",
+        "turn=None",
+        "turn_rewards=None",
+        "turn_states=None",
+        "components=None",
+        "old_logprobs=None",
+        "ref_logprobs=None",
+    ),
+}
+MEMBERS = {
+    "Algorithm": {
+        *("name", "advantage", "filters", "objective", "aggregate", "settings"),
+        *("scope", "count", "evaluate", "initial", "advance"),
+    },
+    "Outcome": {"loss", "field", "trace", "sums", "coefficients", "entropy_coefficients", "value_coefficients", "metrics"},
+    "Counts": {"all", "kept", "tables", "tally", "equals"},
+    "Advantages": {"advantages", "returns"},
+}  # fmt: skip
+
+
+def test_the_exported_names_are_these() -> None:
+    assert sorted(legato.__all__) == sorted([*SIGNATURES, *MEMBERS, "__version__"])
+    assert dir(legato) == sorted(legato.__all__)
+
+
+def test_the_signatures_are_these() -> None:
+    for name, expected in SIGNATURES.items():
+        found, starred = [], False
+        for parameter in inspect.signature(getattr(legato, name)).parameters.values():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+                found.append("*")
+                starred = True
+            default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
+            found.append(parameter.name + default)
+        assert tuple(found) == expected, name
+
+
+def test_the_members_of_the_public_types_are_these() -> None:
+    for name, expected in MEMBERS.items():
+        found = {member for member in dir(getattr(legato, name)) if not member.startswith("_")}
+        assert found == expected, name
+
+
+def test_the_function_advantages_stands_above_the_room_of_that_name() -> None:
+    from legato.advantages.group import GroupCentre
+
+    assert inspect.isfunction(legato.advantages)
+    assert GroupCentre().name == "group-centre"
+    program = "from legato.advantages import group; import legato; assert callable(legato.advantages)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_torch_is_not_loaded_before_it_is_needed() -> None:
+    program = "import sys, legato, legato.cli.main; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(legato, "lose")
