@@ -50,10 +50,7 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
     if found.remarks:
         console.print(f"\n{escape(found.remarks)}")
     console.print()
-    for slot, part in _parts(value):
-        _print_part(slot, part)
-    for path, setting in value.settings.items():
-        console.print(f"  [dim]run setting[/dim] {path} = {setting!r}")
+    console.print(_parts_table(value))
     _print_deviations(found.value, value)
     console.print("\n[bold]Beware[/bold]")
     for caution in cautions(value):
@@ -108,12 +105,23 @@ def _parts(value: Algorithm) -> list[tuple[str, Part]]:
     ]
 
 
-def _print_part(slot: str, part: Part) -> None:
-    first = (part.__doc__ or "").strip().splitlines()[0]
-    console.print(f"[bold]{slot}[/bold] = {part.name}   [dim]{escape(first)}[/dim]")
-    for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        says = field.metadata.get("says", "")
-        console.print(f"    {field.name} = {getattr(part, field.name)!r}   [dim]{escape(says)}[/dim]")
+def _parts_table(value: Algorithm) -> Table:
+    """Every slot with its part, every field with its value and its sentence."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    for slot, part in _parts(value):
+        table.add_row(f"[bold]{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(_first_sentence(part)))
+        for field in dataclasses.fields(part):  # type: ignore[arg-type]
+            table.add_row(f"    {field.name}", _words(getattr(part, field.name)), escape(field.metadata.get("says", "")))
+    for path, setting in value.settings.items():
+        table.add_row(f"[bold]{path}[/bold]", str(setting), "default of a run with this algorithm")
+    return table
+
+
+def _first_sentence(part: Part) -> str:
+    return " ".join((part.__doc__ or "").split("\n\n")[0].split())
 
 
 def _print_deviations(published: Algorithm, value: Algorithm) -> None:
