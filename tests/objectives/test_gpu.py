@@ -54,6 +54,7 @@ def test_a_gpu_gives_the_numbers_of_a_cpu_and_the_same_bits_twice(name: str) -> 
     assert torch.equal(found.coefficients, legato.loss(value, **there).coefficients)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_an_objective_does_not_wait_for_the_device() -> None:
     """Value checks belong to the public function; evaluating signals must not synchronise."""
     from legato.algorithms.catalogue import algorithm_names

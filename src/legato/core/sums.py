@@ -193,6 +193,10 @@ def _edges(index: int) -> tuple[float, float]:
     return lower, upper
 
 
+def _tensors(piece: Piece) -> list[Tensor]:
+    return [getattr(piece, field.name) for field in fields(piece)]  # type: ignore[arg-type]
+
+
 class Sums(Mapping[str, Piece]):
     """Pieces by metric key. `a + b` merges; keys present on one side only are taken over."""
 
@@ -221,5 +225,17 @@ class Sums(Mapping[str, Piece]):
         return self if other == 0 else NotImplemented
 
     def report(self) -> dict[str, float]:
-        """Every metric as a number, by key."""
-        return {key + suffix: value for key, piece in self.items() for suffix, value in piece.report().items()}
+        """Every metric as a number, by key. One transfer from the device, whatever the number of metrics."""
+        return {key + suffix: value for key, piece in self._fetched() for suffix, value in piece.report().items()}
+
+    def _fetched(self) -> Iterator[tuple[str, Piece]]:
+        """The pieces with their tensors on the host. Counts stay whole numbers: float64 is exact up to 2^53."""
+        tensors = [tensor for piece in self.values() for tensor in _tensors(piece)]
+        if not any(tensor.device.type != "cpu" for tensor in tensors):
+            yield from self.items()
+            return
+        sizes = [tensor.numel() for tensor in tensors]
+        together = torch.split(torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu(), sizes)
+        arrived = iter([flat.reshape(tensor.shape) for flat, tensor in zip(together, tensors, strict=True)])
+        for key, piece in self.items():
+            yield key, type(piece)(*(next(arrived) for _ in _tensors(piece)))

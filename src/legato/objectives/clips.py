@@ -155,33 +155,29 @@ class BalancedClip(Trust):
                     f"trust 'balanced-clip': {low} = {getattr(self, low)} is above {high} = {getattr(self, high)}"
                 )
 
-    def candidates(self) -> list[tuple[float, float]]:
-        """(floor, cap) in the order they are tried."""
-        floors = _steps(self.floor, self.floor_max, self.floor_step)
-        caps = _steps(self.cap, self.cap_max, self.cap_step)
-        return [(floor, caps[0]) for floor in floors] + [(floors[-1], cap) for cap in caps[1:]]
-
     def apply(self, region: Region, context: Context) -> Region:
         mask, advantages = context.signals.mask, context.signals.advantages
         ratio = region.log_value.detach().exp()
         positive, negative = mask.select(advantages.clamp(min=0.0)), mask.select((-advantages).clamp(min=0.0))
-        candidates = self.candidates()
-        # A loop over some twenty candidates, not over tokens; nothing here waits for the device.
-        gains = {cap: (ratio.clamp(max=cap) * positive).sum() for cap in {c for _, c in candidates}}
-        losses = {floor: (ratio.clamp(min=floor) * negative).sum() for floor in {f for f, _ in candidates}}
-        enough = torch.stack([gains[cap] >= self.target * losses[floor] for floor, cap in candidates])
-        last = torch.arange(len(candidates), device=enough.device) == len(candidates) - 1
-        chosen = (enough | last).to(torch.int8).argmax()
-        log_bounds = torch.tensor(candidates, dtype=ratio.dtype, device=ratio.device).log()[chosen]
-        lower, upper = log_bounds[0].reshape(1, 1), log_bounds[1].reshape(1, 1)
+        floors, caps = _steps(self.floor, self.floor_max, self.floor_step), _steps(self.cap, self.cap_max, self.cap_step)
+        # Loops over some twenty candidates, not over tokens; nothing here waits for the device.
+        gains = torch.stack([(ratio.clamp(max=cap) * positive).sum() for cap in caps])
+        losses = torch.stack([(ratio.clamp(min=floor) * negative).sum() for floor in floors])
+        # Tried in this order: all floors beside the first cap, then the other caps beside the last floor.
+        enough = torch.cat([gains[0] >= self.target * losses, gains[1:] >= self.target * losses[-1]])
+        position = torch.arange(len(enough), device=enough.device)
+        chosen = torch.where(enough, position, len(enough) - 1).amin().double()
+        floor = (self.floor + self.floor_step * chosen.clamp(max=len(floors) - 1)).clamp(max=self.floor_max)
+        cap = (self.cap + self.cap_step * (chosen - len(floors) + 1).clamp(min=0)).clamp(max=self.cap_max)
+        lower, upper = (bound.to(ratio.dtype).log().reshape(1, 1) for bound in (floor, cap))
         clipped = by_sign(region.log_value, advantages, lower, upper)
         return replace(region, log_value=clipped, band=(lower, upper))
 
 
 def _steps(start: float, stop: float, step: float) -> list[float]:
-    count = math.floor((stop - start) / step + 1e-9)
-    values = [start + index * step for index in range(count + 1)]
-    return values if math.isclose(values[-1], stop) else [*values, stop]
+    """start, start + step, ... and stop, whether or not a step lands on it."""
+    count = math.ceil((stop - start) / step - 1e-9)
+    return [min(start + index * step, stop) for index in range(count + 1)]
 
 
 def leave_out(region: Region, dropped: Tensor, band: tuple[Tensor | float, Tensor | float] | None = None) -> Region:
