@@ -20,7 +20,8 @@ help:
 
 setup: $(READY)
 
-# torch comes first and pinned: an unpinned one would pull gigabytes of CUDA packages onto a machine without a GPU.
+# torch comes first and pinned, so that nothing else chooses its version. Where pip finds a CPU build of that version it takes
+# it; an unpinned torch would be the newest CUDA build everywhere.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch

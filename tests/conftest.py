@@ -7,9 +7,7 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 with install_import_hook("legato", "shape_check.check"):
-    import legato.cli.explain
-    import legato.rewards.overlong
-    import legato.surface  # noqa: F401
+    pass
 
 # Two workers share two cores; threads of tiny tensors would only spin against each other.
 torch.set_num_threads(1)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from legato.advantages.estimator import Estimator, Scores
-from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import entry
+from legato.algorithms.algorithm import Algorithm, check_state
+from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.override import override
 from legato.core import checks
 from legato.core.counts import Counts
 from legato.core.mask import Mask
 from legato.core.outcome import Outcome
-from legato.core.parts import lookup, names
+from legato.core.parts import lookup, names, nearest
 from legato.core.scope import Scope
 from legato.core.signals import Signals
 from legato.diagnostics.measure import measure
@@ -28,6 +28,8 @@ def algorithm(name: str | Algorithm, overrides: Mapping[str, Any] | None = None)
     >>> algorithm("gspo", {"objective.trust.clip.low": 2e-3}).objective.trust[0].low
     0.002
     """
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(f"overrides are a mapping of paths to values; got {type(overrides).__name__}")
     if isinstance(name, Algorithm):
         value = name
     elif isinstance(name, str):
@@ -63,9 +65,25 @@ def loss(
 ) -> Outcome:
     """The loss of an update, or of a part of one when `counts` of the whole are given.
 
-    All log-probs are `[B, T]`, float32 or float64, of the sampled tokens at the sampling temperature; `advantages` are
-    `[B]` or `[B, T]`; `mask` is 1 at tokens the policy wrote. What stands outside the mask is never read. `group` and
-    `rollout` are integer ids per row; rows that share a `rollout` id are one response and must be in one call.
+    What stands outside the mask is never read. Which of these an algorithm reads: `legato explain NAME`.
+    logprobs          [B, T] log-probs of the sampled tokens under the policy being trained, at the sampling temperature,
+                      float32 or float64; the gradient goes here
+    advantages        [B] per response or [B, T] per token
+    mask              [B, T], 1 at tokens the policy wrote, 0 at padding, tool and template tokens
+    old_logprobs      [B, T] the anchor: the trainer's log-probs before the first update on these rollouts
+    sampler_logprobs  [B, T] what the engine reported, before top-p, top-k or min-p
+    kept_logmass      [B, T] log of the probability those kept; 0 without truncation
+    ref_logprobs      [B, T] the frozen reference model's, for KL penalties
+    entropy           [B, T] entropy of the policy's distribution; its own gradient channel
+    values, old_values, returns   [B, T] for the value loss; `values` is a gradient channel
+    router_shift      [B, T] gamma in (0, 1], see `legato.diagnostics.routing.router_shift`
+    group             [B] integer ids of the prompt; any integers, but dense (0, 1, 2 ...) where `counts` are passed
+    turn              [B, T] turn index of each token, -1 outside turns
+    rollout           [B] ids; rows that share one are one response and must be in one call
+    keep              [B] or [B, T], 0/1: where 0 the policy term is dropped, penalties stay
+    uniform           [B, T] numbers in [0, 1) for random selections (clip-cov)
+    counts            the sum of `legato.counts` over the whole update, when this call is a part of it
+    state             of adaptive parts: `algorithm.initial()`, then `algorithm.advance(state, sums)`
 
     `outcome.loss.backward()` gives the gradient; `outcome.coefficients` is minus that gradient with respect to
     `logprobs`; `outcome.metrics` are numbers, `outcome.sums` combine over calls. Split an update into calls by passing
@@ -73,7 +91,7 @@ def loss(
     multiply the loss by R.
     """
     value = _algorithm(algorithm)
-    like = checks.channel("logprobs", logprobs)
+    like = checks.channel("logprobs", checks.tensor("logprobs", logprobs))
     given = {
         "old_logprobs": old_logprobs,
         "sampler_logprobs": sampler_logprobs,
@@ -87,12 +105,21 @@ def loss(
         "uniform": uniform,
     }
     signals = _signals(value, like, given, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
+    checks.tensor("advantages", advantages)
+    check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
     own = value.count(signals, groups) if counts is None or value.scope is Scope.UPDATE else None
     if counts is None:
         assert own is not None
         counts = own
+    elif not isinstance(counts, Counts):
+        raise ValueError(f"counts is a {type(counts).__name__}; what legato.counts returns, or a sum of it, is needed")
+    elif float(counts.all.tokens) < float(signals.mask.lengths.sum()):
+        raise ValueError(
+            f"counts know {int(counts.all.tokens)} tokens, but this call alone has {int(signals.mask.lengths.sum())};"
+            " pass the sum of legato.counts over the whole update"
+        )
     elif own is not None and not own.equals(counts):
         raise ValueError(
             f"{value.name} has parts that need the whole update in one call (update scope), but the counts given are not"
@@ -121,7 +148,7 @@ def counts(
     Where the algorithm uses groups, ids must be dense over the whole update (0, 1, 2 ...), since they index a table.
     """
     value = _algorithm(algorithm)
-    if mask.dim() != 2:
+    if checks.tensor("mask", mask).dim() != 2:
         raise ValueError(f"mask has shape {list(mask.shape)}; [B, T] is needed")
     given = {
         "old_logprobs": old_logprobs,
@@ -129,7 +156,7 @@ def counts(
         "kept_logmass": kept_logmass,
         "router_shift": router_shift,
     }
-    dtype = next((x.dtype for x in given.values() if x is not None), torch.float32)
+    dtype = next((checks.tensor(name, x).dtype for name, x in given.items() if x is not None), torch.float32)
     like = torch.zeros((), dtype=dtype, device=mask.device).expand(mask.shape)
     signals = _signals(value, like, given, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep, anchor_side=True)
     groups = None
@@ -170,7 +197,7 @@ def advantages(
     tensor([ 1.0000, -1.0000])
     """
     estimator = _estimator(algorithm)
-    if rewards.dim() != 1:
+    if checks.tensor("rewards", rewards).dim() != 1:
         raise ValueError(f"rewards has shape {list(rewards.shape)}; [B], one per response, is needed")
     rows = len(rewards)
     if isinstance(components, Mapping):
@@ -186,7 +213,10 @@ def advantages(
             )
     wide = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     given: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
-    checks.present(f"advantage '{estimator.name}'", {f"advantage '{estimator.name}'": estimator.needs()}, given)
+    for name, each in {**given, "group": group}.items():
+        if each is not None:
+            checks.same_device(name, checks.tensor(name, each), rewards, "rewards")
+    checks.present(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, given)
     token_mask = None
     if mask is not None:
         if mask.dim() != 2 or len(mask) != rows:
@@ -225,6 +255,10 @@ def _estimator(value: str | Algorithm | Estimator) -> Estimator:
         built = lookup("advantage", value)()
         assert isinstance(built, Estimator)
         return built
+    if isinstance(value, str) and value not in algorithm_names():
+        raise ValueError(
+            f"unknown algorithm or estimator {value!r}; {nearest(value, [*algorithm_names(), *names('advantage')])}"
+        )
     return algorithm(value).advantage
 
 
@@ -250,6 +284,10 @@ def _signals(
     anchor_side: bool = False,
 ) -> Signals:
     """Check what was given and gather it. `anchor_side`: only what counting reads must be there."""
+    named = {**given, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}
+    for name, each in named.items():
+        if each is not None:
+            checks.same_device(name, checks.tensor(name, each), like)
     tokens = checks.mask(mask, like)
     readers = value.objective.needs()
     if anchor_side:
@@ -272,6 +310,9 @@ def _signals(
     kept = None
     if keep is not None:
         kept = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like), like).to(like.dtype)
+    shift = checked.get("router_shift")
+    if shift is not None:
+        checks.within_unit("router_shift", shift, tokens)
     mask_ = Mask(tokens, like.dtype)
     return Signals(
         mask=mask_,
@@ -288,8 +329,10 @@ def _signals(
 def _advantages(value: Algorithm, advantages: Tensor, signals: Signals) -> Tensor:
     """[B, 1] or [B, T], 0 outside the mask; refused where they vary inside the segment of a ratio that is one number."""
     spread = checks.per_row_or_token("advantages", advantages, signals.logprobs).detach().to(signals.dtype)
-    if spread.shape[1] == 1 or advantages.dim() == 1:
-        return spread
+    per_response = advantages.dim() == 1
+    checks.finite("advantages", spread, signals.mask.lengths > 0 if per_response else signals.mask.tokens)
+    if per_response:
+        return torch.where(signals.mask.lengths > 0, spread, 0.0)
     selected = signals.mask.select(spread)
     ratio = value.objective.ratio
     if ratio.gradient == "through" and ratio.level == "sequence":

@@ -16,7 +16,7 @@ REFUSED = {
     "Clip(low=True)": "trust 'clip': low = True is not allowed; a number >= 0 is",
     "TruncatedImportance(limit=math.inf)": "correction 'tis': limit = inf is not allowed; a finite number > 0 is",
     "Geometric(level='word')": "ratio 'geometric': level = 'word' is not allowed; one of 'token', 'turn', 'sequence' is",
-    "GroupStandard(ddof=0.5)": "advantage 'group-z': ddof = 0.5 is not allowed; a whole number >= 0 is",
+    "GroupStandard(ddof=0.5)": "advantage 'group-z': ddof = 0.5 is not allowed; a whole number >= 0 and <= 1 is",
     "GeneralisedAdvantage(whiten=1)": "advantage 'gae': whiten = 1 is not allowed; True or False is",
 }
 

@@ -34,7 +34,7 @@ class BatchStandard(_BatchNormalised):
 
     needs_groups = False
     unit: str = choice("sequence", "token", default="sequence", says=_UNIT)
-    ddof: int = integer(default=0, says=_DDOF, minimum=0)
+    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
     epsilon: float = number(default=0.0, says=_EPSILON, minimum=0.0)
     reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
 
@@ -47,7 +47,7 @@ class GroupCentreBatchStandard(_BatchNormalised):
     """A = z-score over the batch of (r - mean of the group) (REINFORCE++-baseline)."""
 
     unit: str = choice("sequence", "token", default="sequence", says=_UNIT)
-    ddof: int = integer(default=0, says=_DDOF, minimum=0)
+    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
     epsilon: float = number(default=0.0, says=_EPSILON, minimum=0.0)
     reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
 

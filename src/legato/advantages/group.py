@@ -49,7 +49,7 @@ def batch_standardise(values: PerSequence, weights: Tensor, ddof: int, epsilon: 
 class GroupStandard(Estimator):
     """A = (r - mean of the group) / (std of the group + epsilon)."""
 
-    ddof: int = integer(default=0, says=_DDOF, minimum=0)
+    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
     epsilon: float = number(default=1e-6, says=_EPSILON, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
@@ -88,7 +88,7 @@ class LeaveOneOut(Estimator):
 class GroupCentreBatchDeviation(Estimator):
     """A = (r - mean of the group) / (std of all rewards of the batch + epsilon) (Lite PPO)."""
 
-    ddof: int = integer(default=0, says=_DDOF, minimum=0)
+    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
     epsilon: float = number(default=1e-4, says=_EPSILON, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
@@ -119,7 +119,7 @@ class DecoupledRewards(Estimator):
     Summing first would let a component of large variance drown the others.
     """
 
-    ddof: int = integer(default=1, says=_DDOF, minimum=0)
+    ddof: int = integer(default=1, says=_DDOF, minimum=0, maximum=1)
     epsilon: float = number(default=1e-6, says=_EPSILON, minimum=0.0)
     weights: tuple[float, ...] | None = numbers(default=None, says="One weight per component; None: all 1.")
 

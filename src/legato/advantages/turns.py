@@ -87,7 +87,7 @@ class TurnReturn(Estimator):
 
     gamma: float = number(default=1.0, says="Discount per turn.", minimum=0.0, maximum=1.0)
     normalise: str = choice("centre", "z", default="z", says="'centre', or 'z': also over the standard deviation.")
-    ddof: int = integer(default=0, says="0: population standard deviation; 1: Bessel's.", minimum=0)
+    ddof: int = integer(default=0, says="0: population standard deviation; 1: Bessel's.", minimum=0, maximum=1)
     epsilon: float = number(default=1e-6, says="Added to the standard deviation.", minimum=0.0)
 
     def needs(self) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class GroupInGroup(Estimator):
     omega: float = number(default=1.0, says="Weight of the step advantage.", minimum=0.0)
     gamma: float = number(default=0.95, says="Discount per turn.", minimum=0.0, maximum=1.0)
     normalise: str = choice("none", "z", default="none", says="'none', or 'z': over the standard deviation.")
-    ddof: int = integer(default=0, says="0: population standard deviation; 1: Bessel's.", minimum=0)
+    ddof: int = integer(default=0, says="0: population standard deviation; 1: Bessel's.", minimum=0, maximum=1)
     epsilon: float = number(default=1e-6, says="Added to the standard deviation.", minimum=0.0)
 
     def needs(self) -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from legato.advantages.estimator import Estimator
 from legato.advantages.filters import Filter
+from legato.algorithms.settings import Settings
 from legato.core.counts import Counts
 from legato.core.outcome import Outcome
 from legato.core.scope import Scope
@@ -27,11 +27,11 @@ class Algorithm:
     objective: Objective
     aggregate: Aggregate
     filters: tuple[Filter, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=Settings)
     """Defaults of a run that belong to the algorithm, by dotted path of the run's configuration."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+        object.__setattr__(self, "settings", Settings(self.settings))
 
     @property
     def scope(self) -> Scope:
@@ -51,7 +51,22 @@ class Algorithm:
 
     def advance(self, state: State, sums: Sums) -> State:
         """The state for the next update, from the sums of a whole one."""
+        check_state(self.name, state, self.initial())
         metrics = sums.report()
         return {
             part.name: part.advance(state[part.name], metrics) for part in self.objective.penalties if part.name in state
         }
+
+
+def check_state(name: str, state: State | None, initial: State) -> None:
+    """The state given is one of this algorithm's parts."""
+    if state is None and initial:
+        raise ValueError(
+            f"{name} has parts that adapt ({', '.join(initial)}): pass state=algorithm.initial() at first, then what"
+            " algorithm.advance(state, outcome.sums) returns after each update"
+        )
+    if state is not None and {part: sorted(fields) for part, fields in state.items()} != {
+        part: sorted(fields) for part, fields in initial.items()
+    }:
+        known = ", ".join(initial) or "nothing"
+        raise ValueError(f"state holds {state!r}, but {name} keeps state of {known}; use algorithm.initial()")

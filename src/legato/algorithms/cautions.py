@@ -107,8 +107,16 @@ def _missing_constants(algorithm: Algorithm) -> Iterator[str]:
         yield "objective.trust.log-clip.log_low and log_high must be given."
 
 
+def _filters(algorithm: Algorithm) -> Iterator[str]:
+    for part in algorithm.filters:
+        yield (
+            f"The filter '{part.name}' is for whoever samples: legato.loss applies none. Refill such groups, or pass keep=."
+        )
+
+
 _RULES: tuple[Callable[[Algorithm], Iterator[str]], ...] = (
     _missing_constants,
+    _filters,
     _length_weighting,
     _never_clips,
     _tight_token_clip,

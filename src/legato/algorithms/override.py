@@ -47,6 +47,9 @@ def _split(path: str) -> tuple[str, str]:
     for slot in _SLOTS:
         if path == slot or path.startswith(slot + "."):
             return slot, path[len(slot) + 1 :]
+    for slot in _SLOTS:
+        if f"objective.{path}".startswith(slot + "."):
+            raise ValueError(f"override path {path!r} does not exist; did you mean 'objective.{path}'?")
     raise ValueError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
 
 

@@ -28,7 +28,7 @@ def _gspo_clip() -> Clip:
 
 
 @named(
-    paper="Group Sequence Policy Optimization, arXiv 2507.18071",
+    paper="arXiv 2507.18071",
     cautions=(
         "The band is about as wide as bf16 noise: log-probs must be float32 and the anchor computed as the new ones are.",
         "A clipped response is lost as a whole; short responses are clipped more, since log s averages over fewer tokens.",
@@ -54,7 +54,7 @@ def gspo() -> Algorithm:
 
 
 @named(
-    paper="Group Sequence Policy Optimization, section 4.3, arXiv 2507.18071",
+    paper="arXiv 2507.18071, section 4.3",
     cautions=("With advantages of mixed sign in a response, part of it can be clipped and the rest not.",),
 )
 def gspo_token() -> Algorithm:
@@ -97,7 +97,7 @@ def turn_gspo() -> Algorithm:
 
 
 @named(
-    paper="Geometric-Mean Policy Optimization, arXiv 2507.20673",
+    paper="arXiv 2507.20673",
     cautions=("Sequence advantages only: the clip of every token follows the sign of A_i.",),
 )
 def gmpo() -> Algorithm:
@@ -118,7 +118,7 @@ def gmpo() -> Algorithm:
 
 
 @named(
-    paper="Router-Shift Policy Optimization, arXiv 2510.23027 (version 2)",
+    paper="arXiv 2510.23027, version 2",
     cautions=(
         "Needs the router-shift ratio gamma of a mixture-of-experts policy; a dense one has none.",
         "Under routing replay gamma must come from the router logits as they would be without replay.",
@@ -143,7 +143,7 @@ def rspo() -> Algorithm:
 
 
 @named(
-    paper="Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261",
+    paper="arXiv 2602.05261",
     cautions=("The gradient norm grows with length: watch it, and clip gradients.",),
 )
 def luspo() -> Algorithm:
@@ -161,7 +161,7 @@ def luspo() -> Algorithm:
 
 
 @named(
-    paper="Fair Sequence Policy Optimization, arXiv 2509.09177",
+    paper="arXiv 2509.09177",
     cautions=("The constants of the band were not found in the paper's text: they must be given.",),
     verified=False,
 )
@@ -182,7 +182,7 @@ def fspo() -> Algorithm:
 
 
 @named(
-    paper="Group Expectation Policy Optimization, arXiv 2508.17850",
+    paper="arXiv 2508.17850",
     cautions=(
         "On-policy the ratio is not 1: a band of 0.2 clips by rank of likelihood inside the group, not by drift.",
         "The denominator needs the whole group: pass the counts of the whole update.",
@@ -204,7 +204,7 @@ def gepo() -> Algorithm:
 
 
 @named(
-    paper="Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693",
+    paper="arXiv 2602.10693",
     cautions=("The loss value has no meaning: it contains log pi as the carrier of the gradient.",),
 )
 def vespo() -> Algorithm:

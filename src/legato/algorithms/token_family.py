@@ -81,7 +81,7 @@ def dr_grpo() -> Algorithm:
 
 
 @named(
-    paper="DAPO, arXiv 2503.14476",
+    paper="arXiv 2503.14476",
     cautions=(
         "The paper's token mean is taken per group; libraries divide by all tokens of the batch (aggregate = 'token-mean').",
         "Filter groups on accuracy, not on the shaped reward: a length penalty would revive dead groups.",
@@ -127,7 +127,7 @@ def cispo() -> Algorithm:
 
 
 @named(
-    paper="Soft Adaptive Policy Optimization, arXiv 2511.20347",
+    paper="arXiv 2511.20347",
     cautions=("The gate is not monotone: tokens with a ratio near 2 are amplified by up to 1.57.",),
 )
 def sapo() -> Algorithm:
@@ -146,7 +146,7 @@ def sapo() -> Algorithm:
 
 
 @named(
-    paper="Two-Staged History-Resampling Policy Optimization, arXiv 2504.14286",
+    paper="arXiv 2504.14286",
     cautions=("Read from the abstract and secondary texts; the clip is PPO's, not printed there.",),
     verified=False,
 )
@@ -167,7 +167,7 @@ def srpo() -> Algorithm:
 
 
 @named(
-    paper="Proximal Policy Optimization, arXiv 1707.06347",
+    paper="arXiv 1707.06347",
     cautions=(
         "Needs a value per token. Returns come from the unwhitened advantages.",
         "The end of a cut response is treated as terminal.",
@@ -225,7 +225,7 @@ def rloo() -> Algorithm:
 
 
 @named(
-    paper="REINFORCE++, arXiv 2501.03262 (the baseline form)",
+    paper="arXiv 2501.03262, the baseline form",
     cautions=("In token units (advantage.unit = 'token') a group without signal gets a nonzero advantage.",),
 )
 def reinforce_plus_plus() -> Algorithm:
@@ -285,7 +285,7 @@ def minirl() -> Algorithm:
 
 
 @named(
-    paper="Divergence Proximal Policy Optimization, arXiv 2602.04879",
+    paper="arXiv 2602.04879",
     cautions=(
         "Anchored on the sampler: the authors report that the recomputed anchor fails.",
         "The loss value has no meaning: it contains log pi as the carrier of the gradient.",
@@ -310,7 +310,7 @@ def dppo() -> Algorithm:
 
 
 @named(
-    paper="Balanced Policy Optimization with Adaptive Clipping (BAPO)",
+    paper="the authors' code",
     cautions=("Start, steps and ends of the search are read from code that varies between scripts.",),
     verified=False,
 )

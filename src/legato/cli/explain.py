@@ -1,8 +1,8 @@
-"""`legato explain`: an algorithm as a person would want it told."""
+"""`legato explain`: an algorithm or a part as a person would want it told."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,68 +13,100 @@ from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import differences, flatten
-from legato.core.parts import Part
+from legato.core.parts import Part, lookup, names, nearest
 from legato.surface import algorithm
 
-_NEIGHBOURS = ("gspo", "grpo")
-"""The members everybody knows: every other one is told by how it differs from them."""
+SLOTS = {
+    "ratio": "objective.ratio",
+    "trust": "objective.trust",
+    "correction": "objective.corrections",
+    "penalty": "objective.penalties",
+    "aggregate": "aggregate",
+    "advantage": "advantage",
+    "filter": "filters",
+}
+"""Kinds of parts that stand in an algorithm, and where."""
+
+LEGEND = (
+    "N responses, L_i tokens of response i; new, old: log-probs under the policy and the anchor; lw_it = new_it - old_it;"
+    " w_it = exp(lw_it); s_i = exp(mean_t lw_it); W_i = exp(sum_t lw_it); A: advantage; sg[.]: stop-gradient;"
+    " CLIP(r, A) = min(r A, clamp(r, 1 - low, 1 + high) A). J is maximised, the loss is -J."
+)
 
 console = Console(highlight=False)
 
 
 def explain_all() -> None:
-    """The table of all algorithms."""
-    table = Table("name", "ratio", "trust", "aggregate", "advantage", "paper", title="Algorithms", title_justify="left")
+    """All algorithms, then all parts, a line each."""
+    table = _grid("name", "ratio", "trust region", "aggregate")
     for name in algorithm_names():
         found = entry(name)
-        value = found.value
-        table.add_row(
-            name if found.verified else f"{name} *",
-            ratio_words(value),
-            trust_words(value),
-            value.aggregate.name,
-            value.advantage.name,
-            escape(found.paper),
-        )
+        star = "" if found.verified else " *"
+        table.add_row(name + star, ratio_words(found.value), trust_words(found.value), found.value.aggregate.name)
     console.print(table)
-    console.print("* not verified in every constant.  legato explain NAME tells one, legato explain NAME NAME compares.")
+    console.print("* not verified in every constant.\n")
+    table = _grid("slot", "parts that can stand in it")
+    for kind, slot in SLOTS.items():
+        table.add_row(slot, ", ".join(names(kind)))
+    console.print(table)
+    console.print("\nlegato explain NAME tells an algorithm or a part; two names compare; --set PATH=VALUE changes one.")
 
 
 def explain_one(name: str, changes: Sequence[str]) -> None:
-    """One algorithm in full."""
+    """One algorithm in full, or every part of that name."""
+    parts = [lookup(kind, name) for kind in SLOTS if name in names(kind)]
+    if name not in algorithm_names() and parts:
+        for part in parts:
+            _print_part(part)
+        return
+    if name not in algorithm_names():
+        known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
+        raise ValueError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
     found, value = _changed(name, changes)
-    console.print(f"[bold]{name}[/bold]  {escape(found.title)}")
-    console.print(f"{escape(found.paper)}\n")
-    for line in found.formula.splitlines():
-        console.print(f"    {escape(line)}", soft_wrap=True)
+    console.print(f"[bold]{name}[/bold]  {escape(found.title)}  [dim]{escape(found.paper)}[/dim]\n")
+    _print_formula(found)
     if found.remarks:
         console.print(f"\n{escape(found.remarks)}")
-    console.print()
+    console.print(f"\n[dim]{escape(LEGEND)}[/dim]\n")
     console.print(_parts_table(value))
+    console.print(f"\n[bold]Reads[/bold] {', '.join(inputs(value))}")
     _print_deviations(found.value, value)
     console.print("\n[bold]Beware[/bold]")
-    for caution in cautions(value):
-        console.print(f"  - {escape(caution)}")
-    for other in _NEIGHBOURS:
-        if other != name:
-            _print_differences([value, entry(other).value], title=f"Differs from {other} in")
+    _print_list(cautions(value))
+    other = "gspo" if value.objective.ratio.level == "sequence" else "grpo"
+    other = {"gspo": "grpo", "grpo": "gspo"}[other] if other == name else other
+    _print_differences([value, entry(other).value], title=f"Differs from {other} in")
 
 
-def explain_several(names: Sequence[str], changes: Sequence[str]) -> None:
+def explain_several(wanted: Sequence[str], changes: Sequence[str]) -> None:
     """Several algorithms side by side: formulas, then only what differs."""
     values = []
-    for name in names:
+    for name in dict.fromkeys(wanted):
         found, value = _changed(name, changes)
         values.append(value)
         console.print(f"[bold]{name}[/bold]  {escape(found.title)}")
-        for line in found.formula.splitlines():
-            console.print(f"    {escape(line)}", soft_wrap=True)
+        _print_formula(found)
         console.print()
     _print_differences(values, title="Where they differ")
     console.print("\n[bold]Beware[/bold]")
-    for value in values:
-        for caution in cautions(value):
-            console.print(f"  - {value.name}: {escape(caution)}")
+    _print_list([f"{value.name}: {caution}" for value in values for caution in cautions(value)])
+
+
+def inputs(value: Algorithm) -> list[str]:
+    """The arguments of `legato.loss` that the algorithm reads."""
+    needed = [signal for signals in value.objective.needs().values() for signal in signals]
+    groups = ["group"] if value.objective.needs_groups(value.aggregate) else []
+    turn = ["turn"] if value.objective.ratio.level == "turn" else []
+    state = ["state"] if value.initial() else []
+    return list(dict.fromkeys(["logprobs", "advantages", "mask", *needed, *groups, *turn, *state]))
+
+
+def _grid(*headers: str) -> Table:
+    table = Table(*headers, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.overflow = "fold"
+    return table
 
 
 def _changed(name: str, changes: Sequence[str]) -> tuple[Entry, Algorithm]:
@@ -112,16 +144,42 @@ def _parts_table(value: Algorithm) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(style="dim")
     for slot, part in _parts(value):
-        table.add_row(f"[bold]{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(_first_sentence(part)))
+        table.add_row(f"[bold]{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(first_paragraph(part)))
         for field in dataclasses.fields(part):  # type: ignore[arg-type]
             table.add_row(f"    {field.name}", _words(getattr(part, field.name)), escape(field.metadata.get("says", "")))
     for path, setting in value.settings.items():
-        table.add_row(f"[bold]{path}[/bold]", str(setting), "default of a run with this algorithm")
+        table.add_row(f"[bold]settings.{path}[/bold]", str(setting), "for a run; a loop of your own does as it likes")
     return table
 
 
-def _first_sentence(part: Part) -> str:
+def _print_part(part: type[Part]) -> None:
+    console.print(f"[bold]{part.name}[/bold]  stands in {SLOTS[part.kind]}")
+    console.print(f"{escape(' '.join((part.__doc__ or '').split()))}\n")
+    table = _grid("field", "default", "allowed", "")
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
+        table.add_row(field.name, _words(field.default), field.metadata["rule"].allowed, escape(field.metadata["says"]))
+    console.print(table)
+    path = f"{SLOTS[part.kind]}.{part.name}" if part.kind not in ("ratio", "aggregate", "advantage") else SLOTS[part.kind]
+    first = next((field.name for field in dataclasses.fields(part)), None)  # type: ignore[arg-type]
+    if first is not None:
+        console.print(f'\nlegato.algorithm("gspo", {{"{path}.{first}": ...}})')
+
+
+def first_paragraph(part: Part | type[Part]) -> str:
+    """What a part is, in a sentence or two."""
     return " ".join((part.__doc__ or "").split("\n\n")[0].split())
+
+
+def _print_formula(found: Entry) -> None:
+    for line in found.formula.splitlines():
+        console.print(f"    {escape(line)}", soft_wrap=True)
+
+
+def _print_list(sentences: Iterable[str]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for sentence in dict.fromkeys(sentences):
+        table.add_row("  -", escape(sentence))
+    console.print(table)
 
 
 def _print_deviations(published: Algorithm, value: Algorithm) -> None:
@@ -129,19 +187,24 @@ def _print_deviations(published: Algorithm, value: Algorithm) -> None:
     if changed:
         console.print("\n[bold]Deviates from the named algorithm[/bold]")
         for path, (before, after) in changed.items():
-            console.print(f"  {path}: {escape(str(before))} -> {escape(str(after))}")
+            console.print(f"  {path}: {_side(before)} -> {_side(after)}")
+
+
+def _side(value: Any) -> str:
+    return "absent" if value is None else escape(_words(value))
 
 
 def _print_differences(values: Sequence[Algorithm], title: str) -> None:
     flat = [flatten(value) for value in values]
     paths = dict.fromkeys(path for each in flat for path in each)
-    table = Table("", *(value.name for value in values), title=title, title_justify="left")
+    table = _grid("", *(value.name for value in values))
     for path in paths:
         cells = [_words(each[path]) if path in each else "-" for each in flat]
         if len(set(cells)) > 1:
             table.add_row(path, *map(escape, cells))
-    console.print()
-    console.print(table if table.row_count else f"{title}: nothing")
+    console.print(f"\n[bold]{title}[/bold]" + ("" if table.row_count else " nothing"))
+    if table.row_count:
+        console.print(table)
 
 
 def _words(value: Any) -> str:
@@ -162,13 +225,10 @@ def ratio_words(value: Algorithm) -> str:
 
 def trust_words(value: Algorithm) -> str:
     """The trust region in a few words, for tables."""
+    bounds = ("low", "high", "log_low", "log_high", "cap", "threshold")
     described = []
     for part in value.objective.trust:
-        numbers = [
-            getattr(part, f.name)
-            for f in dataclasses.fields(part)  # type: ignore[arg-type]
-            if isinstance(getattr(part, f.name), float)
-            and f.name in ("low", "high", "log_low", "log_high", "cap", "threshold")
-        ]
-        described.append(" ".join([part.name, "/".join(f"{n:g}" for n in numbers)]).strip())
+        values = [getattr(part, f.name) for f in dataclasses.fields(part) if f.name in bounds]  # type: ignore[arg-type]
+        numbers = "/".join(f"{each:g}" for each in values if isinstance(each, float))
+        described.append(f"{part.name} {numbers}".strip())
     return ", ".join(described) or "none"

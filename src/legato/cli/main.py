@@ -33,15 +33,17 @@ def door(
 
 @app.command()
 def explain(
-    names: Annotated[list[str] | None, typer.Argument(help="One algorithm, or several side by side.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="An algorithm or a part, or several algorithms side by side.")
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", help="An override as path=value, applied to every algorithm named."),
     ] = None,
 ) -> None:
-    """Print an algorithm: its formula, its parts and values, its paper, what to beware of; several: how they differ.
+    """Print an algorithm or a part: formula, values, what it reads, what to beware of; several: how they differ.
 
-    Without a name: the table of all algorithms.
+    Without a name: all algorithms and all parts.
     """
     from legato.cli.explain import explain_all, explain_one, explain_several
 

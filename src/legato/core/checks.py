@@ -4,11 +4,19 @@ Every message says what is wrong, the value, and what is allowed.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LOWEST_PRECISION = (torch.float32, torch.float64)
+
+
+def tensor(name: str, value: Any) -> Tensor:
+    """A torch tensor, not a list or an array."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
+    return value
 
 
 def _shape(tensor: Tensor) -> str:
@@ -120,7 +128,22 @@ def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
 
 def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Tensor | None]) -> None:
     """Every signal that a part needs was given. `needs` maps a part's description to signal names."""
-    for reader, signals in needs.items():
-        for signal in signals:
-            if given.get(signal) is None:
-                raise ValueError(f"{who} needs {signal}, which its {reader} reads; pass {signal}=...")
+    missing = {signal: reader for reader, signals in needs.items() for signal in signals if given.get(signal) is None}
+    if missing:
+        reasons = ", ".join(f"{signal} (read by {reader})" for signal, reader in missing.items())
+        raise ValueError(f"{who} needs {reasons}; pass {', '.join(f'{signal}=...' for signal in missing)}")
+
+
+def finite(name: str, values: Tensor, where: Tensor) -> None:
+    """No NaN and no infinity where it counts."""
+    wrong = where & ~torch.isfinite(values)
+    if bool(wrong.any()):
+        row = int(wrong.any(1).nonzero()[0, 0])
+        raise ValueError(f"{name} is {float(values[row][wrong[row]][0])} in row {row}; finite numbers are needed")
+
+
+def within_unit(name: str, values: Tensor, where: Tensor) -> None:
+    """Numbers in (0, 1] where it counts."""
+    wrong = where & ~((values > 0) & (values <= 1))
+    if bool(wrong.any()):
+        raise ValueError(f"{name} holds {float(values[wrong][0]):g} at a token the policy wrote; (0, 1] is allowed")

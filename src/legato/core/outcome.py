@@ -84,7 +84,7 @@ class Trace:
     """The named terms of the loss, each already normalised by the counts; they add up to the loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
     """The result of an objective on one call."""
 
@@ -94,6 +94,10 @@ class Outcome:
     trace: Trace
     sums: Sums = dataclasses.field(default_factory=Sums)
     """What the metrics are made of: tensors that combine over micro-batches and ranks."""
+
+    def __repr__(self) -> str:
+        rows, width = self.coefficients.shape
+        return f"Outcome(loss={float(self.loss.detach()):.6g}, coefficients=[{rows}, {width}], metrics={len(self.sums)})"
 
     @property
     def coefficients(self) -> PerToken:

@@ -13,6 +13,7 @@ The declaration is also the documentation: `legato explain` prints each field wi
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -81,13 +82,15 @@ def number(
     return _declare(default, says, Rule(allowed, accepts, lambda value: None if value is None else float(value)))
 
 
-def integer(*, default: int, says: str, minimum: int) -> Any:
-    """A whole number of at least `minimum`."""
+def integer(*, default: int, says: str, minimum: int, maximum: int | None = None) -> Any:
+    """A whole number of at least `minimum`, at most `maximum`."""
 
     def accepts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole and value >= minimum and (maximum is None or value <= maximum)
 
-    return _declare(default, says, Rule(f"a whole number >= {minimum}", accepts))
+    allowed = f"a whole number >= {minimum}" + ("" if maximum is None else f" and <= {maximum}")
+    return _declare(default, says, Rule(allowed, accepts))
 
 
 def choice(*allowed: str, default: str, says: str) -> Any:
@@ -98,6 +101,19 @@ def choice(*allowed: str, default: str, says: str) -> Any:
 def flag(*, default: bool, says: str) -> Any:
     """True or False."""
     return _declare(default, says, Rule("True or False", lambda value: isinstance(value, bool)))
+
+
+def pattern(*, default: str, says: str) -> Any:
+    """A regular expression that compiles."""
+
+    def accepts(value: Any) -> bool:
+        try:
+            re.compile(value)
+        except (re.error, TypeError):
+            return False
+        return True
+
+    return _declare(default, says, Rule("a regular expression", accepts))
 
 
 def numbers(*, default: tuple[float, ...] | None, says: str) -> Any:
@@ -123,7 +139,9 @@ def _check_fields(self: Any) -> None:
 _P = TypeVar("_P", bound=type[Part])
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(number, integer, choice, flag, numbers))
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(number, integer, choice, flag, numbers, pattern)
+)
 def part(kind: str, name: str) -> Callable[[_P], _P]:
     """Declare a part: make it a frozen, slotted, keyword-only dataclass, check its fields, register it."""
 
@@ -154,9 +172,8 @@ def names(kind: str) -> list[str]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """' did you mean ...?' when something known is close, and the list of what is known."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(known)}"
+    close = difflib.get_close_matches(word.lower().replace("_", "-"), known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? Known: {', '.join(known)}" if close else f"known: {', '.join(known)}"
 
 
 def lookup(kind: str, name: str) -> type[Part]:

@@ -29,7 +29,7 @@ class Piece:
         raise NotImplementedError
 
     def report(self) -> Mapping[str, float]:
-        """Name suffix ('' for the plain value) to number; NaN where nothing was counted."""
+        """Name suffix ('' for the plain value) to number; nothing where nothing was counted."""
         raise NotImplementedError
 
 
@@ -41,7 +41,7 @@ class _Additive(Piece):
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
-    return float(numerator / denominator) if float(denominator) != 0 else math.nan
+    return float(numerator / denominator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Mean(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        return {"": _ratio(self.total, self.count)}
+        return {"": _ratio(self.total, self.count)} if self.count else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,10 @@ class Deviation(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
+        if not self.count:
+            return {}
         mean = _ratio(self.total, self.count)
-        return {"": math.sqrt(max(0.0, _ratio(self.squares, self.count) - mean * mean)) if mean == mean else mean}
+        return {"": math.sqrt(max(0.0, _ratio(self.squares, self.count) - mean * mean))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class EffectiveSize(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        return {"": _ratio(self.total * self.total, self.squares * self.count)}
+        return {"": _ratio(self.total * self.total, self.squares * self.count)} if self.squares else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,11 @@ class Explained(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
+        if not self.count:
+            return {}
         left = _ratio(self.residual_squares, self.count) - _ratio(self.residual, self.count) ** 2
         whole = _ratio(self.target_squares, self.count) - _ratio(self.target, self.count) ** 2
-        return {"": 1 - left / whole if whole > 0 else math.nan}
+        return {"": 1 - left / whole} if whole > 0 else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,7 @@ class Maximum(Piece):
         return Maximum(torch.maximum(self.value, other.value))
 
     def report(self) -> Mapping[str, float]:
-        value = float(self.value)
-        return {"": value if value > -math.inf else math.nan}
+        return {"": float(self.value)} if self.value > -math.inf else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +135,7 @@ class Minimum(Piece):
         return Minimum(torch.minimum(self.value, other.value))
 
     def report(self) -> Mapping[str, float]:
-        value = float(self.value)
-        return {"": value if value < math.inf else math.nan}
+        return {"": float(self.value)} if self.value < math.inf else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,31 +147,48 @@ class Binned(_Additive):
 
     def report(self) -> Mapping[str, float]:
         pairs = zip(self.totals.unbind(), self.counts.unbind(), strict=True)
-        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs)}
+        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs) if count}
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram(_Additive):
+class Histogram(Piece):
     """Counts on fixed signed-log edges: each octave of the positive and the negative axis in eight equal parts.
 
     A bin is the leading bits of the float32 pattern (sign, exponent, three bits of mantissa), so the edges are the same
-    everywhere and binning is a shift. Quantiles interpolate inside a bin: relative error at most 1/8 of the value.
+    everywhere and binning is a shift. Quantiles interpolate inside a bin, relative error at most 1/8, and never leave the
+    range of what was counted.
     """
 
     counts: Tensor
+    least: Tensor
+    most: Tensor
 
     @classmethod
     def of(cls, values: Tensor, included: Tensor) -> Histogram:
         """The histogram of the included values (any shape; `included` is bool of the same shape)."""
-        pattern = values.detach().to(torch.float32).contiguous().view(torch.int32).reshape(-1)
+        values, included = values.detach().to(torch.float32).contiguous().reshape(-1), included.reshape(-1)
+        pattern = values.view(torch.int32)
         # Negative floats run backwards as integers: flip their lower bits so that bins ascend with the value.
         ascending = pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
         bins = (ascending >> _SHIFT) + _BINS // 2
         table = torch.zeros(_BINS, dtype=torch.int64, device=values.device)
-        return cls(table.index_add_(0, bins, included.reshape(-1).to(torch.int64)))
+        nothing = values.new_full((1,), torch.inf)
+        return cls(
+            table.index_add_(0, bins, included.to(torch.int64)),
+            torch.cat([torch.where(included, values, torch.inf), nothing]).amin(),
+            torch.cat([torch.where(included, values, -torch.inf), -nothing]).amax(),
+        )
+
+    def merge(self, other: Piece) -> Piece:
+        assert isinstance(other, Histogram)
+        return Histogram(
+            self.counts + other.counts,
+            torch.minimum(self.least, other.least),
+            torch.maximum(self.most, other.most),
+        )
 
     def quantile(self, share: float) -> float:
-        """The value below which `share` of the counted values lie, interpolated within its bin."""
+        """The value below which `share` of the counted values lie; NaN if there is none."""
         total = int(self.counts.sum())
         if total == 0:
             return math.nan
@@ -178,9 +197,12 @@ class Histogram(_Additive):
         index = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.float64), right=False))
         before = int(cumulative[index - 1]) if index else 0
         lower, upper = _edges(index)
-        return lower + (upper - lower) * (rank - before) / int(self.counts[index])
+        found = lower + (upper - lower) * (rank - before) / int(self.counts[index])
+        return min(max(found, float(self.least)), float(self.most))
 
     def report(self) -> Mapping[str, float]:
+        if not self.counts.any():
+            return {}
         return {f"_p{round(share * 100):02d}": self.quantile(share) for share in QUANTILES}
 
 
@@ -213,6 +235,9 @@ class Sums(Mapping[str, Piece]):
 
     def __len__(self) -> int:
         return len(self._pieces)
+
+    def __repr__(self) -> str:
+        return f"Sums({', '.join(self._pieces)})"
 
     def __add__(self, other: Sums) -> Sums:
         merged = dict(self._pieces)

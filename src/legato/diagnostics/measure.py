@@ -132,8 +132,13 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     log_ratio, largest = _token_log_ratio(sight, new, old)
     rows = log_ratio.sum(1, keepdim=True)
     total, squares = rows.sum(dtype=torch.float64), _squares(log_ratio)
-    ratio = signals.mask.select_(torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch).exp_())
-    ratio_total, ratio_squares = ratio.sum(1).sum(dtype=torch.float64), _squares(ratio)
+    # w - 1, which is 0 outside the mask. k3 = (w - 1) - lw is taken token by token: where lw is about as large as the GSPO
+    # band it is smaller than the rounding of a sum over tokens.
+    excess = torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch).expm1_()
+    excess_total, excess_squares = excess.sum(1).sum(dtype=torch.float64), _squares(excess)
+    k3 = excess.sub_(log_ratio).sum(1).sum(dtype=torch.float64)
+    ratio_total = sight.tokens + excess_total
+    ratio_squares = sight.tokens + 2 * excess_total + excess_squares
 
     log_s = sight.sequences.mean(log_ratio)
     s = log_s.exp()
@@ -153,7 +158,7 @@ def _drift(sight: Sight) -> dict[str, Piece]:
         "ratio/token_log_std": Deviation(total, squares, sight.tokens),
         "ratio/token_log_max": Maximum(largest),
         "drift/k1": Mean(-total, sight.tokens),
-        "drift/k3": Mean(ratio_total - sight.tokens - total, sight.tokens),
+        "drift/k3": Mean(k3, sight.tokens),
         "drift/sequence_effective_size": EffectiveSize(weights.sum(), weights.square().sum(), responses),
         "drift/token_effective_size": EffectiveSize(ratio_total, ratio_squares, sight.tokens),
         "equivalence/perplexity_old": sight.response_mean(perplexity_old),
@@ -279,7 +284,7 @@ def _mismatch(sight: Sight) -> dict[str, Piece]:
     chi2_sequence = sight.response_mean(product.square() - 1)
     return {
         "mismatch/k1": Mean(-sight.token_total(gap), sight.tokens),
-        "mismatch/k3": Mean(rho_total - sight.tokens - sight.token_total(limited), sight.tokens),
+        "mismatch/k3": sight.token_mean(torch.expm1(limited) - limited),
         "mismatch/absolute": sight.token_mean(gap.abs()),
         "mismatch/max": sight.largest(gap),
         "mismatch/chi2_token": Mean(squares - sight.tokens, sight.tokens),

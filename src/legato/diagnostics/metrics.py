@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("keep/sequences", "responses with a kept token / responses", "[0, 1]", "as above"),
     Metric("keep/sequences_length", f"the same per length bin; {_LENGTH_BINS}", "[0, 1]", "falling with length: the criterion has the length trap of products"),
     Metric("drift/k1", "mean over tokens of -lw: estimates KL(old || new)", "any", "negative on average is noise; large is drift"),
-    Metric("drift/k3", "mean over tokens of exp(lw) - 1 - lw (|lw| <= 20)", ">= 0", "above 0.01 within a step: updates are large"),
+    Metric("drift/k3", "mean over tokens of exp(lw) - 1 - lw (exp of at most 20)", ">= 0", "above 0.01 within a step: updates are large"),
     Metric("drift/sequence_effective_size", "(sum s)^2 / (N sum s^2)", "(0, 1]", "below 0.9: a few responses carry the update"),
     Metric("drift/token_effective_size", "(sum w)^2 / (T sum w^2), w = exp(lw) (|lw| <= 20)", "(0, 1]", "below 0.9: a few tokens carry the update"),
     Metric("equivalence/perplexity_old", "mean over responses of exp(-mean old)", ">= 1", "rising: responses become unlikely to their own policy"),

@@ -58,7 +58,7 @@ def evaluate(
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
     field = Coefficients(logprobs=found["logprobs"], entropy=found.get("entropy"), values=found.get("values"))
-    tied = field.tie(-objective_value.detach(), **{name: signals.tensor(name) for name in used})
+    tied = field.tie(0.0 - objective_value.detach(), **{name: signals.tensor(name) for name in used})
     return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate, signals.advantages.shape[1] == 1))
 
 
@@ -178,5 +178,5 @@ def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> T
         weight=surrogate.adjustment.weight,
         kept=surrogate.kept,
         sequence_unit=objective.ratio.level == "sequence",
-        terms={name: -term.detach() for name, term in surrogate.terms.items()},
+        terms={name: 0.0 - term.detach() for name, term in surrogate.terms.items()},
     )

@@ -140,6 +140,8 @@ class AdaptiveEntropy(Penalty):
         return {"coefficient": 0.0, "active": 0.0}
 
     def advance(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        if "entropy/mean" not in metrics:
+            raise ValueError("penalty 'adaptive-entropy' follows entropy/mean; pass entropy= to loss, with metrics=True")
         low = metrics["entropy/mean"] <= self.target
         moved = state["coefficient"] + (self.step if low else -self.step)
         return {"coefficient": min(max(moved, 0.0), self.cap), "active": float(low)}

@@ -1,0 +1,123 @@
+"""The nouns of a run: a problem, a rollout of it, and the group of its rollouts.
+
+One alignment rule: entry t of every per-token field speaks of token t itself. A rollout's tokens run from the first sampled
+token to the last; the prompt is separate; tool and template tokens inside have mask 0 and turn -1.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Message = Mapping[str, str]
+"""{"role": "user", "content": "..."}"""
+
+
+class StopReason(Enum):
+    """Why a rollout ended; the value is the sentence shown to a person."""
+
+    END_TOKEN = "the model wrote an end token"
+    STOP_STRING = "the text reached a stop string"
+    LENGTH = "the response reached the length limit"
+    ENVIRONMENT = "the environment ended the episode"
+    ABORTED = "the engine gave up on the request"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the model did not get to say that it was done."""
+        return self in (StopReason.LENGTH, StopReason.ABORTED)
+
+
+class Author(Enum):
+    """Who wrote a token."""
+
+    POLICY = 0
+    TEMPLATE = 1
+    TOOL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A prompt with its answer. `prompt` is text or chat messages; `fields` are the other columns of its data set."""
+
+    prompt: str | Sequence[Message]
+    answer: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """A name that depends on the prompt alone: equal prompts are one problem, on any machine and in any order."""
+        text = self.prompt if isinstance(self.prompt, str) else json.dumps([dict(m) for m in self.prompt], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sample of a policy on a problem.
+
+    An example: prompt "2+3=", response "5" and an end token, sampled at temperature 1 by version 7 of the policy:
+        tokens            [12, 1]
+        mask              [True, True]
+        sampler_logprobs  [-0.4, -0.01]
+        kept_logmass      None            (no top-p, top-k or min-p)
+        turn, author      [0, 0], [0, 0]
+        version           [7, 7]
+        text              "5"
+    """
+
+    problem: Problem
+    rollout_id: int
+    """Unique in the run; seeds the sampling of this rollout."""
+    prompt_tokens: Int[Tensor, "P"]  # noqa: F821
+    tokens: Int[Tensor, "T"]  # noqa: F821
+    sampler_logprobs: Float[Tensor, "T"]  # noqa: F821
+    """Before truncation, of softmax(z / temperature)."""
+    version: Int[Tensor, "T"]  # noqa: F821
+    """Which version of the policy sampled each token."""
+    text: str
+    """The response as text, end tokens and stop strings removed."""
+    stop: StopReason
+    temperature: float
+    mask: Bool[Tensor, "T"]  # noqa: F821
+    turn: Int[Tensor, "T"]  # noqa: F821
+    author: Int[Tensor, "T"]  # noqa: F821
+    kept_logmass: Float[Tensor, "T"] | None = None  # noqa: F821
+    routes: Tensor | None = None
+    """[T, layers, K] expert indices, where the engine records them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unscorable:
+    """A reward that could not be found. The rollout leaves its group; it is never scored 0."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward: the number that trains, the unshaped one that filters and evaluates, and what it was made of."""
+
+    reward: float
+    accuracy: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A rollout with its score."""
+
+    rollout: Rollout
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The scored rollouts of one problem; at least two, or there is nothing to compare."""
+
+    problem: Problem
+    members: tuple[Scored, ...]

@@ -1,0 +1,103 @@
+"""Problems made in code: they need no data and no network, and their answers are certain."""
+
+import random
+from collections.abc import Callable
+from itertools import permutations
+
+from legato.core.parts import Part, choice, integer, part
+from legato.core.rollout import Problem
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _number(source: random.Random, digits: int) -> int:
+    """A number of exactly so many digits (one digit: 0 to 9)."""
+    return source.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
+
+
+@part("task", "arithmetic")
+class Arithmetic(Part):
+    """a+b, a-b or a*b with operands of a given number of digits: "37+5=" -> "42"."""
+
+    operation: str = choice("add", "subtract", "multiply", default="add", says="Which operation.")
+    left_digits: int = integer(default=2, says="Digits of the first operand.", minimum=1)
+    right_digits: int = integer(default=1, says="Digits of the second operand.", minimum=1)
+
+    def problem(self, source: random.Random) -> Problem:
+        left, right = _number(source, self.left_digits), _number(source, self.right_digits)
+        sign, value = {
+            "add": ("+", left + right),
+            "subtract": ("-", left - right),
+            "multiply": ("*", left * right),
+        }[self.operation]
+        return Problem(prompt=f"{left}{sign}{right}=", answer=str(value))
+
+
+@part("task", "reversal")
+class Reversal(Part):
+    """A string of digits or letters to write backwards: "4071=" -> "1704"."""
+
+    length: int = integer(default=4, says="How many symbols.", minimum=1)
+    symbols: str = choice("digits", "letters", default="digits", says="Of what.")
+
+    def problem(self, source: random.Random) -> Problem:
+        alphabet = "0123456789" if self.symbols == "digits" else _LETTERS
+        text = "".join(source.choice(alphabet) for _ in range(self.length))
+        return Problem(prompt=f"{text}=", answer=text[::-1])
+
+
+@part("task", "sorting")
+class Sorting(Part):
+    """Numbers to put in order: "31 4 15=" -> "4 15 31"."""
+
+    count: int = integer(default=3, says="How many numbers.", minimum=2)
+    digits: int = integer(default=1, says="Largest number of digits of each.", minimum=1)
+
+    def problem(self, source: random.Random) -> Problem:
+        numbers = [source.randrange(10**self.digits) for _ in range(self.count)]
+        return Problem(prompt=" ".join(map(str, numbers)) + "=", answer=" ".join(map(str, sorted(numbers))))
+
+
+@part("task", "letter-counting")
+class LetterCounting(Part):
+    """How often a letter occurs in a word: "r in strawberry=" -> "3"."""
+
+    length: int = integer(default=8, says="Length of the word.", minimum=1)
+    letters: int = integer(default=4, says="How many different letters words are made of.", minimum=2)
+
+    def problem(self, source: random.Random) -> Problem:
+        alphabet = _LETTERS[: self.letters]
+        word, letter = "".join(source.choice(alphabet) for _ in range(self.length)), source.choice(alphabet)
+        return Problem(prompt=f"{letter} in {word}=", answer=str(word.count(letter)))
+
+
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+}
+
+
+@part("task", "countdown")
+class Countdown(Part):
+    """Reach a target from given numbers, each used once: "3 5 2 -> 13=" -> "3*5-2" (any right expression counts).
+
+    The answer is one right expression; `fields` hold the numbers and the target for the reward to check another one.
+    """
+
+    count: int = integer(default=3, says="How many numbers.", minimum=2)
+    largest: int = integer(default=9, says="Largest number.", minimum=1)
+
+    def problem(self, source: random.Random) -> Problem:
+        numbers = [source.randint(1, self.largest) for _ in range(self.count)]
+        order = source.choice(sorted(set(permutations(numbers))))
+        value, expression = order[0], str(order[0])
+        for number in order[1:]:
+            sign = source.choice("+-*")
+            # Evaluated from left to right; brackets keep that reading under the usual precedence.
+            expression = (
+                f"({expression}){sign}{number}" if sign == "*" and len(expression) > 1 else f"{expression}{sign}{number}"
+            )
+            value = _OPERATIONS[sign](value, number)
+        prompt = f"{' '.join(map(str, numbers))} -> {value}="
+        return Problem(prompt=prompt, answer=expression, fields={"numbers": numbers, "target": value})

@@ -1,0 +1,55 @@
+"""What a task is: problems by number, split so that no held-out problem is ever trained on."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from legato.core.rollout import Problem
+
+
+class Task(Protocol):
+    """A source of problems. `problem(random)` draws one; equal random states draw equal problems."""
+
+    def problem(self, random: random.Random) -> Problem: ...
+
+
+def held_out(problem: Problem, share: float) -> bool:
+    """Whether a problem belongs to the held-out part: decided by the hash of its prompt, so that it never changes."""
+    digest = hashlib.blake2b(problem.key.encode(), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "big") / 2**64 < share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A task in two parts that share no prompt."""
+
+    task: Task
+    share: float
+    """How much of all problems is held out."""
+
+    def training(self, seed: int) -> Iterator[Problem]:
+        """Problems to train on, for ever, in an order that the seed fixes."""
+        return self._draw(random.Random(f"training {seed}"), wanted=False)
+
+    def held_out(self, count: int, seed: int = 0, attempts_per_problem: int = 1000) -> list[Problem]:
+        """`count` different held-out problems, the same for a seed whatever was drawn before."""
+        drawn: dict[str, Problem] = {}
+        source = random.Random(f"held out {seed}")
+        for _ in range(count * attempts_per_problem):
+            problem = self.task.problem(source)
+            if held_out(problem, self.share):
+                drawn.setdefault(problem.key, problem)
+            if len(drawn) == count:
+                return list(drawn.values())
+        raise ValueError(
+            f"held_out = {count} is more than the task has: {len(drawn)} different held-out problems were found;"
+            " hold out fewer, or make the task larger"
+        )
+
+    def _draw(self, source: random.Random, wanted: bool) -> Iterator[Problem]:
+        while True:
+            problem = self.task.problem(source)
+            if held_out(problem, self.share) == wanted:
+                yield problem
