@@ -172,11 +172,12 @@ class Histogram(Piece):
         ascending = pattern ^ ((pattern >> 31) & 0x7FFFFFFF)
         bins = (ascending >> _SHIFT) + _BINS // 2
         table = torch.zeros(_BINS, dtype=torch.int64, device=values.device)
-        nothing = values.new_full((1,), torch.inf)
+        if not len(values):
+            return cls(table, values.new_full((), torch.inf), values.new_full((), -torch.inf))
         return cls(
             table.index_add_(0, bins, included.to(torch.int64)),
-            torch.cat([torch.where(included, values, torch.inf), nothing]).amin(),
-            torch.cat([torch.where(included, values, -torch.inf), -nothing]).amax(),
+            torch.where(included, values, torch.inf).amin(),
+            torch.where(included, values, -torch.inf).amax(),
         )
 
     def merge(self, other: Piece) -> Piece:

@@ -134,7 +134,9 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     total, squares = rows.sum(dtype=torch.float64), _squares(log_ratio)
     # w - 1, which is 0 outside the mask. k3 = (w - 1) - lw is taken token by token: where lw is about as large as the GSPO
     # band it is smaller than the rounding of a sum over tokens.
-    excess = torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch).expm1_()
+    small = log_ratio.device.type == "cpu" and float(largest) < LIMIT
+    limited = log_ratio if small else torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch)
+    excess = torch.expm1(limited, out=sight.scratch)
     excess_total, excess_squares = excess.sum(1).sum(dtype=torch.float64), _squares(excess)
     k3 = excess.sub_(log_ratio).sum(1).sum(dtype=torch.float64)
     ratio_total = sight.tokens + excess_total
