@@ -91,6 +91,10 @@ def loss(
     multiply the loss by R.
     """
     value = _algorithm(algorithm)
+    if torch.is_inference_mode_enabled():
+        raise ValueError("legato.loss differentiates inside: call it outside torch.inference_mode (torch.no_grad is fine)")
+    if counts is not None and not isinstance(counts, Counts):
+        raise ValueError(f"counts is a {type(counts).__name__}; what legato.counts returns, or a sum of it, is needed")
     like = checks.channel("logprobs", checks.tensor("logprobs", logprobs))
     given = {
         "old_logprobs": old_logprobs,
@@ -109,25 +113,26 @@ def loss(
     check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
-    own = value.count(signals, groups) if counts is None or value.scope is Scope.UPDATE else None
+    own = value.count(signals, groups)
     if counts is None:
-        assert own is not None
         counts = own
-    elif not isinstance(counts, Counts):
-        raise ValueError(f"counts is a {type(counts).__name__}; what legato.counts returns, or a sum of it, is needed")
+    elif not counts.fits(own):
+        raise ValueError(
+            f"counts were made for another algorithm than {value.name}; make them with legato.counts of this one"
+        )
     elif float(counts.all.tokens) < float(signals.mask.lengths.sum()):
         raise ValueError(
             f"counts know {int(counts.all.tokens)} tokens, but this call alone has {int(signals.mask.lengths.sum())};"
             " pass the sum of legato.counts over the whole update"
         )
-    elif own is not None and not own.equals(counts):
+    elif value.scope is Scope.UPDATE and not own.equals(counts):
         raise ValueError(
             f"{value.name} has parts that need the whole update in one call (update scope), but the counts given are not"
             " those of this call. Compute the coefficients once for the whole update and slice them:"
             " outcome.field.rows(index).tie(...)"
         )
     outcome = value.evaluate(signals, counts, state)
-    return replace(outcome, sums=measure(signals, outcome, counts)) if metrics else outcome
+    return replace(outcome, sums=measure(signals, outcome)) if metrics else outcome
 
 
 def counts(
@@ -191,7 +196,8 @@ def advantages(
     """rewards `[B]` to advantages, by an algorithm's estimator, an estimator, or an estimator's name.
 
     To be called once on all responses of a step, before they are cut into updates. `turn_rewards` is `[B, U]`,
-    `components` `[B, C]` or a mapping of names to `[B]`. NaN is refused: leave unscorable responses out.
+    `components` `[B, C]` or a mapping of names to `[B]`. NaN is refused: leave unscorable responses out. One row is one
+    rollout here: where several rows are one, give each rollout once and spread the result (`advantages[rollout]`).
 
     >>> advantages("gspo", rewards=torch.tensor([1.0, 0.0]), group=torch.tensor([7, 7])).advantages
     tensor([ 1.0000, -1.0000])
@@ -223,8 +229,10 @@ def advantages(
             raise ValueError(f"mask has shape {list(mask.shape)}; [{rows}, T] is needed beside rewards [{rows}]")
         token_mask = Mask(checks.zero_one("mask", mask, rewards, "rewards"), torch.float64)
     for name, tensor in wide.items():
-        if tensor is not None and mask is not None:
-            wide[name] = checks.per_token(name, tensor, mask, "mask").double()
+        if tensor is not None and token_mask is not None:
+            exact = checks.per_token(name, tensor, token_mask.tokens, "mask").double()
+            checks.finite(name, exact, token_mask.tokens)
+            wide[name] = exact
     estimate = estimator.estimate(
         Scores(
             rewards=rewards.double(),
@@ -293,10 +301,10 @@ def _signals(
     if anchor_side:
         counted = [f"correction '{part.name}'" for part in value.objective.corrections]
         counted = counted if value.aggregate.denominator == "kept" else []
-        if value.scope is Scope.GROUP:
+        if value.objective.ratio.scope is Scope.GROUP:
             counted.append(f"ratio '{value.objective.ratio.name}'")
         readers = {reader: signals for reader, signals in readers.items() if reader in counted}
-    elif value.objective.ratio.level == "turn":
+    if value.objective.ratio.level == "turn" and (readers or not anchor_side):
         readers = {**readers, "turn-level ratio": ("turn",)}
     checks.present(value.name, readers, {**given, "turn": turn})
     checked = {
@@ -306,7 +314,7 @@ def _signals(
     }
     for name in ("entropy", "values"):
         tensor = given.get(name)
-        checked[name] = None if tensor is None else checks.per_token(name, tensor, like)
+        checked[name] = None if tensor is None else checks.per_token(name, tensor, like).to(like.dtype)
     kept = None
     if keep is not None:
         kept = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like), like).to(like.dtype)
@@ -331,20 +339,25 @@ def _advantages(value: Algorithm, advantages: Tensor, signals: Signals) -> Tenso
     spread = checks.per_row_or_token("advantages", advantages, signals.logprobs).detach().to(signals.dtype)
     per_response = advantages.dim() == 1
     checks.finite("advantages", spread, signals.mask.lengths > 0 if per_response else signals.mask.tokens)
-    if per_response:
-        return torch.where(signals.mask.lengths > 0, spread, 0.0)
-    selected = signals.mask.select(spread)
+    selected = torch.where(signals.mask.lengths > 0, spread, 0.0) if per_response else signals.mask.select(spread)
     ratio = value.objective.ratio
-    if ratio.gradient == "through" and ratio.level == "sequence":
-        row = torch.where(signals.mask.tokens, selected, -torch.inf).amax(1, keepdim=True)
-        varies = signals.mask.tokens & (selected != row)
-        if bool(varies.any()):
-            raise ValueError(
-                f"{value.name} takes one advantage per response, but row {int(varies.any(1).nonzero()[0, 0])} holds"
-                " several; use gspo-token for advantages per token, or turn-gspo for advantages per turn"
-            )
-        return torch.where(signals.mask.lengths > 0, row, 0.0)
-    return selected
+    if ratio.gradient != "through" or ratio.level == "token" or selected.numel() == 0:
+        return selected
+    segments = signals.segments(ratio.level)
+    mean = segments.mean(selected)
+    counted = signals.mask.tokens if selected.shape[1] > 1 or mean.shape[1] > 1 else signals.mask.lengths > 0
+    varies = counted & ((selected - mean).abs() > 1e-5 * selected.abs().clamp(min=1e-3))
+    if bool(varies.any()):
+        row = int(varies.any(1).nonzero()[0, 0])
+        raise ValueError(
+            f"{value.name} takes one advantage per {ratio.level}, but row {row} holds several for one;"
+            " use gspo-token for advantages per token, or turn-gspo for advantages per turn"
+        )
+    # Per response from here on: its first token's value, exactly, not a mean that rounds.
+    if per_response or ratio.level == "turn":
+        return selected
+    first = signals.mask.tokens.to(torch.int8).argmax(1, keepdim=True)
+    return torch.where(signals.mask.lengths > 0, selected.gather(1, first), 0.0)
 
 
 def _given_group(value: Algorithm, group: Tensor | None) -> Tensor:

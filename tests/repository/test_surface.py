@@ -66,7 +66,7 @@ MEMBERS = {
         *("scope", "count", "evaluate", "initial", "advance"),
     },
     "Outcome": {"loss", "field", "trace", "sums", "coefficients", "entropy_coefficients", "value_coefficients", "metrics"},
-    "Counts": {"all", "kept", "tables", "tally", "equals"},
+    "Counts": {"all", "kept", "tables", "tally", "equals", "fits"},
     "Advantages": {"advantages", "returns"},
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ class Samples:
     accuracy: PerSequence
     """The unshaped metric. Filtering on a shaped reward would let a length penalty revive dead groups."""
     group: RowIds
-    """[B], dense from 0."""
+    """[B], any integers."""
     truncated: RowMask | None = None
     """Cut off at the length limit."""
     version_lag: RowIds | None = None
@@ -43,7 +43,8 @@ class ZeroVariance(Filter):
     )
 
     def keep(self, samples: Samples) -> RowMask:
-        group, accuracy = samples.group, samples.accuracy.double()
+        accuracy = samples.accuracy.double()
+        group = torch.unique(samples.group, return_inverse=True)[1]
 
         def mean(values: Tensor) -> Tensor:
             count = ordered_sum(torch.ones_like(values), group, len(group))[group]
@@ -61,7 +62,7 @@ class Overlong(Filter):
     def keep(self, samples: Samples) -> RowMask:
         if samples.truncated is None:
             raise ValueError("filter 'overlong' needs to know which responses were truncated; pass truncated=[B] bool")
-        return ~samples.truncated
+        return samples.truncated == 0
 
 
 @part("filter", "staleness")

@@ -94,7 +94,8 @@ class GroupCentreBatchDeviation(Estimator):
     def estimate(self, scores: Scores) -> Estimate:
         spread = scores.rewards - scores.rewards.mean()
         deviation = (spread.square().sum() / max(1, len(spread) - self.ddof)).sqrt()
-        return Estimate(advantages=(centre(scores.rewards, scores) / (deviation + self.epsilon)))
+        centred = centre(scores.rewards, scores)
+        return Estimate(advantages=torch.where(centred == 0, 0.0, centred / (deviation + self.epsilon)))
 
 
 @part("advantage", "length-weighted")

@@ -44,6 +44,8 @@ class Turns:
         reached[owner[tokens], index[tokens]] = True
         if scores.turn_rewards is not None:
             rewards = torch.where(reached, scores.turn_rewards.double(), 0.0)
+            if not bool(torch.isfinite(rewards).all()):
+                raise ValueError("turn_rewards holds a value that is not finite at a turn that was reached")
         else:
             last = torch.where(reached, torch.arange(count, device=index.device), -1).amax(1, keepdim=True)
             is_last = torch.arange(count, device=index.device) == last

@@ -27,6 +27,8 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
     fields: dict[tuple[str, str], dict[str, Any]] = {}
     settings = dict(algorithm.settings)
     for path, value in changes.items():
+        if not isinstance(path, str) or not all(path.split(".")):
+            raise ValueError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
         slot, rest = _split(path)
         if slot == "settings":
             settings[_required(path, rest)] = value
@@ -99,6 +101,8 @@ def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
 def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: Mapping[str, Any]) -> tuple[Part, ...]:
     path, kind = f"{slot}.{name}", SEVERAL[slot]
     if "" in assignments:
+        if len(assignments) > 1:
+            raise ValueError(f"{path} is removed and set in one call; do one of them")
         whole = assignments[""]
         if whole is not None:
             raise ValueError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")

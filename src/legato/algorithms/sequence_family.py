@@ -124,6 +124,7 @@ def gmpo() -> Algorithm:
         "Under routing replay gamma must come from the router logits as they would be without replay.",
         "Version 1 of the paper multiplies gamma after the clip: objective.corrections.router-shift.placement.",
     ),
+    verified=False,
 )
 def rspo() -> Algorithm:
     """Router-Shift Policy Optimization: GMPO whose tokens count less the more their experts moved.

@@ -242,7 +242,11 @@ def reinforce_plus_plus() -> Algorithm:
     )
 
 
-@named(paper="Tricks or Traps?, arXiv 2508.08221")
+@named(
+    paper="Tricks or Traps?, arXiv 2508.08221",
+    cautions=("Taken from descriptions of it; the paper itself was not read.",),
+    verified=False,
+)
 def lite_ppo() -> Algorithm:
     """Lite PPO: group mean, batch standard deviation, token mean.
 
@@ -311,7 +315,11 @@ def dppo() -> Algorithm:
 
 @named(
     paper="the authors' code",
-    cautions=("Start, steps and ends of the search are read from code that varies between scripts.",),
+    cautions=(
+        "Start, steps and ends of the search are read from code that varies between scripts.",
+        "With contributions as that code counts them, a higher floor adds to the negative side: the floor alone cannot reach"
+        " the target, and the search then ends in the cap.",
+    ),
     verified=False,
 )
 def bapo() -> Algorithm:

@@ -65,6 +65,8 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
     found, value = _changed(name, changes)
     console.print(f"[bold]{name}[/bold]  {escape(found.title)}  [dim]{escape(found.paper)}[/dim]\n")
     _print_formula(found)
+    if value != found.value:
+        console.print("    [dim](the named algorithm's; what was changed is listed below)[/dim]")
     if found.remarks:
         console.print(f"\n{escape(found.remarks)}")
     console.print(f"\n[dim]{escape(LEGEND)}[/dim]\n")

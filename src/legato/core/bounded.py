@@ -95,7 +95,7 @@ def bounded(values: Spread, lower: Tensor | float | None, upper: Tensor | float 
         least, most = torch.aminmax(values.detach())
         if (lower is None or bool(least >= lower)) and (upper is None or bool(most <= upper)):
             return values
-    widths = [values.shape[1], *(b.shape[1] for b in (lower, upper) if isinstance(b, Tensor))]
-    values = values.expand(-1, max(widths))
+    if values.shape[1] == 1:
+        values = values.expand(-1, max(b.shape[1] if isinstance(b, Tensor) else 1 for b in (lower, upper)))
     result: Tensor = _Bounded.apply(values, lower, upper)  # type: ignore[no-untyped-call]
     return result

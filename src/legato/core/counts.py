@@ -48,6 +48,8 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         if not isinstance(other, Counts):
             return NotImplemented
+        if self._kinds() != other._kinds():
+            raise ValueError("these counts were made for different algorithms and cannot be added")
         kept = None if self.kept is None or other.kept is None else self.kept + other.kept
         names = self.tables.keys() | other.tables.keys()
         tables = {name: _add_tables(self.tables.get(name), other.tables.get(name)) for name in sorted(names)}
@@ -61,15 +63,22 @@ class Counts:
         """The tally a `denominator` word names."""
         if denominator == "all":
             return self.all
-        assert self.kept is not None, "counts were made for an algorithm whose denominator is 'all'"
+        assert self.kept is not None, "checked before"
         return self.kept
 
     def equals(self, other: Counts) -> bool:
         """Whether both count the same; a host synchronisation, for the public functions only."""
-        return all(
+        return self._kinds() == other._kinds() and all(
             left is right or (left is not None and right is not None and torch.equal(left, right))
             for left, right in zip(self._tensors(), other._tensors(), strict=True)
         )
+
+    def fits(self, other: Counts) -> bool:
+        """Whether both count the same kinds of things."""
+        return self._kinds() == other._kinds()
+
+    def _kinds(self) -> tuple[bool, bool, tuple[str, ...]]:
+        return self.all.group_tokens is not None, self.kept is not None, tuple(sorted(self.tables))
 
     def _tensors(self) -> list[Tensor | None]:
         found: list[Tensor | None] = []

@@ -48,6 +48,9 @@ class Coefficients:
         self, loss: Scalar, *, logprobs: PerToken, entropy: PerToken | None = None, values: PerToken | None = None
     ) -> Scalar:
         """`loss` with a backward that hands minus the coefficients to the channels it is tied to."""
+        for name, coefficients, channel in (("entropy", self.entropy, entropy), ("values", self.values, values)):
+            if coefficients is not None and channel is None:
+                raise ValueError(f"these coefficients have a gradient for {name}; pass {name}= to tie, or it would be lost")
         tied: Tensor = _Tie.apply(  # type: ignore[no-untyped-call]
             loss, logprobs, entropy, values, self.logprobs, self.entropy, self.values
         )
@@ -78,6 +81,10 @@ class Trace:
     """Product of the correction weights."""
     kept: Spread | None
     """1 where filters and rejection kept the policy term; None if there are none."""
+    zero_outside: bool
+    """Whether log_ratio is 0 outside the mask: per-token ratios are, a response's own number spread over its row is not."""
+    value_clip: float | None
+    """How far a value may move before its loss is clipped."""
     sequence_unit: bool
     """Whether log_ratio is one number per response."""
     terms: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)

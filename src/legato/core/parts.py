@@ -15,6 +15,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 _REGISTRY: dict[str, dict[str, type["Part"]]] = {}
@@ -42,8 +43,8 @@ def _declare(default: Any, says: str, rule: Rule) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    # bool is an int to Python; a width of True is a mistake to a person.
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    # bool is an int to Python; a width of True is a mistake to a person. numpy's numbers are numbers.
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def number(
@@ -86,11 +87,11 @@ def integer(*, default: int, says: str, minimum: int, maximum: int | None = None
     """A whole number of at least `minimum`, at most `maximum`."""
 
     def accepts(value: Any) -> bool:
-        whole = isinstance(value, int) and not isinstance(value, bool)
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
         return whole and value >= minimum and (maximum is None or value <= maximum)
 
     allowed = f"a whole number >= {minimum}" + ("" if maximum is None else f" and <= {maximum}")
-    return _declare(default, says, Rule(allowed, accepts))
+    return _declare(default, says, Rule(allowed, accepts, int))
 
 
 def choice(*allowed: str, default: str, says: str) -> Any:
@@ -162,6 +163,13 @@ def part(kind: str, name: str) -> Callable[[_P], _P]:
         return declared  # type: ignore[no-any-return]
 
     return declare
+
+
+def ordered(part: Any, low: str, high: str) -> None:
+    """Two fields of a part are in order."""
+    if getattr(part, low) > getattr(part, high):
+        values = f"{low} = {getattr(part, low):g} is above {high} = {getattr(part, high):g}"
+        raise ValueError(f"{part.kind} '{part.name}': {values}")
 
 
 def names(kind: str) -> list[str]:

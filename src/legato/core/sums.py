@@ -16,7 +16,7 @@ from torch import Tensor
 _MANTISSA_BITS = 3
 _SHIFT = 23 - _MANTISSA_BITS
 _BINS = 2 ** (1 + 8 + _MANTISSA_BITS)
-QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
+QUANTILES = (0.01, 0.05, 0.1, 0.5, 0.95, 0.99)
 
 
 class Piece:
@@ -29,7 +29,7 @@ class Piece:
         raise NotImplementedError
 
     def report(self) -> Mapping[str, float]:
-        """Name suffix ('' for the plain value) to number; nothing where nothing was counted."""
+        """Name suffix ('' for the plain value) to number; NaN where nothing was counted."""
         raise NotImplementedError
 
 
@@ -41,7 +41,7 @@ class _Additive(Piece):
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
-    return float(numerator / denominator)
+    return float(numerator / denominator) if denominator else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Mean(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        return {"": _ratio(self.total, self.count)} if self.count else {}
+        return {"": _ratio(self.total, self.count)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,9 @@ class Deviation(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        if not self.count:
-            return {}
         mean = _ratio(self.total, self.count)
-        return {"": math.sqrt(max(0.0, _ratio(self.squares, self.count) - mean * mean))}
+        variance = _ratio(self.squares, self.count) - mean * mean
+        return {"": math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class EffectiveSize(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        return {"": _ratio(self.total * self.total, self.squares * self.count)} if self.squares else {}
+        return {"": _ratio(self.total * self.total, self.squares * self.count)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +102,9 @@ class Explained(_Additive):
     count: Tensor
 
     def report(self) -> Mapping[str, float]:
-        if not self.count:
-            return {}
         left = _ratio(self.residual_squares, self.count) - _ratio(self.residual, self.count) ** 2
         whole = _ratio(self.target_squares, self.count) - _ratio(self.target, self.count) ** 2
-        return {"": 1 - left / whole} if whole > 0 else {}
+        return {"": 1 - left / whole if whole > 0 else math.nan}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class Maximum(Piece):
         return Maximum(torch.maximum(self.value, other.value))
 
     def report(self) -> Mapping[str, float]:
-        return {"": float(self.value)} if self.value > -math.inf else {}
+        return {"": float(self.value) if self.value > -math.inf else math.nan}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +132,7 @@ class Minimum(Piece):
         return Minimum(torch.minimum(self.value, other.value))
 
     def report(self) -> Mapping[str, float]:
-        return {"": float(self.value)} if self.value < math.inf else {}
+        return {"": float(self.value) if self.value < math.inf else math.nan}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,7 @@ class Binned(_Additive):
 
     def report(self) -> Mapping[str, float]:
         pairs = zip(self.totals.unbind(), self.counts.unbind(), strict=True)
-        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs) if count}
+        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +199,6 @@ class Histogram(Piece):
         return min(max(found, float(self.least)), float(self.most))
 
     def report(self) -> Mapping[str, float]:
-        if not self.counts.any():
-            return {}
         return {f"_p{round(share * 100):02d}": self.quantile(share) for share in QUANTILES}
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.core.counts import Counts
 from legato.core.outcome import Outcome, Trace
 from legato.core.segments import Segments
 from legato.core.shapes import PerToken, Spread
@@ -39,14 +38,15 @@ class Sight:
 
     signals: Signals
     outcome: Outcome
-    counts: Counts
     sequences: Segments
     counted: Tensor
     """[B, 1] bool: the first row of each response that has a token."""
     lengths: Tensor
     """[B, 1]: the length of the response a row belongs to."""
     scratch: PerToken
-    """[B, T] of memory for whoever is at work: fresh memory is what costs on a CPU."""
+    """[B, T] of memory that `Mask.sum` overwrites whenever it is called: nothing may be kept in it."""
+    work: PerToken
+    """[B, T] of memory for the one tensor a topic is working on: fresh memory is what costs on a CPU."""
     tokens: Tensor
     """Tokens of this call."""
     responses: Tensor
@@ -86,17 +86,19 @@ class Sight:
         return Maximum(_magnitudes(values).amax() if values.numel() else values.new_zeros(()))
 
 
-def measure(signals: Signals, outcome: Outcome, counts: Counts) -> Sums:
+def measure(signals: Signals, outcome: Outcome) -> Sums:
     """All metrics that the given signals allow."""
     with torch.no_grad():
-        sight = _sight(signals, outcome, counts)
-        pieces: dict[str, Piece] = {}
+        if outcome.coefficients.numel() == 0:
+            return Sums(_losses(outcome))  # a rank short of rows has nothing to measure
+        sight = _sight(signals, outcome)
+        pieces = _losses(outcome)
         for topic in _TOPICS:
             pieces.update(topic(sight))
         return Sums(pieces)
 
 
-def _sight(signals: Signals, outcome: Outcome, counts: Counts) -> Sight:
+def _sight(signals: Signals, outcome: Outcome) -> Sight:
     sequences = signals.segments("sequence")
     lengths = sequences.size()
     counted = lengths > 0
@@ -107,20 +109,20 @@ def _sight(signals: Signals, outcome: Outcome, counts: Counts) -> Sight:
     return Sight(
         signals=signals,
         outcome=outcome,
-        counts=counts,
         sequences=sequences,
         counted=counted,
         lengths=lengths,
         scratch=torch.empty_like(outcome.coefficients),
+        work=torch.empty_like(outcome.coefficients),
         tokens=signals.mask.lengths.sum(dtype=torch.float64),
         responses=counted.sum().double(),
         sign=sequences.mean(signals.advantages).sign(),
     )
 
 
-def _losses(sight: Sight) -> dict[str, Piece]:
-    terms: dict[str, Piece] = {f"loss/{name}": Total(term.double()) for name, term in sight.trace.terms.items()}
-    return {"loss/total": Total(sight.outcome.loss.detach().double()), **terms}
+def _losses(outcome: Outcome) -> dict[str, Piece]:
+    terms: dict[str, Piece] = {f"loss/{name}": Total(term.double()) for name, term in outcome.trace.terms.items()}
+    return {"loss/total": Total(outcome.loss.detach().double()), **terms}
 
 
 def _drift(sight: Sight) -> dict[str, Piece]:
@@ -135,10 +137,10 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     # w - 1, which is 0 outside the mask. k3 = (w - 1) - lw is taken token by token: where lw is about as large as the GSPO
     # band it is smaller than the rounding of a sum over tokens.
     small = log_ratio.device.type == "cpu" and float(largest) < LIMIT
-    limited = log_ratio if small else torch.clamp(log_ratio, -LIMIT, LIMIT, out=sight.scratch)
-    excess = torch.expm1(limited, out=sight.scratch)
+    limited = log_ratio if small else log_ratio.clamp(-LIMIT, LIMIT)
+    excess = torch.expm1(limited, out=sight.work)
     excess_total, excess_squares = excess.sum(1).sum(dtype=torch.float64), _squares(excess)
-    k3 = excess.sub_(log_ratio).sum(1).sum(dtype=torch.float64)
+    k3 = excess.sub_(limited).sum(1).sum(dtype=torch.float64)
     ratio_total = sight.tokens + excess_total
     ratio_squares = sight.tokens + 2 * excess_total + excess_squares
 
@@ -199,12 +201,11 @@ def _clipping(sight: Sight) -> dict[str, Piece]:
     trace, mask, advantages = sight.trace, sight.signals.mask, sight.signals.advantages
     if not trace.bounded:
         return {}
-    place = sight.scratch if trace.log_ratio.shape[1] == sight.scratch.shape[1] else torch.empty_like(trace.log_ratio)
+    place = sight.work if trace.log_ratio.shape == sight.work.shape else torch.empty_like(trace.log_ratio)
     free = torch.eq(trace.log_value, trace.log_ratio, out=place)
     for factor in (trace.selected, None if trace.tokens_clipped is None else ~trace.tokens_clipped):
         free = free if factor is None else free * factor
-    whole = trace.selected is None and trace.tokens_clipped is None
-    free_rows = _ones_inside(free, sight) if whole else mask.sum(free, sight.scratch)
+    free_rows = _ones_inside(free, sight) if _one_outside(trace) else mask.sum(free, sight.scratch)
     pieces: dict[str, Piece] = {"clip/tokens": Mean(sight.tokens - free_rows.sum(dtype=torch.float64), sight.tokens)}
     for word, among in (("positive", advantages > 0), ("negative", advantages < 0)):
         member = among.to(free.dtype)
@@ -229,9 +230,10 @@ def _band(sight: Sight) -> dict[str, Piece]:
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         inside = torch.minimum(torch.maximum(log_ratio, lower), upper).eq_(log_ratio)
     else:
-        place = sight.scratch if log_ratio.shape == sight.scratch.shape else None
+        place = sight.work if log_ratio.shape == sight.work.shape else None
         inside = torch.clamp(log_ratio, low, high, out=place).eq_(log_ratio)
-    inside_tokens = _ones_inside(inside, sight).sum(dtype=torch.float64)
+    rows = _ones_inside(inside, sight) if _one_outside(trace) else sight.signals.mask.sum(inside, sight.scratch)
+    inside_tokens = rows.sum(dtype=torch.float64)
     pieces: dict[str, Piece] = {
         "clip/outside_tokens": Mean(sight.tokens - inside_tokens, sight.tokens),
         "clip/band_low": sight.token_mean(_spread(-torch.expm1(lower), sight)),
@@ -242,8 +244,15 @@ def _band(sight: Sight) -> dict[str, Piece]:
     return pieces
 
 
+def _one_outside(trace: Trace) -> bool:
+    """Whether "inside the band" and "not clipped" are certainly 1 outside the mask, and may be summed unselected."""
+    low, high = trace.band or (1.0, -1.0)
+    plain = not isinstance(low, Tensor) and not isinstance(high, Tensor) and low <= 0 <= high
+    return plain and trace.zero_outside and trace.selected is None and trace.tokens_clipped is None
+
+
 def _ones_inside(values: Spread, sight: Sight) -> Tensor:
-    """[B, 1]: the sum over the tokens of 0/1 values that are 1 outside the mask, where every log-ratio is 0."""
+    """[B, 1]: the sum over the tokens of 0/1 values that are 1 outside the mask."""
     if values.shape[1] == 1:
         return sight.signals.mask.sum(values)
     return values.sum(1, keepdim=True) - (values.shape[1] - sight.signals.mask.lengths)
@@ -256,7 +265,7 @@ def _spread(bound: Tensor, sight: Sight) -> Spread:
 def _gate(sight: Sight) -> dict[str, Piece]:
     if sight.trace.gate is None:
         return {}
-    gate = sight.trace.gate(sight.scratch)
+    gate = sight.trace.gate(sight.work)
     mean = sight.token_mean(gate)
     # The gate is ours to overwrite; comparing into floats is vectorised on a CPU, comparing into bools is not.
     return {"gate/mean": mean, "gate/closed": sight.token_mean(gate.lt_(0.5))}
@@ -329,6 +338,7 @@ def _channels(sight: Sight) -> dict[str, Piece]:
         gamma = signals.mask.select(signals.router_shift)
         pieces["router/shift_mean"] = sight.token_mean(gamma)
         pieces["router/shift"] = Histogram.of(gamma, signals.mask.tokens)
+        pieces["router/floored"] = sight.token_mean((gamma < 0.8).to(gamma.dtype))
     if signals.values is not None and signals.returns is not None:
         returns = signals.mask.select(signals.returns)
         residual = signals.mask.select(signals.returns - signals.values.detach())
@@ -342,6 +352,8 @@ def _channels(sight: Sight) -> dict[str, Piece]:
     if signals.values is not None and signals.old_values is not None:
         moved = signals.mask.select((signals.values.detach() - signals.old_values).abs())
         pieces["value/moved"] = sight.token_mean(moved)
+        if sight.trace.value_clip is not None:
+            pieces["value/clipped"] = sight.token_mean((moved > sight.trace.value_clip).to(moved.dtype))
     return pieces
 
 
@@ -370,7 +382,6 @@ def _rollouts(sight: Sight) -> Tensor:
 
 
 _TOPICS: tuple[Callable[[Sight], dict[str, Piece]], ...] = (
-    _losses,
     _drift,
     _clipping,
     _keeping,

@@ -1,7 +1,8 @@
 """Every metric: its one definition. `docs/metrics.md` is generated from this table and a test holds it current.
 
 Notation: lw = new - old per token; s = exp(mean of lw over the response); A the advantage; le = old - behaviour; rho = exp(le);
-a response is one rollout. "Clipped" means the trust region left no gradient; "outside" means out of the band whatever A is.
+a response is one rollout. "Clipped" means the trust region bounded or dropped the term: its gradient is zero, or, under weight-clip, held at the bound;
+"outside" means out of the band whatever A is.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Metric:
 LENGTH_EDGES = (128, 512, 2048, 8192)
 """Responses fall into the bins L < 128, < 512, < 2048, < 8192 and longer: suffixes _bin0 to _bin4."""
 
-_QUANTILES = "suffixes _p01 _p05 _p50 _p95 _p99"
+_QUANTILES = "suffixes _p01 _p05 _p10 _p50 _p95 _p99"
 _LENGTH_BINS = "suffixes _bin0 .. _bin4: L < 128, < 512, < 2048, < 8192, longer"
 
 METRICS: tuple[Metric, ...] = (
@@ -59,17 +60,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("keep/sequences", "responses with a kept token / responses", "[0, 1]", "as above"),
     Metric("keep/sequences_length", f"the same per length bin; {_LENGTH_BINS}", "[0, 1]", "falling with length: the criterion has the length trap of products"),
     Metric("drift/k1", "mean over tokens of -lw: estimates KL(old || new)", "any", "negative on average is noise; large is drift"),
-    Metric("drift/k3", "mean over tokens of exp(lw) - 1 - lw (exp of at most 20)", ">= 0", "above 0.01 within a step: updates are large"),
+    Metric("drift/k3", "mean over tokens of exp(lw) - 1 - lw (|lw| <= 20)", ">= 0", "above 0.01 within a step: updates are large"),
     Metric("drift/sequence_effective_size", "(sum s)^2 / (N sum s^2)", "(0, 1]", "below 0.9: a few responses carry the update"),
     Metric("drift/token_effective_size", "(sum w)^2 / (T sum w^2), w = exp(lw) (|lw| <= 20)", "(0, 1]", "below 0.9: a few tokens carry the update"),
     Metric("equivalence/perplexity_old", "mean over responses of exp(-mean old)", ">= 1", "rising: responses become unlikely to their own policy"),
     Metric("equivalence/perplexity_new", "mean over responses of exp(-mean new)", ">= 1", "as above"),
     Metric("equivalence/entropy_change", "mean over responses of exp(H_old - H_new), H = -mean log-prob", "> 0", "equals ratio/sequence_mean; the mean of quotients, not the quotient of means"),
-    Metric("equivalence/error", "largest |s - PPL_old / PPL_new| / s of a response", ">= 0", "above 1e-12 (float64) or 1e-5 (float32): masks, denominators or temperatures differ", "max"),
+    Metric("equivalence/error", "largest |s - PPL_old / PPL_new| / s of a response", ">= 0", "above 1e-12 (float64) or 1e-6 (float32): masks, denominators or temperatures differ", "max"),
     Metric("reference/k1", "mean over tokens of new - ref", "any", "growing without bound: the policy leaves the reference"),
     Metric("reference/k3", "mean over tokens of exp(ref - new) - 1 - (ref - new) (limited to 20)", ">= 0", "as above"),
     Metric("entropy/mean", "mean over tokens of the policy's entropy", ">= 0", "near 0: exploration is over; rising late: the policy dissolves"),
     Metric("value/explained", "1 - Var(R - v) / Var(R) over tokens", "(-inf, 1]", "below 0: the values are worse than a constant"),
+    Metric("value/clipped", "tokens whose value moved further than the value clip / tokens", "[0, 1]", "above one half: the values are chasing"),
     Metric("value/moved", "mean over tokens of |v - v_old|", ">= 0", "above the value clip: most value updates are clipped"),
     Metric("mismatch/k1", "mean over tokens of -le: estimates KL(behaviour || old)", "any", "growing: sampler and trainer part ways"),
     Metric("mismatch/k3", "mean over tokens of rho - 1 - le (|le| <= 20)", ">= 0", "rising: stale or wrong weights in the engine"),
@@ -84,6 +86,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("weight/mean", "mean over tokens of the correction weight", ">= 0", "far from 1: the correction rescales the learning rate"),
     Metric("weight/effective_size", "(sum b)^2 / (T sum b^2) over tokens", "(0, 1]", "below one half: the correction costs half the batch"),
     Metric("router/shift_mean", "mean over tokens of gamma", "(0, 1]", "falling: experts move under the update"),
+    Metric("router/floored", "tokens with gamma below the paper's floor of 0.8 / tokens", "[0, 1]", "per cents: routing moves under the update"),
     Metric("router/shift", f"quantiles over tokens of gamma; {_QUANTILES}", "(0, 1]", "a low tail at the floor: routing has changed for those tokens", "histogram"),
     Metric("advantage/zero", "responses with advantage 0 everywhere / responses", "[0, 1]", "near 1: groups have no variance, the data is too easy or too hard"),
     Metric("advantage/absolute", "mean over responses of |A| (its token mean)", ">= 0", "0: nothing to learn"),
@@ -119,7 +122,8 @@ def document() -> str:
         "(`outcome.metrics`). Quantiles come from histograms with fixed signed-log edges, eight per octave.",
         "",
         "Notation: lw = new - old per token; s = exp(mean of lw over the response); A the advantage; le = old - behaviour;",
-        "rho = exp(le). *Clipped*: the trust region left no gradient. *Outside*: out of the band whatever the sign of A.",
+        "rho = exp(le). *Clipped*: the trust region bounded or dropped the term (zero gradient; under weight-clip held at the bound).",
+        "*Outside*: out of the band whatever the sign of A. A metric is NaN where nothing was counted, so that keys stay the same.",
         "",
         "| key | formula | range | combines | a bad value |",
         "|---|---|---|---|---|",

@@ -7,13 +7,13 @@ on its way to a clip.
 
 import math
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from legato.core.bounded import bounded, choose
-from legato.core.parts import choice, number, part
+from legato.core.parts import choice, number, ordered, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.objectives.slots import Context, Region, TokenTrust, Trust
@@ -42,6 +42,7 @@ def log_band(low: Tensor | float, high: Tensor | float) -> tuple[Tensor | float,
 class Clip(Trust):
     """min(r A, clamp(r, 1 - low, 1 + high) A): zero gradient beyond, on the side the advantage pushes to."""
 
+    role: ClassVar[Literal["clip"]] = "clip"
     low: float = number(default=0.2, says="Distance of the lower bound from 1.", minimum=0.0, infinite=True)
     high: float = number(default=0.2, says="Distance of the upper bound from 1.", minimum=0.0, infinite=True)
     scale: str = choice("none", "sqrt-length", default="none", says=_SCALE)
@@ -64,6 +65,7 @@ class Clip(Trust):
 class LogClip(Trust):
     """The same with bounds on log r; with 'sqrt-length' they grow with sqrt(L), fair to a product of L ratios (FSPO)."""
 
+    role: ClassVar[Literal["clip"]] = "clip"
     log_low: float | None = number(default=None, says="Bound below, as -log r; must be given.", minimum=0.0, optional=True)
     log_high: float | None = number(default=None, says="Bound above, as log r; must be given.", minimum=0.0, optional=True)
     scale: str = choice("none", "sqrt-length", default="none", says="'none', or 'sqrt-length': bounds times sqrt(L).")
@@ -87,6 +89,7 @@ class LogClip(Trust):
 class TokenLogClip(TokenTrust):
     """Each token's log-ratio bounded by the sign of A before the mean is taken (GMPO); the mean keeps the true length."""
 
+    role: ClassVar[Literal["clip"]] = "clip"
     log_low: float = number(default=0.4, says="Bound below on a token, as -log w.", minimum=0.0, infinite=True)
     log_high: float = number(default=0.4, says="Bound above on a token, as log w.", minimum=0.0, infinite=True)
 
@@ -98,6 +101,7 @@ class TokenLogClip(TokenTrust):
 class DualClip(Trust):
     """Where A < 0 the ratio is also bounded above, at cap: an unlikely-made-likely bad token cannot pull without limit."""
 
+    role: ClassVar[Literal["clip"]] = "clip"
     cap: float = number(default=3.0, says="Largest ratio where A < 0.", above=1.0)
 
     def apply(self, region: Region, context: Context) -> Region:
@@ -109,8 +113,13 @@ class DualClip(Trust):
 class WeightClip(Trust):
     """The ratio as a weight, bounded on both sides whatever the sign of A; no token is dropped (CISPO)."""
 
+    role: ClassVar[Literal["clip"]] = "clip"
+    weight_form_only: ClassVar[bool] = True
     cap: float = number(default=5.0, says="Largest weight.", above=0.0, infinite=True)
     floor: float = number(default=0.0, says="Smallest weight; 0 is no floor.", minimum=0.0)
+
+    def __post_init__(self) -> None:
+        ordered(self, "floor", "cap")
 
     def apply(self, region: Region, context: Context) -> Region:
         lower = math.log(self.floor) if self.floor > 0 else None
@@ -139,6 +148,7 @@ class BalancedClip(Trust):
     min(w, cap) A, A < 0 contributes max(w, floor) |A|.
     """
 
+    role: ClassVar[Literal["clip"]] = "clip"
     scope: ClassVar[Scope] = Scope.UPDATE
     floor: float = number(default=0.2, says="Lower bound at the start of the search.", minimum=0.0)
     floor_max: float = number(default=0.8, says="Where the floor stops rising.", minimum=0.0)
@@ -149,11 +159,8 @@ class BalancedClip(Trust):
     target: float = number(default=0.5, says="Positive over negative contribution to reach.", above=0.0)
 
     def __post_init__(self) -> None:
-        for low, high in (("floor", "floor_max"), ("cap", "cap_max")):
-            if getattr(self, low) > getattr(self, high):
-                raise ValueError(
-                    f"trust 'balanced-clip': {low} = {getattr(self, low)} is above {high} = {getattr(self, high)}"
-                )
+        ordered(self, "floor", "floor_max")
+        ordered(self, "cap", "cap_max")
 
     def apply(self, region: Region, context: Context) -> Region:
         mask, advantages = context.signals.mask, context.signals.advantages

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from legato.core.parts import choice, number, part
+from legato.core.parts import choice, number, ordered, part
 from legato.core.segments import Segments
 from legato.core.shapes import Spread
 from legato.objectives.slots import Adjustment, Context, Correction
@@ -86,6 +86,9 @@ class IcePop(_Weight):
     level: str = choice(*_LEVEL_WORDS, default="match", says=_LEVEL)
     limit: float = number(default=20.0, says=_LIMIT, above=0.0)
 
+    def __post_init__(self) -> None:
+        ordered(self, "floor", "cap")
+
     def apply(self, context: Context) -> Adjustment:
         rho = self._rho(context)
         return Adjustment(weight=torch.where((rho >= self.floor) & (rho <= self.cap), rho, 0.0))
@@ -108,6 +111,9 @@ class GeometricRejection(_Behaviour):
 
     floor: float = number(default=0.999, says="Smallest geometric-mean rho that stays.", minimum=0.0)
     cap: float = number(default=1.001, says="Largest geometric-mean rho that stays.", above=0.0, infinite=True)
+
+    def __post_init__(self) -> None:
+        ordered(self, "floor", "cap")
 
     def apply(self, context: Context) -> Adjustment:
         gap = self._sequences(context).mean(context.signals.behaviour_log_ratio())
@@ -150,6 +156,7 @@ class RouterShift(Correction):
     both signs of A; printed forms with gamma^(sgn A) would amplify drifted tokens where A < 0.
     """
 
+    reads_ratio: ClassVar[bool] = True
     floor: float = number(default=0.8, says="Smallest gamma.", above=0.0, maximum=1.0)
     placement: str = choice("before-clip", "after-clip", default="before-clip", says="Where gamma enters.")
 

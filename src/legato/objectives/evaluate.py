@@ -19,6 +19,7 @@ from legato.core.signals import Signals
 from legato.objectives.corrections import combine
 from legato.objectives.counting import both, rollout_lengths, tally
 from legato.objectives.objective import Objective
+from legato.objectives.penalties import ValueLoss
 from legato.objectives.slots import Adjustment, Aggregate, Context, Region, State, TokenTrust
 
 _CHANNELS = ("logprobs", "entropy", "values")
@@ -42,7 +43,7 @@ def evaluate(
     """Loss, coefficients of every channel and the trace of one call."""
     channels = {"logprobs", *(name for part in objective.penalties for name in part.channels)}
     used = [name for name in _CHANNELS if name in channels]
-    leaves = {name: signals.tensor(name).detach().requires_grad_() for name in used}
+    leaves = {name: _leaf(signals.tensor(name)) for name in used}
     with torch.enable_grad():
         context = Context(
             signals=replace(signals, **leaves),  # type: ignore[arg-type]
@@ -62,9 +63,14 @@ def evaluate(
     return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate, signals.advantages.shape[1] == 1))
 
 
+def _leaf(channel: Tensor) -> Tensor:
+    # A tensor made in inference mode cannot take part in autograd; its copy can.
+    return (channel.clone() if channel.is_inference() else channel.detach()).requires_grad_()
+
+
 def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> _Surrogate:
     signals = context.signals
-    adjustment = combine([part.apply(context) for part in objective.corrections])
+    adjustment = combine([part.apply(_correcting(objective, context)) for part in objective.corrections])
     tokens = _tokens(objective, signals)
     region, tokens_clipped = _ratio(objective, adjustment, tokens, context)
     for part in objective.trust:
@@ -98,6 +104,13 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     )
 
 
+def _correcting(objective: Objective, context: Context) -> Context:
+    """What corrections see. Where their weights enter a product ratio, 'match' is each token: the product is taken there."""
+    if any(part.folds_weights for part in objective.trust):
+        return replace(context, segments=context.signals.segments("token"))
+    return context
+
+
 def _tokens(objective: Objective, signals: Signals) -> PerToken:
     """The token log-ratios, differentiable only where the ratio is differentiated through."""
     ratio = objective.ratio
@@ -128,8 +141,8 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
 def _policy(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Scalar:
     """The policy term of the surrogate: the sum of factor times what stands for the ratio."""
     log_value, mask = region.log_value, signals.mask
-    if getattr(objective.ratio, "limit", None) is None and not _is_small(log_value):
-        # A ratio without a limit may be infinite; where its factor is 0 the term is 0 and not 0 * inf.
+    if not _is_small(log_value):
+        # A ratio without a narrow limit may be infinite; where its factor is 0 the term is 0 and not 0 * inf.
         log_value = torch.where(factor != 0, log_value, 0.0)
     if objective.ratio.gradient == "weight":
         weight = log_value.exp() if region.value is None else region.value
@@ -177,6 +190,8 @@ def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> T
         bounded=bool(objective.trust),
         weight=surrogate.adjustment.weight,
         kept=surrogate.kept,
-        sequence_unit=objective.ratio.level == "sequence",
+        zero_outside=ratio.level == "token" and ratio.gradient != "carrier",
+        value_clip=next((part.clip for part in objective.penalties if isinstance(part, ValueLoss)), None),
+        sequence_unit=ratio.level == "sequence",
         terms={name: 0.0 - term.detach() for name, term in surrogate.terms.items()},
     )

@@ -1,7 +1,7 @@
 """Trust regions without an edge: a smooth function of the ratio stands in its place."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class SoftGate(Trust):
     at 1.57 (r = 2.06, tau 1), so moderately off-policy tokens are amplified.
     """
 
+    role: ClassVar[Literal["gate"]] = "gate"
     tau_positive: float = number(default=1.0, says="Steepness where A > 0.", above=0.0)
     tau_negative: float = number(
         default=1.05, says="Steepness where A <= 0: a little more, negative updates fade faster.", above=0.0
@@ -56,6 +57,7 @@ class SoftGate(Trust):
 class Kernel(Trust):
     """phi(W) = W^power exp(rate (1 - W)), by the sign of A; phi(1) = 1 (VESPO). Correction weights enter W."""
 
+    role: ClassVar[Literal["gate"]] = "gate"
     folds_weights: ClassVar[bool] = True
     power_positive: float = number(default=2.0, says="Power where A >= 0.", minimum=0.0)
     rate_positive: float = number(default=3.0, says="Decay where A >= 0.", minimum=0.0)

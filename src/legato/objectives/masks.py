@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from legato.core.parts import choice, number, part
+from legato.core.parts import choice, number, ordered, part
 from legato.core.scope import Scope
 from legato.core.segments import Segments
 from legato.core.shapes import PerToken
@@ -18,6 +18,7 @@ _ANCHOR = "The policy drift is measured against: 'sampler' (the engine) or 'old'
 
 class _Anchored(Trust):
     __slots__ = ()
+    reads_ratio: ClassVar[bool] = False
     anchor: str
 
     def needs(self) -> tuple[str, ...]:
@@ -124,10 +125,14 @@ class ClipCovariance(Trust):
     """
 
     scope: ClassVar[Scope] = Scope.UPDATE
+    reads_ratio: ClassVar[bool] = False
     fraction: float = number(default=2e-4, says="Share of all tokens that is left out.", minimum=0.0, maximum=1.0)
     low: float = number(default=1.0, says="Lower end of the covariance band.")
     high: float = number(default=5.0, says="Upper end of the covariance band.", infinite=True)
     selection: str = choice("random", "all", default="random", says="'random', or 'all' tokens in the band.")
+
+    def __post_init__(self) -> None:
+        ordered(self, "low", "high")
 
     def needs(self) -> tuple[str, ...]:
         return ("uniform",) if self.selection == "random" else ()
@@ -147,6 +152,7 @@ class HighEntropy(Trust):
     """Only the tokens of highest policy entropy carry a policy gradient: those at or above the (1 - fraction) quantile."""
 
     scope: ClassVar[Scope] = Scope.UPDATE
+    reads_ratio: ClassVar[bool] = False
     fraction: float = number(default=0.2, says="Share of tokens that stays in.", above=0.0, maximum=1.0)
 
     def needs(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class Objective:
                 raise ValueError(f"objective.{slot} holds {', '.join(sorted(twice))!r} twice; a part may appear once")
         self._refuse_double_counting()
         self._refuse_edges_with_gates()
-        self._refuse_bounds_without_ratio()
+        self._refuse_what_cannot_act()
 
     def _refuse_double_counting(self) -> None:
         weighing = [part.name for part in self.corrections if part.weighs]
@@ -35,21 +35,28 @@ class Objective:
             )
 
     def _refuse_edges_with_gates(self) -> None:
-        from_gates = [part.name for part in self.trust if part.name in ("soft-gate", "kernel")]
-        clips = [p.name for p in self.trust if p.name in ("clip", "log-clip", "dual-clip", "weight-clip", "balanced-clip")]
-        if len(from_gates) > 1 or (from_gates and clips):
+        gates = [part.name for part in self.trust if part.role == "gate"]
+        clips = [part.name for part in self.trust if part.role == "clip"]
+        if len(gates) > 1 or (gates and clips):
             raise ValueError(
                 f"objective.trust holds {[p.name for p in self.trust]}: a soft gate replaces the clip and stands alone"
                 " (masks and rejections may join it)"
             )
 
-    def _refuse_bounds_without_ratio(self) -> None:
-        if self.ratio.name != "none":
-            return
-        bounding = [p.name for p in self.trust if p.name not in ("opsm", "trm", "high-entropy", "divergence-mask")]
-        bounding += [p.name for p in self.corrections if p.name == "router-shift"]
-        if bounding:
-            raise ValueError(f"objective.ratio is 'none': there is no ratio for {bounding[0]!r} to act on")
+    def _refuse_what_cannot_act(self) -> None:
+        """Parts that read a ratio where there is none, or bound a weight where the ratio is not one."""
+        if self.ratio.name == "none":
+            idle = [part.name for part in self.trust if part.reads_ratio]
+            idle += [part.name for part in self.corrections if part.reads_ratio]
+            if idle:
+                raise ValueError(f"objective.ratio is 'none': there is no ratio for {idle[0]!r} to act on")
+        if self.ratio.gradient != "weight":
+            lost = [part.name for part in self.trust if part.weight_form_only]
+            if lost:
+                raise ValueError(
+                    f"trust {lost[0]!r} bounds a detached weight; on ratio {self.ratio.name!r}, which is differentiated"
+                    " through, bounded tokens would lose their gradient. Use ratio 'geometric-weight'"
+                )
 
     def parts(self) -> tuple[Ratio | Trust | Correction | Penalty, ...]:
         return (self.ratio, *self.trust, *self.corrections, *self.penalties)
@@ -60,7 +67,7 @@ class Objective:
 
     def needs_groups(self, aggregate: Aggregate) -> list[str]:
         """Descriptions of the parts that need group ids."""
-        readers: tuple[Part, ...] = (self.ratio, *self.trust, aggregate)
+        readers: tuple[Part, ...] = (self.ratio, aggregate)
         return [f"{part.kind} '{part.name}'" for part in readers if getattr(part, "needs_groups", False)]
 
     def scope(self, aggregate: Aggregate) -> Scope:

@@ -15,9 +15,10 @@ from typing import ClassVar, Literal
 import torch
 
 from legato.core.bounded import bounded
+from legato.core.mask import Mask
 from legato.core.parts import choice, number, part
 from legato.core.scope import Scope
-from legato.core.segments import LEVELS, Level
+from legato.core.segments import LEVELS, Level, Segments
 from legato.core.shapes import PerSequence, PerToken, Spread
 from legato.core.signals import ANCHORS, Signals
 from legato.objectives.slots import Context, Ratio
@@ -130,8 +131,10 @@ class GroupExpectation(Ratio):
         return signals.mask.select(signals.logprobs)
 
     def tables(self, signals: Signals) -> dict[str, PerSequence]:
-        segments = signals.segments("sequence")
-        likelihood = segments.mean(signals.mask.select(signals.tensor("old_logprobs"))).double().exp()
+        # In float64 whatever the log-probs come in: counts must not depend on which tensors were at hand.
+        mask = Mask(signals.mask.tokens, torch.float64)
+        segments = Segments(level="sequence", mask=mask, rollout=signals.rollout)
+        likelihood = segments.mean(mask.select(signals.tensor("old_logprobs").double())).exp()
         present = (segments.size() > 0).double()
         if signals.rollout is not None:
             # One rollout, one entry: its rows all hold the same likelihood.

@@ -104,7 +104,12 @@ class Trust(_Slot):
     """Whether it drops responses (through `Region.kept`) by reading the new log-probs."""
     folds_weights: ClassVar[bool] = False
     """Whether correction weights enter its ratio and do not multiply the term a second time."""
-    needs_groups: ClassVar[bool] = False
+    role: ClassVar[Literal["clip", "gate", "drop"]] = "drop"
+    """'clip' bounds the ratio, 'gate' puts a function of it in its place, 'drop' leaves tokens or responses out."""
+    reads_ratio: ClassVar[bool] = True
+    """Whether it means nothing where there is no ratio."""
+    weight_form_only: ClassVar[bool] = False
+    """Whether it bounds a detached weight, so that a ratio that is differentiated through would lose its gradient."""
 
     def apply(self, region: Region, context: Context) -> Region:
         raise NotImplementedError
@@ -125,6 +130,8 @@ class Correction(_Slot):
     __slots__ = ()
     weighs: ClassVar[bool] = False
     """Whether it is an importance weight from the sampler to the anchor."""
+    reads_ratio: ClassVar[bool] = False
+    """Whether it means nothing where there is no ratio."""
 
     def apply(self, context: Context) -> Adjustment:
         raise NotImplementedError
