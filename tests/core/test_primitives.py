@@ -7,12 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from legato.core.bounded import bounded, choose
 from legato.core.mask import Mask
 from legato.core.scan import reverse_recurrence
 from legato.core.segments import Segments, ordered_sum
 from legato.core.sums import Deviation, EffectiveSize, Histogram, Maximum, Mean, Minimum, Sums, Total
+
+
+def test_shapes_are_checked_while_testing() -> None:
+    with pytest.raises(TypeCheckError):
+        Mask(torch.ones(3, dtype=torch.bool), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

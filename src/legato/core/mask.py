@@ -89,14 +89,14 @@ class Mask:
         values.view(self._words.dtype).bitwise_and_(self._words)
         return values
 
-    def sum(self, values: Spread, scratch: PerToken | None = None) -> Tensor:
+    def sum(self, values: Spread, place: PerToken | None = None) -> Tensor:
         """[B, 1]: the sum over the tokens of each row. A value that is constant along the row is not spread out first.
 
-        With `scratch`, without a gradient and in its memory.
+        With `place`, without a gradient and in its memory, which may be that of `values`.
         """
         if values.shape[1] == 1 and self.tokens.shape[1] != 1:
             return values * self.lengths
-        if scratch is None or self._words is None:
+        if place is None or self._words is None:
             return self.select(values).sum(1, keepdim=True)
-        torch.bitwise_and(values.view(self._words.dtype), self._words, out=scratch.view(self._words.dtype))
-        return scratch.sum(1, keepdim=True)
+        torch.bitwise_and(values.view(self._words.dtype), self._words, out=place.view(self._words.dtype))
+        return place.sum(1, keepdim=True)

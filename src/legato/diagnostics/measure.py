@@ -43,8 +43,6 @@ class Sight:
     """[B, 1] bool: the first row of each response that has a token."""
     lengths: Tensor
     """[B, 1]: the length of the response a row belongs to."""
-    scratch: PerToken
-    """[B, T] of memory that `Mask.sum` overwrites whenever it is called: nothing may be kept in it."""
     work: PerToken
     """[B, T] of memory for the one tensor a topic is working on: fresh memory is what costs on a CPU."""
     tokens: Tensor
@@ -60,7 +58,7 @@ class Sight:
 
     def token_total(self, values: Spread) -> Tensor:
         """Sum over tokens, rows first, then in float64."""
-        return self.signals.mask.sum(values, self.scratch).sum(dtype=torch.float64)
+        return self.signals.mask.sum(values).sum(dtype=torch.float64)
 
     def token_mean(self, values: Spread) -> Mean:
         return Mean(self.token_total(values), self.tokens)
@@ -112,7 +110,6 @@ def _sight(signals: Signals, outcome: Outcome) -> Sight:
         sequences=sequences,
         counted=counted,
         lengths=lengths,
-        scratch=torch.empty_like(outcome.coefficients),
         work=torch.empty_like(outcome.coefficients),
         tokens=signals.mask.lengths.sum(dtype=torch.float64),
         responses=counted.sum().double(),
@@ -149,7 +146,7 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     responses, weights = sight.responses, torch.where(sight.counted, s, 0.0).double()
     sign = sight.sign
     size = sight.lengths.clamp(min=1)
-    entropy_old, entropy_new = (-sight.sequences.over_rows(signals.mask.sum(x, sight.scratch)) / size for x in (old, new))
+    entropy_old, entropy_new = (-sight.sequences.over_rows(signals.mask.sum(x, sight.work)) / size for x in (old, new))
     perplexity_old, perplexity_new = entropy_old.exp(), entropy_new.exp()
     error = (s - perplexity_old / perplexity_new).abs() / s
     return {
@@ -205,7 +202,8 @@ def _clipping(sight: Sight) -> dict[str, Piece]:
     free = torch.eq(trace.log_value, trace.log_ratio, out=place)
     for factor in (trace.selected, None if trace.tokens_clipped is None else ~trace.tokens_clipped):
         free = free if factor is None else free * factor
-    free_rows = _ones_inside(free, sight) if _one_outside(trace) else mask.sum(free, sight.scratch)
+    # In its own memory: what stands outside the mask is not asked for again.
+    free_rows = _ones_inside(free, sight) if _one_outside(trace) else mask.sum(free, free)
     pieces: dict[str, Piece] = {"clip/tokens": Mean(sight.tokens - free_rows.sum(dtype=torch.float64), sight.tokens)}
     for word, among in (("positive", advantages > 0), ("negative", advantages < 0)):
         member = among.to(free.dtype)
@@ -232,7 +230,8 @@ def _band(sight: Sight) -> dict[str, Piece]:
     else:
         place = sight.work if log_ratio.shape == sight.work.shape else None
         inside = torch.clamp(log_ratio, low, high, out=place).eq_(log_ratio)
-    rows = _ones_inside(inside, sight) if _one_outside(trace) else sight.signals.mask.sum(inside, sight.scratch)
+    first = inside[:, :1].clone()
+    rows = _ones_inside(inside, sight) if _one_outside(trace) else sight.signals.mask.sum(inside, inside)
     inside_tokens = rows.sum(dtype=torch.float64)
     pieces: dict[str, Piece] = {
         "clip/outside_tokens": Mean(sight.tokens - inside_tokens, sight.tokens),
@@ -240,7 +239,7 @@ def _band(sight: Sight) -> dict[str, Piece]:
         "clip/band_high": sight.token_mean(_spread(torch.expm1(upper), sight)),
     }
     if trace.sequence_unit:
-        pieces["clip/outside_sequences"] = sight.response_mean(1 - inside[:, :1])
+        pieces["clip/outside_sequences"] = sight.response_mean(1 - first)
     return pieces
 
 
@@ -266,9 +265,11 @@ def _gate(sight: Sight) -> dict[str, Piece]:
     if sight.trace.gate is None:
         return {}
     gate = sight.trace.gate(sight.work)
-    mean = sight.token_mean(gate)
     # The gate is ours to overwrite; comparing into floats is vectorised on a CPU, comparing into bools is not.
-    return {"gate/mean": mean, "gate/closed": sight.token_mean(gate.lt_(0.5))}
+    mask = sight.signals.mask
+    total = mask.sum(gate, gate).sum(dtype=torch.float64)
+    closed = mask.sum(gate.lt_(0.5), gate).sum(dtype=torch.float64)
+    return {"gate/mean": Mean(total, sight.tokens), "gate/closed": Mean(closed, sight.tokens)}
 
 
 def _keeping(sight: Sight) -> dict[str, Piece]:

@@ -4,11 +4,12 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from legato.core.rollout import Problem
 
 
+@runtime_checkable
 class Task(Protocol):
     """A source of problems. `problem(random)` draws one; equal random states draw equal problems."""
 
