@@ -272,3 +272,36 @@ def test_the_aggregations_of_the_two_group_example(aggregate: str, expected: flo
         value, logprobs=zeros, old_logprobs=zeros, advantages=advantages, mask=mask, group=torch.tensor([4, 4, 9])
     )
     assert outcome.loss.item() == pytest.approx(expected)
+
+
+def test_one_band_for_all_lengths_clips_the_short_ones() -> None:
+    """Log-normal lengths (median 1,000, sigma 1), token deviation 0.015, the band at which 15 % are clipped in all."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(4000, generator=generator, dtype=torch.float64) + math.log(1000)).exp().clamp(21, 32000)
+    deviations = (0.015 / lengths.sqrt()).tolist()
+
+    def clipped(width: float) -> list[float]:
+        return [predicted_clip_fraction(width, width, deviation) for deviation in deviations]
+
+    low, high = 1e-5, 1e-2
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(clipped(middle)) / len(deviations) > 0.15 else (low, middle)
+    by_length = torch.tensor(clipped(low), dtype=torch.float64)[lengths.argsort()].reshape(5, -1).mean(1)
+    assert by_length.tolist() == pytest.approx([0.2909, 0.2046, 0.1488, 0.0819, 0.0232], abs=0.012)
+    fair = [calibrated_width(0.15, 0.015, 1.0, length) for length in lengths.tolist()]
+    even = [predicted_clip_fraction(w, w, d) for w, d in zip(fair, deviations, strict=True)]
+    assert [min(even), max(even)] == pytest.approx([0.15, 0.15], abs=2e-3)
+
+
+@pytest.mark.parametrize("drift", [0.0, math.sqrt(2.6 / 512)])
+def test_simulated_slopes_are_the_predicted_ones(drift: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([16, 64, 256, 1024])
+    variances = []
+    for length in lengths.tolist():
+        tokens = torch.randn(2000, length, generator=generator, dtype=torch.float64)
+        shared = drift * torch.randn(2000, generator=generator, dtype=torch.float64)
+        variances.append(float((tokens.mean(1) + shared).var()))
+    expected = log_slope(lengths, predicted_variance(1.0, drift, 1.0, lengths))
+    assert log_slope(lengths, torch.tensor(variances)) == pytest.approx(expected, abs=0.04)
