@@ -4,13 +4,10 @@ import torch
 from torch import Tensor
 
 from legato.advantages.estimator import Estimate, Estimator, Scores, divergence_needs, reward_with_divergence
-from legato.advantages.group import batch_standardise, centre
+from legato.advantages.group import DDOF, EPSILON, REWARD_KL, batch_standardise, siblings
 from legato.core.parts import choice, integer, number, part
 
 _UNIT = "'sequence': a response counts once; 'token': as often as it has tokens (then a flat group need not get 0)."
-_DDOF = "0: population standard deviation; 1: Bessel's."
-_EPSILON = "Added to the standard deviation."
-_REWARD_KL = "beta of the divergence from the reference inside the reward, k1 form; 0: none."
 
 
 class _BatchNormalised(Estimator):
@@ -34,9 +31,9 @@ class BatchStandard(_BatchNormalised):
 
     needs_groups = False
     unit: str = choice("sequence", "token", default="sequence", says=_UNIT)
-    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
-    epsilon: float = number(default=0.0, says=_EPSILON, minimum=0.0)
-    reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
+    ddof: int = integer(default=0, says=DDOF, minimum=0, maximum=1)
+    epsilon: float = number(default=0.0, says=EPSILON, minimum=0.0)
+    reward_kl: float = number(default=0.0, says=REWARD_KL, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
         return self._standardise(reward_with_divergence(scores, self.reward_kl), scores)
@@ -47,9 +44,9 @@ class GroupCentreBatchStandard(_BatchNormalised):
     """A = z-score over the batch of (r - mean of the group) (REINFORCE++-baseline)."""
 
     unit: str = choice("sequence", "token", default="sequence", says=_UNIT)
-    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
-    epsilon: float = number(default=0.0, says=_EPSILON, minimum=0.0)
-    reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
+    ddof: int = integer(default=0, says=DDOF, minimum=0, maximum=1)
+    epsilon: float = number(default=0.0, says=EPSILON, minimum=0.0)
+    reward_kl: float = number(default=0.0, says=REWARD_KL, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
-        return self._standardise(centre(reward_with_divergence(scores, self.reward_kl), scores), scores)
+        return self._standardise(siblings(reward_with_divergence(scores, self.reward_kl), scores).centred, scores)

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from legato.advantages.group import FLAT
-from legato.core.parts import Part, integer, number, part
-from legato.core.segments import ordered_sum
+from legato.advantages.siblings import compare
+from legato.core.parts import Part, integer, part
 from legato.core.shapes import PerSequence, RowIds, RowMask
 
 
@@ -38,21 +36,9 @@ class Filter(Part):
 class ZeroVariance(Filter):
     """Drop groups whose responses all score the same: they carry no gradient (DAPO refills them with fresh prompts)."""
 
-    tolerance: float = number(
-        default=FLAT, says="Largest standard deviation, relative to max(1, |mean|), that is flat.", minimum=0.0
-    )
-
     def keep(self, samples: Samples) -> RowMask:
-        accuracy = samples.accuracy.double()
         group = torch.unique(samples.group, return_inverse=True)[1]
-
-        def mean(values: Tensor) -> Tensor:
-            count = ordered_sum(torch.ones_like(values), group, len(group))[group]
-            return ordered_sum(values, group, len(group))[group] / count
-
-        centre = mean(accuracy)
-        deviation = mean((accuracy - centre).square()).sqrt()
-        return deviation > self.tolerance * centre.abs().clamp(min=1.0)
+        return ~compare(samples.accuracy.double(), group).flat
 
 
 @part("filter", "overlong")

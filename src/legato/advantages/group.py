@@ -1,38 +1,22 @@
-"""Estimators that compare a response with its siblings.
-
-Decided for all of them: a group of one has no baseline and gets 0; a group whose standard deviation is at most
-1e-6 * max(1, |mean|) gets exactly 0, not rounding noise blown up by a small denominator.
-"""
+"""Estimators that compare a response with its siblings. A group of one and a flat group get exactly 0 (`siblings.py`)."""
 
 import torch
 from torch import Tensor
 
 from legato.advantages.estimator import Estimate, Estimator, Scores, divergence_needs, reward_with_divergence
+from legato.advantages.siblings import FLAT, Siblings, compare
 from legato.core.parts import integer, number, numbers, part
 from legato.core.shapes import PerSequence
 
-FLAT = 1e-6
-_DDOF = "0: population standard deviation, as papers write it; 1: Bessel's, as TRL and verl compute it."
-_EPSILON = "Added to the standard deviation."
-_REWARD_KL = "beta of the divergence from the reference inside the reward, k1 form; 0: none."
+DDOF = "0: population standard deviation, as papers write it; 1: Bessel's, as TRL and verl compute it."
+EPSILON = "Added to the standard deviation."
+REWARD_KL = "beta of the divergence from the reference inside the reward, k1 form; 0: none."
 
 
-def centre(values: PerSequence, scores: Scores) -> PerSequence:
-    """Minus the group mean; exactly 0 for a group of one and for a group that is flat."""
-    size = scores.group_size()
-    mean = scores.group_sum(values) / size
-    centred = values - mean
-    deviation = (scores.group_sum(centred.square()) / size).sqrt()
-    flat = deviation <= FLAT * mean.abs().clamp(min=1.0)
-    return torch.where(flat | (size < 2), 0.0, centred)
-
-
-def standardise(values: PerSequence, scores: Scores, ddof: int, epsilon: float) -> PerSequence:
-    """The z-score within each group."""
-    centred = centre(values, scores)
-    freedom = (scores.group_size() - ddof).clamp(min=1)
-    deviation = (scores.group_sum(centred.square()) / freedom).sqrt()
-    return torch.where(centred == 0, 0.0, centred / (deviation + epsilon))
+def siblings(values: PerSequence, scores: Scores) -> Siblings:
+    """Each response beside those of its group."""
+    assert scores.group is not None
+    return compare(values, scores.group)
 
 
 def batch_standardise(values: PerSequence, weights: Tensor, ddof: int, epsilon: float) -> PerSequence:
@@ -49,38 +33,38 @@ def batch_standardise(values: PerSequence, weights: Tensor, ddof: int, epsilon: 
 class GroupStandard(Estimator):
     """A = (r - mean of the group) / (std of the group + epsilon)."""
 
-    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
-    epsilon: float = number(default=1e-6, says=_EPSILON, minimum=0.0)
+    ddof: int = integer(default=0, says=DDOF, minimum=0, maximum=1)
+    epsilon: float = number(default=1e-6, says=EPSILON, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
-        return Estimate(advantages=standardise(scores.rewards, scores, self.ddof, self.epsilon))
+        return Estimate(advantages=siblings(scores.rewards, scores).standardised(self.ddof, self.epsilon))
 
 
 @part("advantage", "group-centre")
 class GroupCentre(Estimator):
     """A = r - mean of the group (Dr. GRPO): no division, so hard and easy prompts are not blown up."""
 
-    reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
+    reward_kl: float = number(default=0.0, says=REWARD_KL, minimum=0.0)
 
     def needs(self) -> tuple[str, ...]:
         return divergence_needs(self.reward_kl)
 
     def estimate(self, scores: Scores) -> Estimate:
-        return Estimate(advantages=centre(reward_with_divergence(scores, self.reward_kl), scores))
+        return Estimate(advantages=siblings(reward_with_divergence(scores, self.reward_kl), scores).centred)
 
 
 @part("advantage", "leave-one-out")
 class LeaveOneOut(Estimator):
     """A = r - mean of the other responses of the group = G / (G - 1) * (r - mean) (RLOO)."""
 
-    reward_kl: float = number(default=0.0, says=_REWARD_KL, minimum=0.0)
+    reward_kl: float = number(default=0.0, says=REWARD_KL, minimum=0.0)
 
     def needs(self) -> tuple[str, ...]:
         return divergence_needs(self.reward_kl)
 
     def estimate(self, scores: Scores) -> Estimate:
         size = scores.group_size()
-        centred = centre(reward_with_divergence(scores, self.reward_kl), scores)
+        centred = siblings(reward_with_divergence(scores, self.reward_kl), scores).centred
         return Estimate(advantages=(centred * size / (size - 1).clamp(min=1)))
 
 
@@ -88,13 +72,13 @@ class LeaveOneOut(Estimator):
 class GroupCentreBatchDeviation(Estimator):
     """A = (r - mean of the group) / (std of all rewards of the batch + epsilon) (Lite PPO)."""
 
-    ddof: int = integer(default=0, says=_DDOF, minimum=0, maximum=1)
-    epsilon: float = number(default=1e-4, says=_EPSILON, minimum=0.0)
+    ddof: int = integer(default=0, says=DDOF, minimum=0, maximum=1)
+    epsilon: float = number(default=1e-4, says=EPSILON, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
         spread = scores.rewards - scores.rewards.mean()
         deviation = (spread.square().sum() / max(1, len(spread) - self.ddof)).sqrt()
-        centred = centre(scores.rewards, scores)
+        centred = siblings(scores.rewards, scores).centred
         return Estimate(advantages=torch.where(centred == 0, 0.0, centred / (deviation + self.epsilon)))
 
 
@@ -108,8 +92,8 @@ class LengthWeighted(Estimator):
     def estimate(self, scores: Scores) -> Estimate:
         lengths = scores.lengths()
         weighted = scores.group_sum(lengths * scores.rewards) / scores.group_sum(lengths).clamp(min=1)
-        flat = centre(scores.rewards, scores) == 0
-        advantages = torch.where(flat & (scores.group_sum((~flat).double()) == 0), 0.0, scores.rewards - weighted)
+        beside = siblings(scores.rewards, scores)
+        advantages = torch.where(beside.flat | (beside.count < 2), 0.0, scores.rewards - weighted)
         return Estimate(advantages=advantages)
 
 
@@ -120,8 +104,8 @@ class DecoupledRewards(Estimator):
     Summing first would let a component of large variance drown the others.
     """
 
-    ddof: int = integer(default=1, says=_DDOF, minimum=0, maximum=1)
-    epsilon: float = number(default=1e-6, says=_EPSILON, minimum=0.0)
+    ddof: int = integer(default=1, says=DDOF, minimum=0, maximum=1)
+    epsilon: float = number(default=1e-6, says=EPSILON, minimum=0.0)
     weights: tuple[float, ...] | None = numbers(default=None, says="One weight per component; None: all 1.")
 
     def needs(self) -> tuple[str, ...]:
@@ -134,6 +118,6 @@ class DecoupledRewards(Estimator):
         if len(weights) != len(columns):
             raise ValueError(f"advantage 'gdpo': {len(weights)} weights for {len(columns)} components; one each is needed")
         pairs = zip(weights, columns, strict=True)
-        summed = sum((w * standardise(c, scores, self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
+        summed = sum((w * siblings(c, scores).standardised(self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
         advantages = batch_standardise(summed, torch.ones_like(summed), self.ddof, self.epsilon)
         return Estimate(advantages=advantages)

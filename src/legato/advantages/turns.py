@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from legato.advantages.estimator import Estimate, Estimator, Scores
-from legato.advantages.group import FLAT
+from legato.advantages.siblings import compare
 from legato.core.parts import choice, integer, number, part
 from legato.core.scan import reverse_recurrence
-from legato.core.segments import ordered_sum
 from legato.core.shapes import PerToken
 
 
@@ -61,22 +60,9 @@ class Turns:
         return torch.where(self.tokens, per_turn.gather(1, self.index), 0.0)
 
 
-def within(values: Tensor, ids: Tensor, member: Tensor, normalise: str, ddof: int, epsilon: float) -> Tensor:
-    """Minus the mean of those that share an id, over their std if asked; 0 for one alone and for a flat set."""
-    flat_ids, size = ids.reshape(-1), int(ids.max()) + 1
-    present = member.reshape(-1).double()
-
-    def total(x: Tensor) -> Tensor:
-        return ordered_sum(present * x.reshape(-1), flat_ids, size)[flat_ids].reshape(values.shape)
-
-    count = total(torch.ones_like(values))
-    mean = total(values) / count.clamp(min=1)
-    centred = values - mean
-    squares = total(centred.square())
-    flat = (squares / count.clamp(min=1)).sqrt() <= FLAT * mean.abs().clamp(min=1.0)
-    if normalise == "z":
-        centred = centred / ((squares / (count - ddof).clamp(min=1)).sqrt() + epsilon)
-    return torch.where(member & (count > 1) & ~flat, centred, 0.0)
+def _beside(values: Tensor, ids: Tensor, member: Tensor | None, estimator: "TurnReturn | GroupInGroup") -> Tensor:
+    found = compare(values, ids, member)
+    return found.standardised(estimator.ddof, estimator.epsilon) if estimator.normalise == "z" else found.centred
 
 
 @part("advantage", "turn-return")
@@ -100,7 +86,7 @@ class TurnReturn(Estimator):
         turns = Turns.of(scores)
         count = turns.reached.shape[1]
         ids = scores.group.unsqueeze(1) * count + torch.arange(count, device=scores.group.device)
-        per_turn = within(turns.returns(self.gamma), ids, turns.reached, self.normalise, self.ddof, self.epsilon)
+        per_turn = _beside(turns.returns(self.gamma), ids, turns.reached, self)
         return Estimate(advantages=turns.spread(per_turn))
 
 
@@ -128,9 +114,8 @@ class GroupInGroup(Estimator):
             raise ValueError(
                 f"turn_states has shape {list(scores.turn_states.shape)}; {list(turns.reached.shape)} is needed"
             )
-        rows = torch.ones_like(scores.rewards, dtype=torch.bool)
-        episode = within(scores.rewards, scores.group, rows, self.normalise, self.ddof, self.epsilon)
+        episode = _beside(scores.rewards, scores.group, None, self)
         _, states = torch.unique(scores.turn_states, return_inverse=True)
         ids = scores.group.unsqueeze(1) * (int(states.max()) + 1) + states
-        step = within(turns.returns(self.gamma), ids, turns.reached, self.normalise, self.ddof, self.epsilon)
+        step = _beside(turns.returns(self.gamma), ids, turns.reached, self)
         return Estimate(advantages=turns.spread(episode.unsqueeze(1) + self.omega * step))
