@@ -12,7 +12,7 @@ from reference.examples import batch_v
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_log_probs_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match="half precision"):
         evaluate("gspo", only(batch_v()), dtype=dtype)
 
 
@@ -25,19 +25,19 @@ def test_gspo_refuses_advantages_that_vary_within_a_row() -> None:
 def test_members_that_use_groups_refuse_a_call_without_them(name: str) -> None:
     keywords = signals(only(batch_v()))
     del keywords["group"]
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match="needs group"):
         legato.loss(name, **keywords)
 
 
 @pytest.mark.parametrize("name", ["rspo", "minirl", "dppo", "turn-gspo", "ppo"])
 def test_members_refuse_a_call_without_the_channel_they_read(name: str) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"needs .*read by"):
         evaluate(configured(name), only(batch_v()))
 
 
 @pytest.mark.parametrize(("name", "overrides"), [("dr-grpo", {}), ("fspo", {})])
 def test_a_constant_without_a_default_must_be_given(name: str, overrides: dict[str, float]) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises(ValueError, match=r"must be given|response budget"):
         evaluate(legato.algorithm(name, overrides), only(batch_v()))
 
 
@@ -59,10 +59,10 @@ def test_members_that_need_the_whole_update_refuse_the_counts_of_another(case: s
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match="unknown algorithm"):
         evaluate("gsop", only(batch_v()))
 
 
 def test_an_unknown_override_is_refused() -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
+    with pytest.raises(ValueError, match="does not exist"):
         legato.algorithm("gspo", {"objective.trust.clip.hight": 0.1})
