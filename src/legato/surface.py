@@ -17,6 +17,7 @@ from legato.core.mask import Mask
 from legato.core.outcome import Outcome
 from legato.core.parts import lookup, names, nearest
 from legato.core.scope import Scope
+from legato.core.segments import renumbered
 from legato.core.signals import Signals
 from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
@@ -109,7 +110,7 @@ def loss(
         "uniform": uniform,
     }
     signals = _signals(value, like, given, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
-    checks.tensor("advantages", advantages)
+    checks.tensors({"advantages": advantages}, like)
     check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
@@ -120,9 +121,9 @@ def loss(
         raise ValueError(
             f"counts were made for another algorithm than {value.name}; make them with legato.counts of this one"
         )
-    elif float(counts.all.tokens) < float(signals.mask.lengths.sum()):
+    elif float(counts.all.tokens) < float(own.all.tokens):
         raise ValueError(
-            f"counts know {int(counts.all.tokens)} tokens, but this call alone has {int(signals.mask.lengths.sum())};"
+            f"counts know {int(counts.all.tokens)} tokens, but this call alone has {int(own.all.tokens)};"
             " pass the sum of legato.counts over the whole update"
         )
     elif value.scope is Scope.UPDATE and not own.equals(counts):
@@ -219,15 +220,13 @@ def advantages(
             )
     wide = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     given: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
-    for name, each in {**given, "group": group}.items():
-        if each is not None:
-            checks.same_device(name, checks.tensor(name, each), rewards, "rewards")
+    checks.tensors({**given, "group": group}, rewards, "rewards")
     checks.present(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, given)
     token_mask = None
     if mask is not None:
         if mask.dim() != 2 or len(mask) != rows:
             raise ValueError(f"mask has shape {list(mask.shape)}; [{rows}, T] is needed beside rewards [{rows}]")
-        token_mask = Mask(checks.zero_one("mask", mask, rewards, "rewards"), torch.float64)
+        token_mask = Mask(checks.zero_one("mask", mask), torch.float64)
     for name, tensor in wide.items():
         if tensor is not None and token_mask is not None:
             exact = checks.per_token(name, tensor, token_mask.tokens, "mask").double()
@@ -253,6 +252,7 @@ def advantages(
 
 
 def _algorithm(value: str | Algorithm) -> Algorithm:
+    """`algorithm`, for functions whose own argument has that name."""
     return algorithm(value)
 
 
@@ -275,8 +275,7 @@ def _dense_group(estimator: Estimator, group: Tensor | None, rows: int) -> Tenso
         if estimator.needs_groups:
             raise ValueError(f"advantage '{estimator.name}' compares responses of one group; pass group=[B] integer ids")
         return None
-    dense: Tensor = torch.unique(checks.ids("group", group, rows), return_inverse=True)[1]
-    return dense
+    return renumbered(checks.ids("group", group, rows))
 
 
 def _signals(
@@ -292,10 +291,7 @@ def _signals(
     anchor_side: bool = False,
 ) -> Signals:
     """Check what was given and gather it. `anchor_side`: only what counting reads must be there."""
-    named = {**given, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}
-    for name, each in named.items():
-        if each is not None:
-            checks.same_device(name, checks.tensor(name, each), like)
+    checks.tensors({**given, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}, like)
     tokens = checks.mask(mask, like)
     readers = value.objective.needs()
     if anchor_side:
@@ -317,7 +313,7 @@ def _signals(
         checked[name] = None if tensor is None else checks.per_token(name, tensor, like).to(like.dtype)
     kept = None
     if keep is not None:
-        kept = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like), like).to(like.dtype)
+        kept = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like)).to(like.dtype)
     shift = checked.get("router_shift")
     if shift is not None:
         checks.within_unit("router_shift", shift, tokens)
@@ -327,9 +323,9 @@ def _signals(
         logprobs=like,
         advantages=torch.zeros_like(mask_.lengths),
         keep=kept,
-        group=None if group is None else checks.ids("group", checks.same_device("group", group, like), len(like)),
+        group=None if group is None else checks.ids("group", group, len(like)),
         turn=None if turn is None else checks.turns(turn, tokens),
-        rollout=None if rollout is None else torch.unique(checks.ids("rollout", rollout, len(like)), return_inverse=True)[1],
+        rollout=None if rollout is None else renumbered(checks.ids("rollout", rollout, len(like))),
         **checked,
     )
 
@@ -373,8 +369,8 @@ def _group_tables(value: Algorithm, signals: Signals, counts: Counts | None) -> 
         return signals, None
     group = _given_group(value, signals.group)
     if counts is None:
-        unique, dense = torch.unique(group, return_inverse=True)
-        return replace(signals, group=dense), len(unique)
+        dense = renumbered(group)
+        return replace(signals, group=dense), int(dense.max()) + 1 if len(dense) else 0
     _, size = checks.dense_ids("group", group, len(group))
     table = counts.all.group_tokens
     if table is None or size > len(table):

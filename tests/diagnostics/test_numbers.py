@@ -12,7 +12,6 @@ from legato.diagnostics.clipping import (
     predicted_clip_fraction,
     product_range,
     quantile_bound,
-    shifted_ratio,
     widths,
 )
 from legato.diagnostics.routing import any_flip, flip_rate, jaccard_distance, replayed_gates, router_shift
@@ -183,7 +182,7 @@ def test_the_worked_example_with_two_outliers() -> None:
     ],
 )
 def test_large_shifts_hide_in_the_mean(length: int, shifted: int, s: float, log10_product: float) -> None:
-    shift = shifted_ratio(length, shifted, -5.0)
+    shift = torch.where(torch.arange(length) < shifted, -5.0, 0.0).unsqueeze(0).double()
     old = torch.full_like(shift, -1.0)
     mask, advantages = torch.ones_like(shift, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
     found = legato.loss("gspo", logprobs=old + shift, old_logprobs=old, advantages=advantages, mask=mask).metrics

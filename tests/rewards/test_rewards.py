@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
-from legato.rewards.scoring import Component, WeightedSum, judge, score_all
+from legato.rewards.scoring import Component, WeightedSum, judge
 from legato.rewards.verifiers import CountdownMatch, ExactMatch, FormatMatch, LengthPenalty, NumberMatch, read_number
 
 
@@ -134,6 +134,6 @@ def test_a_reward_that_raises_is_unscorable_and_the_others_are_scored() -> None:
         return 1 / len(one.text)
 
     reward = WeightedSum(components={"fragile": Component(reward=fragile)})
-    broken, whole = score_all(reward, [rollout(""), rollout("ab")])
+    broken, whole = reward.score(rollout("")), reward.score(rollout("ab"))
     assert broken == Unscorable("fragile: ZeroDivisionError: division by zero")
     assert whole.reward == 0.5

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from legato.advantages.siblings import compare
 from legato.core.parts import Part, integer, part
+from legato.core.segments import renumbered
 from legato.core.shapes import PerSequence, RowIds, RowMask
 
 
@@ -37,8 +36,7 @@ class ZeroVariance(Filter):
     """Drop groups whose responses all score the same: they carry no gradient (DAPO refills them with fresh prompts)."""
 
     def keep(self, samples: Samples) -> RowMask:
-        group = torch.unique(samples.group, return_inverse=True)[1]
-        return ~compare(samples.accuracy.double(), group).flat
+        return ~compare(samples.accuracy.double(), renumbered(samples.group)).flat
 
 
 @part("filter", "overlong")

@@ -19,18 +19,25 @@ def tensor(name: str, value: Any) -> Tensor:
     return value
 
 
+def tensors(given: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
+    """What is given are tensors on one device. The other checks here rely on it."""
+    for name, value in given.items():
+        if value is not None and tensor(name, value).device != like.device:
+            raise ValueError(f"{name} is on {value.device} but {like_name} is on {like.device}; move one of them")
+
+
 def _shape(tensor: Tensor) -> str:
     return f"[{', '.join(map(str, tensor.shape))}]"
 
 
 def per_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
-    """A float32 or float64 tensor of the shape and device of `like`."""
+    """A float32 or float64 tensor of the shape of `like`."""
     if tensor.shape != like.shape:
         raise ValueError(f"{name} has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
-    return _float("", name, same_device(name, tensor, like, like_name))
+    return _float(name, tensor)
 
 
-def _float(prefix: str, name: str, tensor: Tensor) -> Tensor:
+def _float(name: str, tensor: Tensor) -> Tensor:
     if tensor.dtype not in LOWEST_PRECISION:
         reason = ""
         if tensor.dtype in (torch.bfloat16, torch.float16):
@@ -38,13 +45,7 @@ def _float(prefix: str, name: str, tensor: Tensor) -> Tensor:
                 ": in half precision 0.9997, 1 and 1.0004 are one number and a sequence clip dies. Compute the"
                 " log-softmax in float32 (casting the result up does not bring the digits back)"
             )
-        raise ValueError(f"{prefix}{name} is {tensor.dtype}; float32 or float64 is needed{reason}")
-    return tensor
-
-
-def same_device(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device} but {like_name} is on {like.device}; move one of them")
+        raise ValueError(f"{name} is {tensor.dtype}; float32 or float64 is needed{reason}")
     return tensor
 
 
@@ -52,12 +53,11 @@ def channel(name: str, tensor: Tensor) -> Tensor:
     """The `[B, T]` tensor that fixes shape, device and dtype of a call."""
     if tensor.dim() != 2:
         raise ValueError(f"{name} has shape {_shape(tensor)}; [B, T] is needed")
-    return _float("", name, tensor)
+    return _float(name, tensor)
 
 
-def zero_one(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
+def zero_one(name: str, tensor: Tensor) -> Tensor:
     """A bool tensor from a bool or 0/1 tensor."""
-    same_device(name, tensor, like, like_name)
     if tensor.dtype == torch.bool:
         return tensor
     ones = tensor == 1
@@ -71,16 +71,16 @@ def zero_one(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs
 def mask(tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
     if tensor.shape != like.shape:
         raise ValueError(f"mask has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
-    return zero_one("mask", tensor, like, like_name)
+    return zero_one("mask", tensor)
 
 
 def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
     """[B] or [B, T] to [B, 1] or [B, T]."""
     rows, width = like.shape
     if tensor.dim() == 1 and len(tensor) == rows:
-        return same_device(name, tensor, like, like_name).unsqueeze(1)
+        return tensor.unsqueeze(1)
     if tensor.shape == like.shape:
-        return same_device(name, tensor, like, like_name)
+        return tensor
     raise ValueError(
         f"{name} has shape {_shape(tensor)}; [{rows}] (one per response) or [{rows}, {width}] (one per token) is needed"
         f" beside {like_name} of shape {_shape(like)}"

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return left if right is None else right
+def _add_tables(left: Tensor, right: Tensor) -> Tensor:
     size = max(len(left), len(right))
     return pad(left, (0, size - len(left))) + pad(right, (0, size - len(right)))
 
@@ -28,10 +26,11 @@ class Tally:
     """[groups]; the number of groups is the number of its nonzero entries, which only the whole update knows."""
 
     def __add__(self, other: Tally) -> Tally:
+        mine, others = self.group_tokens, other.group_tokens
         return Tally(
             tokens=self.tokens + other.tokens,
             sequences=self.sequences + other.sequences,
-            group_tokens=_add_tables(self.group_tokens, other.group_tokens),
+            group_tokens=None if mine is None or others is None else _add_tables(mine, others),
         )
 
 
@@ -48,12 +47,11 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         if not isinstance(other, Counts):
             return NotImplemented
-        if self._kinds() != other._kinds():
+        if not self.fits(other):
             raise ValueError("these counts were made for different algorithms and cannot be added")
         kept = None if self.kept is None or other.kept is None else self.kept + other.kept
-        names = self.tables.keys() | other.tables.keys()
-        tables = {name: _add_tables(self.tables.get(name), other.tables.get(name)) for name in sorted(names)}
-        return Counts(all=self.all + other.all, kept=kept, tables={k: v for k, v in tables.items() if v is not None})
+        tables = {name: _add_tables(table, other.tables[name]) for name, table in self.tables.items()}
+        return Counts(all=self.all + other.all, kept=kept, tables=tables)
 
     def __radd__(self, other: int) -> Counts:
         """So that the built-in sum() works."""
@@ -68,7 +66,7 @@ class Counts:
 
     def equals(self, other: Counts) -> bool:
         """Whether both count the same; a host synchronisation, for the public functions only."""
-        return self._kinds() == other._kinds() and all(
+        return self.fits(other) and all(
             left is right or (left is not None and right is not None and torch.equal(left, right))
             for left, right in zip(self._tensors(), other._tensors(), strict=True)
         )

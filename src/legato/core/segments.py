@@ -18,6 +18,12 @@ Level = Literal["token", "turn", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
+def renumbered(ids: Tensor) -> Tensor:
+    """The same partition with ids that are dense from 0, as tables need them."""
+    dense: Tensor = torch.unique(ids, return_inverse=True)[1]
+    return dense
+
+
 def ordered_sum(values: Tensor, ids: Tensor, size: int) -> Tensor:
     """[size]: sums of `values` that share an id, added in a fixed order, differentiable."""
     table = torch.zeros(size, dtype=values.dtype, device=values.device)

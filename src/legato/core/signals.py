@@ -61,6 +61,10 @@ class Signals:
         assert value is not None, f"{name} was not checked for before use"
         return value
 
+    def log_ratio(self, anchor: str) -> PerToken:
+        """logprobs minus those of an anchor ('old' or 'sampler'), 0 outside the mask."""
+        return self.mask.difference(self.logprobs, self.tensor(ANCHORS[anchor]))
+
     def behaviour_log_ratio(self) -> PerToken:
         """log rho = old - (sampler - kept mass): how much likelier the anchor makes a token than the sampler did."""
         behaviour = self.tensor("sampler_logprobs")

@@ -7,7 +7,6 @@ import math
 from statistics import NormalDist
 
 import torch
-from torch import Tensor
 
 from legato.core.shapes import PerSequence
 
@@ -56,8 +55,3 @@ def widths(bound: float, high_over_low: float = 1.0) -> tuple[float, float]:
 def product_range(low: float, high: float, length: int) -> tuple[float, float]:
     """The range of the product over tokens that a band on the geometric mean allows; as log10, since it overflows."""
     return length * math.log10(1 - low), length * math.log10(1 + high)
-
-
-def shifted_ratio(length: int, shifted: int, log_shift: float) -> Tensor:
-    """[1, L] token log-ratios, `shifted` of them at log_shift and the rest 0: what averaging over a response hides."""
-    return torch.where(torch.arange(length) < shifted, log_shift, 0.0).unsqueeze(0).double()

@@ -52,7 +52,7 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     if signals.old_logprobs is None:
         return {}
     new, old = signals.logprobs.detach(), signals.old_logprobs
-    log_ratio, largest = _token_log_ratio(sight, new, old)
+    log_ratio, largest = _token_log_ratio(sight)
     rows = log_ratio.sum(1, keepdim=True)
     total, squares = rows.sum(dtype=torch.float64), _squares(log_ratio)
     # w - 1, which is 0 outside the mask. k3 = (w - 1) - lw is taken token by token: where lw is about as large as the GSPO
@@ -65,11 +65,11 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     ratio_total = sight.tokens + excess_total
     ratio_squares = sight.tokens + 2 * excess_total + excess_squares
 
-    log_s = sight.sequences.mean(log_ratio)
+    size = sight.lengths.clamp(min=1)
+    log_s = sight.sequences.over_rows(rows) / size
     s = log_s.exp()
     responses, weights = sight.responses, torch.where(sight.counted, s, 0.0).double()
     sign = sight.sign
-    size = sight.lengths.clamp(min=1)
     entropy_old, entropy_new = (-sight.sequences.over_rows(signals.mask.sum(x, sight.work)) / size for x in (old, new))
     perplexity_old, perplexity_new = entropy_old.exp(), entropy_new.exp()
     error = (s - perplexity_old / perplexity_new).abs() / s
@@ -93,15 +93,15 @@ def _drift(sight: Sight) -> dict[str, Piece]:
     }
 
 
-def _token_log_ratio(sight: Sight, new: PerToken, old: PerToken) -> tuple[PerToken, Tensor]:
+def _token_log_ratio(sight: Sight) -> tuple[PerToken, Tensor]:
     """new - old per token, and the largest of it. The objective's own is used where its limit has not cut it."""
     found = sight.trace.tokens
     if found is not None and found.device.type == "cpu":
-        largest = sight.largest(found).value
+        largest = magnitudes(found).amax()
         if float(largest) < LIMIT:
             return found, largest
-    found = sight.signals.mask.difference(new, old)
-    return found, sight.largest(found).value
+    found = sight.signals.log_ratio("old")
+    return found, magnitudes(found).amax()
 
 
 def _squares(values: PerToken) -> Tensor:
@@ -215,7 +215,7 @@ def _mismatch(sight: Sight) -> dict[str, Piece]:
         "mismatch/k1": Mean(-sight.token_total(gap), sight.tokens),
         "mismatch/k3": sight.token_mean(torch.expm1(limited) - limited),
         "mismatch/absolute": sight.token_mean(gap.abs()),
-        "mismatch/max": sight.largest(gap),
+        "mismatch/max": Maximum(magnitudes(gap).amax()),
         "mismatch/chi2_token": Mean(squares - sight.tokens, sight.tokens),
         "mismatch/chi2_sequence": chi2_sequence,
         "mismatch/effective_size": EffectiveSize(rho_total, squares, sight.tokens),
@@ -287,7 +287,7 @@ def _data(sight: Sight) -> dict[str, Piece]:
         "advantage/zero": sight.response_mean((strength == 0).to(lengths.dtype)),
         "advantage/absolute": sight.response_mean(strength),
         "length/mean": Mean(sight.tokens, sight.responses),
-        "length/max": Maximum(lengths.amax() if lengths.numel() else lengths.new_zeros(())),
+        "length/max": Maximum(lengths.amax()),
         "length/tokens": sight.histogram(lengths),
         "length/empty": Mean(rollouts - sight.responses, rollouts),
     }

@@ -12,7 +12,7 @@ from legato.core.outcome import Outcome, Trace
 from legato.core.segments import Segments
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
-from legato.core.sums import Binned, Histogram, Maximum, Mean
+from legato.core.sums import Binned, Histogram, Mean
 from legato.diagnostics.metrics import LENGTH_EDGES
 
 
@@ -63,10 +63,6 @@ class Sight:
     def histogram(self, values: Tensor, among: Tensor | None = None) -> Histogram:
         return Histogram.of(values, self.counted if among is None else self.counted & among)
 
-    def largest(self, values: PerToken) -> Maximum:
-        """The largest magnitude of values that are 0 outside the mask."""
-        return Maximum(magnitudes(values).amax() if values.numel() else values.new_zeros(()))
-
 
 def look(signals: Signals, outcome: Outcome) -> Sight:
     sequences = signals.segments("sequence")
@@ -91,6 +87,4 @@ def look(signals: Signals, outcome: Outcome) -> Sight:
 
 def magnitudes(values: PerToken) -> Tensor:
     """[B, 1]: the largest |value| of each row, without room for the absolute values."""
-    if values.shape[1] == 0:
-        return values.new_zeros(len(values), 1)
     return torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))

@@ -11,12 +11,12 @@ Everything here is detached. Importance weights leave the denominators alone, al
 """
 
 import math
+from functools import reduce
 from typing import ClassVar
 
 import torch
 
 from legato.core.parts import choice, number, ordered, part
-from legato.core.segments import Segments
 from legato.core.shapes import Spread
 from legato.objectives.slots import Adjustment, Context, Correction
 
@@ -31,9 +31,6 @@ class _Behaviour(Correction):
     def needs(self) -> tuple[str, ...]:
         return ("old_logprobs", "sampler_logprobs")
 
-    def _sequences(self, context: Context) -> Segments:
-        return context.signals.segments("sequence")
-
 
 class _Weight(_Behaviour):
     __slots__ = ()
@@ -44,9 +41,9 @@ class _Weight(_Behaviour):
     def _rho(self, context: Context) -> Spread:
         gap = context.signals.behaviour_log_ratio()
         if self.level == "product":
-            gap = self._sequences(context).sum(gap)
+            gap = context.sequences.sum(gap)
         elif self.level == "sequence":
-            gap = self._sequences(context).mean(gap)
+            gap = context.sequences.mean(gap)
         elif self.level == "match":
             gap = context.segments.mean(gap)
         return gap.clamp(-self.limit, self.limit).exp()
@@ -116,7 +113,7 @@ class GeometricRejection(_Behaviour):
         ordered(self, "floor", "cap")
 
     def apply(self, context: Context) -> Adjustment:
-        gap = self._sequences(context).mean(context.signals.behaviour_log_ratio())
+        gap = context.sequences.mean(context.signals.behaviour_log_ratio())
         lower = math.log(self.floor) if self.floor > 0 else -math.inf
         return Adjustment(keep=((gap >= lower) & (gap <= math.log(self.cap))).to(gap.dtype))
 
@@ -130,7 +127,7 @@ class K3Rejection(_Behaviour):
 
     def apply(self, context: Context) -> Adjustment:
         gap = context.signals.behaviour_log_ratio().clamp(-self.limit, self.limit)
-        mean_k3 = self._sequences(context).mean(torch.expm1(gap) - gap)
+        mean_k3 = context.sequences.mean(torch.expm1(gap) - gap)
         return Adjustment(keep=(mean_k3 <= self.threshold).to(gap.dtype))
 
 
@@ -143,7 +140,7 @@ class Veto(_Behaviour):
     def apply(self, context: Context) -> Adjustment:
         gap = context.signals.behaviour_log_ratio()
         excluded = context.signals.mask.select((gap < math.log(self.floor)).to(gap.dtype))
-        vetoed = self._sequences(context).sum(excluded) > 0
+        vetoed = context.sequences.sum(excluded) > 0
         return Adjustment(keep=(~vetoed).to(gap.dtype))
 
 
@@ -171,18 +168,18 @@ class RouterShift(Correction):
         return Adjustment(weight=context.segments.mean(log_gamma).exp())
 
 
+def both(left: Spread | None, right: Spread | None) -> Spread | None:
+    """The product of two optional factors."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left * right
+
+
 def combine(adjustments: list[Adjustment]) -> Adjustment:
     """All corrections of an objective as one: shifts add, weights and keeps multiply."""
-
-    def product(values: list[Spread | None]) -> Spread | None:
-        total = None
-        for value in values:
-            total = value if total is None else total if value is None else total * value
-        return total
-
     shifts = [a.log_shift for a in adjustments if a.log_shift is not None]
     return Adjustment(
         log_shift=sum(shifts[1:], start=shifts[0]) if shifts else None,
-        weight=product([a.weight for a in adjustments]),
-        keep=product([a.keep for a in adjustments]),
+        weight=reduce(both, [a.weight for a in adjustments], None),
+        keep=reduce(both, [a.keep for a in adjustments], None),
     )

@@ -7,7 +7,7 @@ from legato.core.counts import Counts, Tally
 from legato.core.segments import ordered_sum
 from legato.core.shapes import Spread
 from legato.core.signals import Signals
-from legato.objectives.corrections import combine
+from legato.objectives.corrections import both
 from legato.objectives.objective import Objective
 from legato.objectives.slots import Aggregate, Context
 
@@ -35,13 +35,6 @@ def rollout_lengths(signals: Signals, keep: Spread | None) -> Tensor:
     return signals.segments("sequence").over_rows(kept_lengths(signals, keep))
 
 
-def both(left: Spread | None, right: Spread | None) -> Spread | None:
-    """The product of two optional 0/1 factors."""
-    if left is None or right is None:
-        return right if left is None else left
-    return left * right
-
-
 def count(objective: Objective, aggregate: Aggregate, signals: Signals, groups: int | None) -> Counts:
     """The counts of what is given. `groups` is the size of the group tables, None where no part uses groups.
 
@@ -52,7 +45,7 @@ def count(objective: Objective, aggregate: Aggregate, signals: Signals, groups: 
     if aggregate.denominator == "all" or objective.keep_reads_logprobs(aggregate):
         return counts
     context = Context(signals=signals, segments=signals.segments(objective.ratio.level), counts=counts, state={})
-    keep = both(signals.keep, combine([part.apply(context) for part in objective.corrections]).keep)
+    keep = both(signals.keep, objective.adjustment(context).keep)
     return Counts(all=counts.all, kept=tally(signals, keep, groups), tables=counts.tables)
 
 

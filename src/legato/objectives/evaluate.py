@@ -16,8 +16,9 @@ from legato.core.counts import Counts
 from legato.core.outcome import Coefficients, Outcome, Trace
 from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.signals import Signals
-from legato.objectives.corrections import combine
-from legato.objectives.counting import both, rollout_lengths, tally
+from legato.objectives.aggregates import TokenMean
+from legato.objectives.corrections import both
+from legato.objectives.counting import rollout_lengths, tally
 from legato.objectives.objective import Objective
 from legato.objectives.penalties import ValueLoss
 from legato.objectives.slots import Adjustment, Aggregate, Context, Region, State, TokenTrust
@@ -70,7 +71,7 @@ def _leaf(channel: Tensor) -> Tensor:
 
 def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> _Surrogate:
     signals = context.signals
-    adjustment = combine([part.apply(_correcting(objective, context)) for part in objective.corrections])
+    adjustment = objective.adjustment(context)
     tokens = _tokens(objective, signals)
     region, tokens_clipped = _ratio(objective, adjustment, tokens, context)
     for part in objective.trust:
@@ -86,29 +87,20 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     lengths = rollout_lengths(signals, keep if dropped_leave else None)
     weights = aggregate.weights(tallied.tally(aggregate.denominator), lengths, signals.group)
 
-    folded = any(part.folds_weights for part in objective.trust)
-    factor = weights * signals.advantages
-    for each in (None if folded else adjustment.weight, keep, region.selected):
-        factor = factor if each is None else factor * each
+    factor: Spread | None = weights * signals.advantages
+    for each in (None if objective.folds_weights else adjustment.weight, keep, region.selected):
+        factor = both(factor, each)
+    assert factor is not None
     terms = {"policy": _policy(objective, region, factor, signals)}
 
     all_lengths = rollout_lengths(signals, None)
     for penalty in objective.penalties:
-        if penalty.token_mean:
-            host = _token_mean(context.counts, all_lengths)
-        else:
-            host = aggregate.weights(context.counts.all, all_lengths, signals.group)
+        over = TokenMean() if penalty.token_mean else aggregate
+        host = over.weights(context.counts.all, all_lengths, signals.group)
         terms[penalty.name] = -_total(penalty.apply(context), host, signals)
     return _Surrogate(
         terms=terms, region=region, tokens=tokens, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep
     )
-
-
-def _correcting(objective: Objective, context: Context) -> Context:
-    """What corrections see. Where their weights enter a product ratio, 'match' is each token: the product is taken there."""
-    if any(part.folds_weights for part in objective.trust):
-        return replace(context, segments=context.signals.segments("token"))
-    return context
 
 
 def _tokens(objective: Objective, signals: Signals) -> PerToken:
@@ -129,7 +121,7 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
     log_ratio = ratio.reduce(tokens, context)
     if ratio.gradient == "carrier":
         log_ratio = log_ratio + signals.mask.difference(signals.logprobs, signals.logprobs.detach())
-    if any(part.folds_weights for part in objective.trust) and adjustment.weight is not None:
+    if objective.folds_weights and adjustment.weight is not None:
         log_weight = adjustment.weight.log()
         if log_weight.shape[1] != 1:
             log_weight = context.segments.sum(signals.mask.select(log_weight))
@@ -168,10 +160,6 @@ def _total(value: Spread, factor: Spread, signals: Signals) -> Scalar:
     if factor.shape[1] == 1:
         return (signals.mask.sum(value) * factor).sum()
     return torch.dot(value.reshape(-1), signals.mask.select(factor).reshape(-1))
-
-
-def _token_mean(counts: Counts, like: Tensor) -> Tensor:
-    return (1 / counts.all.tokens.clamp(min=1)).to(like.dtype).expand_as(like)
 
 
 def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> Trace:

@@ -7,7 +7,6 @@ import torch
 
 from legato.core.parts import choice, number, ordered, part
 from legato.core.scope import Scope
-from legato.core.segments import Segments
 from legato.core.shapes import PerToken
 from legato.core.signals import ANCHORS
 from legato.objectives.clips import leave_out
@@ -26,11 +25,7 @@ class _Anchored(Trust):
 
     def _drift(self, context: Context) -> PerToken:
         """log pi_new - log pi_anchor per token, detached."""
-        signals = context.signals
-        return signals.mask.difference(signals.logprobs.detach(), signals.tensor(ANCHORS[self.anchor]))
-
-    def _sequences(self, context: Context) -> Segments:
-        return context.signals.segments("sequence")
+        return context.signals.log_ratio(self.anchor).detach()
 
 
 def _reject(region: Region, rejected: torch.Tensor) -> Region:
@@ -75,7 +70,7 @@ class OffPolicySequenceMask(_Anchored):
     anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
 
     def apply(self, region: Region, context: Context) -> Region:
-        lost = -self._sequences(context).mean(self._drift(context))
+        lost = -context.sequences.mean(self._drift(context))
         return _reject(region, (context.signals.advantages < 0) & (lost > self.threshold))
 
 
@@ -93,7 +88,7 @@ class TrustRegionMask(_Anchored):
     anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
 
     def apply(self, region: Region, context: Context) -> Region:
-        sequences, drift = self._sequences(context), self._drift(context).clamp(-self.limit, self.limit)
+        sequences, drift = context.sequences, self._drift(context).clamp(-self.limit, self.limit)
         # A rollout of several rows is too far when any of its rows is, so the maximum is counted and not taken.
         far = sequences.sum((drift.square() / 2 > self.max_threshold).to(drift.dtype)) > 0
         mean_k3 = sequences.mean(torch.expm1(drift) - drift)

@@ -1,10 +1,11 @@
 """An objective is a value: a ratio, and tuples of trust regions, corrections and penalties."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from legato.core.parts import Part
 from legato.core.scope import Scope
-from legato.objectives.slots import Aggregate, Correction, Penalty, Ratio, State, Trust
+from legato.objectives.corrections import combine
+from legato.objectives.slots import Adjustment, Aggregate, Context, Correction, Penalty, Ratio, State, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,17 @@ class Objective:
     def keep_reads_logprobs(self, aggregate: Aggregate) -> bool:
         """Whether the denominator depends on responses that are rejected by their new log-probs."""
         return aggregate.denominator == "kept" and any(part.rejects for part in self.trust)
+
+    @property
+    def folds_weights(self) -> bool:
+        """Whether correction weights enter the ratio instead of multiplying the term."""
+        return any(part.folds_weights for part in self.trust)
+
+    def adjustment(self, context: Context) -> Adjustment:
+        """All corrections as one. Where their weights enter a product ratio, 'match' is each token: the product is there."""
+        if self.folds_weights:
+            context = replace(context, segments=context.signals.segments("token"))
+        return combine([part.apply(context) for part in self.corrections])
 
     def initial(self) -> State:
         """The first state of the adaptive parts."""

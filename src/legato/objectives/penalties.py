@@ -81,7 +81,7 @@ class RatioWeightedDivergence(_Divergence):
 
     def apply(self, context: Context) -> Spread:
         signals = context.signals
-        log_ratio = signals.mask.difference(signals.logprobs, signals.tensor("old_logprobs"))
+        log_ratio = signals.log_ratio("old")
         ratio = bounded(log_ratio, -self.limit, self.limit).exp()
         return self.beta * ratio * _k(self.estimator, self._gap(signals))
 
@@ -101,7 +101,7 @@ class CovarianceDivergence(Penalty):
         signals = context.signals
         count = torch.floor(self.fraction * context.counts.all.tokens)
         chosen = first(-covariance(context), signals.mask.tokens, count)
-        drift = signals.mask.difference(signals.logprobs, signals.tensor("old_logprobs")).abs()
+        drift = signals.log_ratio("old").abs()
         return self.beta * torch.where(chosen, drift, 0.0)
 
 

@@ -36,9 +36,6 @@ class _Anchored(Ratio):
     def needs(self) -> tuple[str, ...]:
         return (ANCHORS[self.anchor],)
 
-    def _log_ratio(self, signals: Signals) -> PerToken:
-        return signals.mask.difference(signals.logprobs, signals.tensor(ANCHORS[self.anchor]))
-
 
 class _Geometric(_Anchored):
     __slots__ = ()
@@ -46,7 +43,7 @@ class _Geometric(_Anchored):
 
     def tokens(self, signals: Signals) -> PerToken:
         lower = None if self.limit is None else -self.limit
-        return bounded(self._log_ratio(signals), lower, self.limit)
+        return bounded(signals.log_ratio(self.anchor), lower, self.limit)
 
     def reduce(self, tokens: PerToken, context: Context) -> Spread:
         return context.segments.mean(tokens)
@@ -90,7 +87,7 @@ class Product(_Anchored):
     limit: float = number(default=20.0, says="Largest |log W|; zero gradient beyond.", above=0.0)
 
     def tokens(self, signals: Signals) -> PerToken:
-        return self._log_ratio(signals)
+        return signals.log_ratio(self.anchor)
 
     def reduce(self, tokens: PerToken, context: Context) -> Spread:
         return bounded(context.segments.sum(tokens), -self.limit, self.limit)
@@ -107,7 +104,7 @@ class ProductWeight(_Anchored):
     floor: float = number(default=1e-8, says="Smallest W.", above=0.0)
 
     def tokens(self, signals: Signals) -> PerToken:
-        return bounded(self._log_ratio(signals), -self.limit, self.limit)
+        return bounded(signals.log_ratio(self.anchor), -self.limit, self.limit)
 
     def reduce(self, tokens: PerToken, context: Context) -> Spread:
         return bounded(context.segments.sum(tokens), math.log(self.floor), self.limit)

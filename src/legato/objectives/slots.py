@@ -31,6 +31,11 @@ class Context:
     counts: Counts
     state: State
 
+    @property
+    def sequences(self) -> Segments:
+        """Whole responses."""
+        return self.signals.segments("sequence")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

@@ -4,7 +4,7 @@ A reward that raises, or returns something that is not a finite number, is `Unsc
 group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers are wrong.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from legato.core.rollout import Rollout, Score, Unscorable
@@ -61,8 +61,3 @@ def judge(reward: Reward, rollout: Rollout) -> dict[str, float] | Unscorable:
     if wrong or not parts:
         return Unscorable(f"returned {verdict!r}; a finite number or a dict of finite numbers is needed")
     return {name: float(value) for name, value in parts.items()}
-
-
-def score_all(reward: WeightedSum, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    """The scores of rollouts, in their order."""
-    return [reward.score(rollout) for rollout in rollouts]
