@@ -1,5 +1,6 @@
 """Legato trains language models by reinforcement learning with ratio, clip and credit over the whole response.
 
+    run = legato.train(model="tiny", problems=[...], reward=fn, algorithm="gspo", **{"training.lr": 1e-4})
     outcome = legato.loss("gspo", logprobs=new, old_logprobs=old, advantages=A, mask=mask, group=ids)
     outcome.loss.backward()
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from legato.algorithms.algorithm import Algorithm
     from legato.core.counts import Counts
     from legato.core.outcome import Outcome
+    from legato.core.rollout import Problem, Rollout, Unscorable
+    from legato.run.train import Run, train
     from legato.surface import Advantages, advantages, algorithm, counts, loss
 
 _HOME = {
@@ -24,13 +27,33 @@ _HOME = {
     "Algorithm": "legato.algorithms.algorithm",
     "Counts": "legato.core.counts",
     "Outcome": "legato.core.outcome",
+    "Problem": "legato.core.rollout",
+    "Rollout": "legato.core.rollout",
+    "Run": "legato.run.train",
+    "Unscorable": "legato.core.rollout",
     "advantages": "legato.surface",
     "algorithm": "legato.surface",
     "counts": "legato.surface",
     "loss": "legato.surface",
+    "train": "legato.run.train",
 }
 
-__all__ = ["Advantages", "Algorithm", "Counts", "Outcome", "__version__", "advantages", "algorithm", "counts", "loss"]
+__all__ = [
+    "Advantages",
+    "Algorithm",
+    "Counts",
+    "Outcome",
+    "Problem",
+    "Rollout",
+    "Run",
+    "Unscorable",
+    "__version__",
+    "advantages",
+    "algorithm",
+    "counts",
+    "loss",
+    "train",
+]
 
 
 class _Package(ModuleType):

@@ -45,6 +45,18 @@ SIGNATURES = {
         "keep=None",
     ),
     "algorithm": ("name", "overrides=None"),
+    "train": (
+        "model=None",
+        "problems=None",
+        "reward=None",
+        "algorithm=None",
+        "*",
+        "recipe=()",
+        "tokenizer=None",
+        "callback=None",
+        "watcher=None",
+        "options",
+    ),
     "advantages": (
         "algorithm",
         "*",
@@ -68,6 +80,13 @@ MEMBERS = {
     "Outcome": {"loss", "field", "trace", "sums", "coefficients", "entropy_coefficients", "value_coefficients", "metrics"},
     "Counts": {"all", "kept", "tables", "tally", "equals", "fits"},
     "Advantages": {"advantages", "returns"},
+    "Problem": {"prompt", "answer", "fields", "key"},
+    "Rollout": {
+        *("problem", "rollout_id", "prompt_tokens", "tokens", "sampler_logprobs", "version", "text", "stop", "temperature"),
+        *("mask", "turn", "author", "kept_logmass", "routes"),
+    },
+    "Run": {"directory", "accuracy", "accuracy_greedy", "model_folder", "reason", "exit_code"},
+    "Unscorable": {"reason"},
 }  # fmt: skip
 
 

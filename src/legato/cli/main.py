@@ -1,6 +1,8 @@
-"""`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback)."""
+"""`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 130 and 143 after
+SIGINT and SIGTERM with the state saved."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -53,6 +55,101 @@ def explain(
         explain_one(names[0], change or [])
     else:
         explain_several(names, change or [])
+
+
+@app.command()
+def train(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE]... [PATH=VALUE]...", help="TOML files, then options.")
+    ] = None,
+) -> None:
+    """Train a model: legato train recipes/tiny.toml training.seed=1"""
+    from legato.cli.commands import train_command
+
+    raise typer.Exit(train_command(arguments or []))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options to change.")] = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Allow changes that make another run of it (docs/resume.md).")
+    ] = False,
+) -> None:
+    """Continue a run from its newest whole checkpoint."""
+    from legato.cli.commands import resume_command
+
+    raise typer.Exit(resume_command(run, words or [], allow_changes))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Responses per problem: avg@n and pass@k.")] = 1,
+    greedy: Annotated[bool, typer.Option("--greedy/--no-greedy", help="Greedy accuracy too.")] = True,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled responses.")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, help="How many problems.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Problems from a JSONL or Parquet file (prompt, answer).")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Measure accuracy: greedy, avg@n and pass@k with 95 % intervals."""
+    from legato.cli.commands import eval_command
+
+    eval_command(
+        target,
+        words or [],
+        number_of_samples=samples,
+        greedy=greedy,
+        temperature=temperature,
+        problems=problems,
+        file=file,
+        output=output,
+    )
+
+
+@app.command()
+def sample(
+    target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; none: read from the terminal.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with a prompt per line.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Responses per prompt.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0: greedy.")] = None,
+    max_response_tokens: Annotated[int | None, typer.Option(min=1, help="The longest response.")] = None,
+) -> None:
+    """Sample responses to prompts."""
+    from legato.cli.commands import sample_command
+
+    sample_command(
+        target,
+        prompts or [],
+        file=file,
+        number_of_samples=samples,
+        temperature=temperature,
+        max_response_tokens=max_response_tokens,
+    )
+
+
+@app.command()
+def export(
+    target: Annotated[str, typer.Argument(help="A run directory.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
+    step: Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest.")] = None,
+    merge: Annotated[bool, typer.Option("--merge/--adapter", help="LoRA merged into the weights, or as adapter.")] = True,
+) -> None:
+    """Write a plain Hugging Face folder that AutoModelForCausalLM loads."""
+    from legato.cli.commands import export_command
+
+    export_command(target, folder, step, merge)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Write report.html of a run again."""
+    from legato.cli.commands import report_command
+
+    report_command(run)
 
 
 def main() -> None:

@@ -117,6 +117,40 @@ def pattern(*, default: str, says: str) -> Any:
     return _declare(default, says, Rule("a regular expression", accepts))
 
 
+def text(*, default: Any = dataclasses.MISSING, says: str, optional: bool = False) -> Any:
+    """A text that is not blank; None if `optional`; without a default it must be given."""
+
+    def accepts(value: Any) -> bool:
+        return optional if value is None else isinstance(value, str) and bool(value.strip())
+
+    return _declare(default, says, Rule("a text that is not empty" + (" or None" if optional else ""), accepts))
+
+
+def mapping(*, default: tuple[tuple[str, Any], ...] = (), says: str) -> Any:
+    """Names with plain values (text, numbers, flags, None, and lists of these), kept as sorted pairs so that it hashes."""
+
+    def accepts(value: Any) -> bool:
+        try:
+            return all(isinstance(name, str) and _is_plain(held) for name, held in dict(value).items())
+        except (TypeError, ValueError, RecursionError):
+            return False
+
+    def keep(value: Any) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, _frozen(held)) for name, held in sorted(dict(value).items(), key=lambda pair: pair[0]))
+
+    return _declare(default, says, Rule("a mapping of names to text, numbers, flags, None or lists of these", accepts, keep))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
 def numbers(*, default: tuple[float, ...] | None, says: str) -> Any:
     """A tuple of finite numbers, or None."""
 
@@ -141,7 +175,9 @@ _P = TypeVar("_P", bound=type[Part])
 
 
 @dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(number, integer, choice, flag, numbers, pattern)
+    frozen_default=True,
+    kw_only_default=True,
+    field_specifiers=(number, integer, choice, flag, numbers, pattern, text, mapping),
 )
 def part(kind: str, name: str) -> Callable[[_P], _P]:
     """Declare a part: make it a frozen, slotted, keyword-only dataclass, check its fields, register it."""

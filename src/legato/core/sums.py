@@ -198,17 +198,32 @@ class Histogram(Piece):
         found = lower + (upper - lower) * (rank - before) / int(self.counts[index])
         return min(max(found, float(self.least)), float(self.most))
 
+    def bars(self) -> dict[str, list[float]]:
+        """The counts from the first filled bin to the last, and their edges, one more; what a figure draws."""
+        filled = self.counts.nonzero().squeeze(1)
+        if not len(filled):
+            return {"edges": [], "counts": []}
+        first, last = int(filled[0]), int(filled[-1])
+        return {
+            "edges": _lower_edges(torch.arange(first, last + 2)).tolist(),
+            "counts": self.counts[first : last + 1].double().tolist(),
+        }
+
     def report(self) -> Mapping[str, float]:
         return {f"_p{round(share * 100):02d}": self.quantile(share) for share in QUANTILES}
 
 
 def _edges(index: int) -> tuple[float, float]:
     """Lower and upper edge of a bin."""
-    integers = torch.tensor([index - _BINS // 2, index + 1 - _BINS // 2]) << _SHIFT
-    patterns = torch.where(integers < 0, (-1 - integers) | (1 << 31), integers).to(torch.int64)
-    patterns = torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32)
-    lower, upper = patterns.view(torch.float32).tolist()
+    lower, upper = _lower_edges(torch.tensor([index, index + 1])).tolist()
     return lower, upper
+
+
+def _lower_edges(bins: Tensor) -> Tensor:
+    """The lower edge of each bin."""
+    integers = (bins - _BINS // 2) << _SHIFT
+    patterns = torch.where(integers < 0, (-1 - integers) | (1 << 31), integers)
+    return torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32).view(torch.float32)
 
 
 def _tensors(piece: Piece) -> list[Tensor]:

@@ -1,16 +1,53 @@
-"""From a reward function to scores: weighted sums with a breakdown, and what becomes of one that fails.
+"""From reward functions to scores: weighted sums with a breakdown, and what becomes of one that fails.
 
 A reward that raises, or returns something that is not a finite number, is `Unscorable(reason)`: the rollout leaves its
 group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers are wrong.
+
+A reward has one of three forms:
+    def reward(rollout) -> verdict             a plain function, one rollout at a time, in order
+    async def reward(rollout) -> verdict       all rollouts at once; results in the order of the rollouts, not of completion
+    @batched def reward(rollouts) -> verdicts  one call for all (also async): a reward model, a ranking
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
 
 from legato.core.rollout import Rollout, Score, Unscorable
+from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.verifiers import Verdict, finite
 
-Reward = Callable[[Rollout], Verdict]
+Reward = (
+    Callable[[Rollout], Verdict]
+    | Callable[[Rollout], Awaitable[Verdict]]
+    | Callable[[Sequence[Rollout]], Sequence[Verdict]]
+    | Callable[[Sequence[Rollout]], Awaitable[Sequence[Verdict]]]
+)
+Judgement = dict[str, float] | Unscorable
+"""A verdict as a breakdown; a plain number has the one part ''."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def batched(reward: _F) -> _F:
+    """Mark a reward that takes all rollouts at once and returns as many verdicts. A class says `batch = True` itself."""
+    reward.batch = True  # type: ignore[attr-defined]
+    return reward
+
+
+def is_batched(reward: Callable[..., Any]) -> bool:
+    """Whether a reward takes all rollouts at once."""
+    return getattr(reward, "batch", False) is True
+
+
+def is_async(reward: Callable[..., Any]) -> bool:
+    """Whether a reward is an async function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,43 +58,159 @@ class Component:
     weight: float = 1.0
     is_accuracy: bool = True
     """Whether it says that an answer is right; shaping terms do not, and filters must not look at them."""
+    timeout_seconds: float | None = None
+    """For async rewards: how long one call may take before it is cancelled and its rollout is unscorable. A plain function
+    cannot be stopped from outside: where it may hang, run it in a process (`core/workers.py`), as math-verify is."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds is None:
+            return
+        if not is_async(self.reward):
+            raise ValueError(
+                f"timeout_seconds = {self.timeout_seconds:g} is for async rewards; a plain one cannot be stopped"
+            )
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds = {self.timeout_seconds:g} is not allowed; a number > 0 is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSum:
-    """reward = sum of weight * component; accuracy = mean of the components that judge the answer."""
+    """reward = sum of weight * component, plus the punishment; accuracy = mean of the components that judge the answer."""
 
     components: Mapping[str, Component] = field(default_factory=dict)
+    overlong: OverlongPunishment | None = None
+    """Added to the reward by the number of tokens the policy wrote; no part of accuracy."""
 
     def __post_init__(self) -> None:
         if not any(component.is_accuracy for component in self.components.values()):
             raise ValueError("a reward needs at least one component that judges the answer (is_accuracy)")
+        if self.overlong is not None and "overlong" in self.components:
+            raise ValueError("a component is called 'overlong', as the punishment for length is; give it another name")
 
     def score(self, rollout: Rollout) -> Score | Unscorable:
-        found: dict[str, float] = {}
-        total, judged = 0.0, []
+        return self.score_all([rollout])[0]
+
+    def score_all(self, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+        """A score for each, in their order. A component judges those that the components before it could judge."""
+        found: list[dict[str, Judgement]] = [{} for _ in rollouts]
+        failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
-            verdict = judge(component.reward, rollout)
-            if isinstance(verdict, Unscorable):
-                return Unscorable(f"{name}: {verdict.reason}")
+            places = [place for place in range(len(rollouts)) if place not in failed]
+            verdicts = judge_all(component.reward, [rollouts[place] for place in places], component.timeout_seconds)
+            for place, verdict in zip(places, verdicts, strict=True):
+                if isinstance(verdict, Unscorable):
+                    failed[place] = Unscorable(f"{name}: {verdict.reason}")
+                found[place][name] = verdict
+        return [failed.get(place) or self._sum(rollout, found[place]) for place, rollout in enumerate(rollouts)]
+
+    def _sum(self, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> Score:
+        listed: dict[str, float] = {}
+        total, judged = 0.0, []
+        for name, verdict in verdicts.items():
+            assert not isinstance(verdict, Unscorable)
             value = sum(verdict.values())
-            total += component.weight * value
-            found |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
-            if component.is_accuracy:
+            total += self.components[name].weight * value
+            listed |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
+            if self.components[name].is_accuracy:
                 judged.append(value)
-        return Score(reward=total, accuracy=sum(judged) / len(judged), components=found)
+        if self.overlong is not None:
+            listed["overlong"] = float(self.overlong.punishment(rollout.mask.sum().reshape(1).to(torch.int64))[0])
+            total += listed["overlong"]
+        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed)
 
 
-def judge(reward: Reward, rollout: Rollout) -> dict[str, float] | Unscorable:
-    """The verdict of one reward as a breakdown; a plain number has the one part ''."""
+def judge(reward: Reward, rollout: Rollout) -> Judgement:
+    """The verdict of one reward on one rollout."""
+    return judge_all(reward, [rollout])[0]
+
+
+def judge_all(reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: float | None = None) -> list[Judgement]:
+    """The verdicts of one reward, in the order of the rollouts. What fails for one rollout concerns that one alone."""
+    if not rollouts:
+        return []
+    call: Callable[..., Any] = reward
+    if is_batched(call):
+        verdicts = _run(_await_all(call, [rollouts], timeout_seconds))[0] if is_async(call) else _attempt(call, rollouts)
+        return _judge_batch(verdicts, len(rollouts))
+    if is_async(call):
+        return [_breakdown(verdict) for verdict in _run(_await_all(call, rollouts, timeout_seconds))]
+    return [_breakdown(_attempt(call, rollout)) for rollout in rollouts]
+
+
+def _attempt(reward: Callable[..., Any], given: Any) -> Any:
     try:
-        verdict = reward(rollout)
+        return reward(given)
     except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
-        return Unscorable(f"{type(error).__name__}: {error}")
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> Unscorable:
+    return Unscorable(f"{type(error).__name__}: {error}")
+
+
+def _judge_batch(verdicts: Any, count: int) -> list[Judgement]:
+    if isinstance(verdicts, Unscorable):
+        return [verdicts] * count
+    _close(verdicts)
+    try:
+        given = None if isinstance(verdicts, str | bytes | Mapping) else list(verdicts)
+    except Exception:
+        given = None
+    if given is None or len(given) != count:
+        what = f"a {type(verdicts).__name__}" if given is None else f"{len(given)} verdicts"
+        return [Unscorable(f"returned {what} for {count} rollouts; a sequence of as many verdicts is needed")] * count
+    return [_breakdown(verdict) for verdict in given]
+
+
+def _breakdown(verdict: Any) -> Judgement:
     if isinstance(verdict, Unscorable):
         return verdict
+    _close(verdict)
     parts = verdict if isinstance(verdict, dict) else {"": verdict}
     wrong = {name: value for name, value in parts.items() if not finite(value)}
     if wrong or not parts:
         return Unscorable(f"returned {verdict!r}; a finite number or a dict of finite numbers is needed")
-    return {name: float(value) for name, value in parts.items()}
+    return {str(name): float(value) for name, value in parts.items()}
+
+
+def _close(verdict: Any) -> None:
+    # A plain function that hands on a coroutine: nobody will await it, and Python would warn of that.
+    if inspect.iscoroutine(verdict):
+        verdict.close()
+
+
+async def _await_all(reward: Callable[..., Any], given: Sequence[Any], seconds: float | None) -> list[Any]:
+    async def one(item: Any) -> Any:
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                return await reward(item)
+        except Exception as error:
+            return Unscorable(f"timed out after {seconds:g} s") if limit.expired() else _raised(error)
+
+    found = await asyncio.gather(*map(one, given), return_exceptions=True)
+    # A reward that cancels itself; an exception of Python's own ends the run before this.
+    return [_raised(verdict) if isinstance(verdict, BaseException) else verdict for verdict in found]
+
+
+def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """Run it here, or in a thread of its own where this thread's loop is already busy (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    found: list[Any] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            found.extend(asyncio.run(coroutine))
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, name="async rewards")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return found

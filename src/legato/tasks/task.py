@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -30,9 +29,14 @@ class Split:
     share: float
     """How much of all problems is held out."""
 
-    def training(self, seed: int) -> Iterator[Problem]:
-        """Problems to train on, for ever, in an order that the seed fixes."""
-        return self._draw(random.Random(f"training {seed}"), wanted=False)
+    def training_problem(self, seed: int, number: int) -> Problem:
+        """The training problem at a place of the order that the seed fixes; places are drawn independently."""
+        source = random.Random(f"training {seed} {number}")
+        for _ in range(10_000):
+            problem = self.task.problem(source)
+            if not held_out(problem, self.share):
+                return problem
+        raise ValueError("the task drew 10000 held-out problems in a row; lower task.held_out_share")
 
     def held_out(self, count: int, seed: int = 0, attempts_per_problem: int = 1000) -> list[Problem]:
         """`count` different held-out problems, the same for a seed whatever was drawn before."""
@@ -48,9 +52,3 @@ class Split:
             f"held_out = {count} is more than the task has: {len(drawn)} different held-out problems were found;"
             " hold out fewer, or make the task larger"
         )
-
-    def _draw(self, source: random.Random, wanted: bool) -> Iterator[Problem]:
-        while True:
-            problem = self.task.problem(source)
-            if held_out(problem, self.share) == wanted:
-                yield problem

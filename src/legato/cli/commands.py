@@ -1,0 +1,136 @@
+"""What the verbs print. Loaded when a verb that needs a model is typed, and not before."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from legato.cli.display import for_terminal
+from legato.cli.ending import end_screen
+from legato.dashboard.legible import legible
+from legato.dashboard.report import write_report
+from legato.dashboard.summary import samples, summary
+from legato.diagnostics.format import RunDirectory
+from legato.run import wire
+from legato.run.evaluate import evaluate
+from legato.run.export import export
+from legato.run.load import load
+from legato.run.sample import sample
+from legato.run.target import find
+from legato.run.train import Run, resume, start
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    files, words = [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+    if not arguments:
+        raise ValueError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
+    run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
+    _end(run)
+    return run.exit_code
+
+
+def resume_command(path: Path, words: Sequence[str], allow_changes: bool) -> int:
+    run = resume(path, words, watcher=for_terminal(), allow_changes=allow_changes)
+    _end(run)
+    return run.exit_code
+
+
+def _end(run: Run) -> None:
+    directory = RunDirectory.open(run.directory)
+    if run.exit_code:
+        Console(highlight=False).print(f"{run.reason}\nnext       legato resume {run.directory}", soft_wrap=True)
+        return
+    end_screen(
+        summary(directory),
+        samples=samples(directory),
+        checkpoint=run.model_folder,
+        report=directory.report_path,
+        next_command=f"legato sample {run.directory}",
+    )
+
+
+def eval_command(
+    target: str,
+    words: Sequence[str],
+    *,
+    number_of_samples: int,
+    greedy: bool,
+    temperature: float | None,
+    problems: int | None,
+    file: Path | None,
+    output: Path | None,
+) -> None:
+    found = find(target, words)
+    for warning in found.warnings:
+        print(warning, file=sys.stderr)
+    result = evaluate(found, samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file)
+    table = Table(title=f"{result.problems} problems", title_justify="left")
+    for heading in ("measure", "accuracy", "95 % interval"):
+        table.add_column(heading)
+    for row in result.rows:
+        table.add_row(row.name, f"{row.value:.1%}", f"{row.low:.1%} .. {row.high:.1%}")
+    console = Console(highlight=False)
+    console.print(table)
+    if result.unscorable:
+        console.print(f"{result.unscorable} responses could not be scored and count as wrong")
+    if output is not None:
+        record = {
+            "problems": result.problems,
+            "samples": result.samples,
+            "measures": {row.name: {"value": row.value, "low": row.low, "high": row.high} for row in result.rows},
+        }
+        output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def sample_command(
+    target: str,
+    prompts: Sequence[str],
+    *,
+    file: Path | None,
+    number_of_samples: int,
+    temperature: float | None,
+    max_response_tokens: int | None,
+) -> None:
+    found = find(target)
+    console = Console(highlight=False)
+    asked = sample(
+        found,
+        _prompts(prompts, file),
+        samples=number_of_samples,
+        temperature=temperature,
+        max_response_tokens=max_response_tokens,
+    )
+    for each in asked:
+        console.print(Text(legible(each.prompt), style="dim"))
+        for response in each.responses:
+            console.print(Text(f"  {legible(response.text)}"), Text(f"  ({response.stop.value})", style="dim"))
+
+
+def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
+    yield from prompts
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        yield from (line for line in lines if line.strip())
+    if not prompts and file is None:
+        if sys.stdin.isatty():
+            print("Type a prompt, an empty line ends.", file=sys.stderr)
+        for line in sys.stdin:
+            if not line.strip():
+                return
+            yield line.rstrip("\n")
+
+
+def export_command(target: str, folder: Path, step: int | None, merge: bool) -> None:
+    export(find(target, step=step), folder, merge=merge)
+    print(f"{folder} holds the model; transformers' AutoModelForCausalLM.from_pretrained loads it")
+
+
+def report_command(path: Path) -> None:
+    print(write_report(RunDirectory.open(path)))

@@ -1,0 +1,233 @@
+"""What a person sees while a run trains: a live panel on a terminal, one plain line per step elsewhere.
+
+Whatever a model or a run wrote is printed as plain text: never as markup, never with control characters.
+"""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from legato.cli.ending import end_screen
+from legato.dashboard.legible import legible
+from legato.dashboard.report import duration
+
+__all__ = ["Display", "LiveDisplay", "PlainDisplay", "end_screen", "for_terminal", "sparkline", "time_left"]
+
+Metrics = Mapping[str, float]
+
+SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    ("accuracy/mean", "accuracy", ".1%"),
+    ("clip/sequences", "clipped", ".1%"),
+    ("entropy/mean", "entropy", ".3f"),
+    ("length/mean", "length", ".1f"),
+    ("tokens/per_second", "tokens/s", ",.0f"),
+)
+"""Key, word and format of what both forms show, in order."""
+
+HELD_OUT = (("eval/accuracy_sampled", "held-out sampled"), ("eval/accuracy_greedy", "held-out greedy"))
+RECENT = 20
+"""Steps that an estimate of the time left looks back on: enough to hold an evaluation now and then."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """What a line can be written to."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+@runtime_checkable
+class Display(Protocol):
+    """What the trainer calls. `seconds_left` None: the display estimates it from `time/step_seconds`."""
+
+    def start(self, title: str, notes: Sequence[str]) -> None: ...
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
+
+    def step(
+        self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None
+    ) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def for_terminal(console: Console | None = None) -> Display:
+    """Live where someone looks on, plain lines into files, pipes and terminals that cannot move their cursor."""
+    console = console or Console(highlight=False)
+    return LiveDisplay(console) if console.is_interactive and not console.is_dumb_terminal else PlainDisplay(console.file)
+
+
+def time_left(durations: Sequence[float], remaining: int) -> float | None:
+    """Seconds that `remaining` steps will take if they go like the last ones; None while there is nothing to go by.
+
+    The mean, not the median: a slow step now and then (an evaluation, a checkpoint) will come again.
+    """
+    if remaining <= 0:
+        return 0.0
+    known = [each for each in durations if math.isfinite(each) and each >= 0][-RECENT:]
+    return math.fsum(known) / len(known) * remaining if known else None
+
+
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """Shares between 0 and 1 as at most `width` bars: averages of neighbours where there are more."""
+    bars = ".:-=+*#%" if ascii_only else "▁▂▃▄▅▆▇█"
+    known = [value for value in values if math.isfinite(value)]
+    if width < 1 or not known:
+        return ""
+    size = math.ceil(len(known) / width)
+    means = [math.fsum(known[at : at + size]) / len(known[at : at + size]) for at in range(0, len(known), size)]
+    return "".join(bars[min(len(bars) - 1, max(0, int(mean * len(bars))))] for mean in means)
+
+
+def plain(text: str) -> str:
+    """One line without control characters."""
+    return legible(text, one_line=True)
+
+
+class _Clock:
+    """Recent step times, for a caller that has no estimate of its own."""
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=RECENT)
+
+    def left(self, remaining: int, metrics: Metrics, given: float | None) -> float | None:
+        spent = metrics.get("time/step_seconds")
+        if spent is not None:
+            self._durations.append(spent)
+        return time_left(self._durations, remaining) if given is None else given
+
+
+def _number(metrics: Metrics, key: str, form: str) -> str | None:
+    value = metrics.get(key)
+    if value is None:
+        return None
+    return format(value, form) if math.isfinite(value) else "-"
+
+
+def _pairs(metrics: Metrics, evaluation: Metrics | None) -> list[tuple[str, str]]:
+    found = [(word, _number(metrics, key, form)) for key, word, form in SHOWN]
+    found[2:2] = [(word, _number(evaluation or {}, key, ".1%")) for key, word in HELD_OUT]
+    return [(word, text) for word, text in found if text is not None]
+
+
+class PlainDisplay:
+    """One line per step, for logs."""
+
+    def __init__(self, stream: Stream | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._clock = _Clock()
+
+    def start(self, title: str, notes: Sequence[str]) -> None:
+        self._print(plain(title))
+        for note in notes:
+            self._print(f"  {plain(note)}")
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None:
+        # A tenth at a time: the stage is short and its steps are many.
+        if step == steps or step % max(1, steps // 10) == 0:
+            self._print(f"warm-up {step}/{steps}  loss {loss:.3f}")
+
+    def step(self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None) -> None:
+        left = self._clock.left(steps - step, metrics, seconds_left)
+        words = [f"step {step:>{len(str(steps))}}/{steps}"]
+        words += [f"{word} {text}" for word, text in _pairs(metrics, evaluation)]
+        words += [] if left is None else [f"left {duration(left)}"]
+        self._print("  ".join(words))
+
+    def message(self, text: str) -> None:
+        self._print(plain(text))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _print(self, line: str) -> None:
+        # A log in ASCII is no reason to lose a run to a curly quote.
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+
+class LiveDisplay:
+    """A panel that stays at the bottom of the terminal; messages scroll above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._clock = _Clock()
+        self._phase, self._step, self._steps = "starting", 0, 0
+        self._pairs: list[tuple[str, str]] = []
+        self._held_out: dict[str, float] = {}
+        self._accuracy: list[float] = []
+        self._end: float | None = None
+        # Two frames a second keep the clock alive and cost the trainer's cores nothing that can be measured.
+        self._live = Live(get_renderable=lambda: self, console=self._console, refresh_per_second=2, transient=True)
+
+    def start(self, title: str, notes: Sequence[str]) -> None:
+        self._console.print(Text(plain(title), style="bold"))
+        for note in notes:
+            self._console.print(Text(f"  {plain(note)}", style="dim"))
+        self._live.start()
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None:
+        self._phase, self._step, self._steps = "warm-up", step, steps
+        self._pairs = [("loss", f"{loss:.3f}")]
+
+    def step(self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None) -> None:
+        self._phase, self._step, self._steps = "training", step, steps
+        self._held_out |= dict(evaluation or {})  # the last known stays on the panel
+        self._pairs = _pairs(metrics, self._held_out)
+        self._accuracy.append(metrics.get("accuracy/mean", math.nan))
+        left = self._clock.left(steps - step, metrics, seconds_left)
+        self._end = None if left is None else time.monotonic() + left
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(plain(text)))
+
+    def close(self) -> None:
+        self._live.stop()
+        if self._steps:
+            self._console.print(self)  # the last state stays to be read
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        width = options.max_width
+        yield from self._head(width)
+        columns = max(1, min(4, width // 24))
+        table = Table.grid(padding=(0, 2), expand=False)
+        for _ in range(columns):
+            table.add_column(no_wrap=True, overflow="ellipsis")
+        cells = [Text.assemble((f"{word} ", "dim"), (text, "bold")) for word, text in self._pairs]
+        for at in range(0, len(cells), columns):
+            table.add_row(*cells[at : at + columns])
+        yield table
+        if any(math.isfinite(value) for value in self._accuracy) and width >= 30:
+            bars = sparkline(self._accuracy, min(60, width - 12), ascii_only=options.ascii_only)
+            yield Text.assemble(("accuracy ", "dim"), (bars, "green"), no_wrap=True, overflow="crop")
+
+    def _head(self, width: int) -> Iterator[Table | Text]:
+        left = None if self._end is None else max(0.0, self._end - time.monotonic())
+        words = Text.assemble((f"{self._phase} ", "bold"), f"{self._step}/{self._steps}" if self._steps else "")
+        clock = Text("" if left is None else f"left {duration(left)}", style="cyan")
+        room = width - words.cell_len - clock.cell_len - 4
+        if room < 8 or not self._steps:
+            for line in (words, clock):
+                line.truncate(width)
+                yield line
+            return
+        row = Table.grid(padding=(0, 2))
+        for _ in range(3):
+            row.add_column(no_wrap=True)
+        row.add_row(words, ProgressBar(total=self._steps, completed=self._step, width=min(40, room)), clock)
+        yield row

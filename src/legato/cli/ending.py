@@ -1,0 +1,123 @@
+"""The last screen of a run: before and after, samples, where things are, what to type next."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from legato.dashboard.legible import legible, shortened
+from legato.dashboard.report import duration, verdict
+from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number
+
+SHOWN_SAMPLES = 3
+_STYLE = {"rose": "bold green", "fell": "bold red"}
+
+
+def end_screen(
+    summary: Summary,
+    *,
+    samples: Samples | None = None,
+    checkpoint: Path | None = None,
+    report: Path | None = None,
+    next_command: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print it. It fits 24 lines of 80 columns."""
+    console = console or Console(highlight=False)
+    reason = f", {_plain(summary.reason)}" if summary.reason else ""
+    console.print()
+    console.print(
+        Text.assemble(
+            (shortened(_plain(summary.name), 30), "bold"),
+            f"  {_plain(summary.algorithm)}, {summary.steps:,} steps in {duration(summary.seconds)}{reason}",
+        ),
+        overflow="ellipsis",
+        no_wrap=True,
+    )
+    console.print()
+    if summary.before or summary.after:
+        console.print(_accuracies(summary, console.width))
+    else:
+        console.print(Text("No evaluation on held-out problems was made.", style="dim"))
+    if samples is not None and samples.before:
+        console.print()
+        console.print(_samples(samples, console))
+    console.print()
+    # Unwrapped, so that they can be copied whole.
+    for word, text in (("checkpoint", checkpoint), ("report", report)):
+        if text is not None:
+            console.print(Text.assemble((f"{word:<11}", "dim"), _plain(str(text))), soft_wrap=True)
+    if next_command is not None:
+        console.print(Text.assemble((f"{'next':<11}", "dim"), (_plain(next_command), "bold cyan")), soft_wrap=True)
+
+
+def _accuracies(summary: Summary, width: int) -> Table:
+    # Cut numbers would mislead: a narrow terminal gets them without their intervals.
+    whole = width >= 78
+    table = _table()
+    table.add_column("held-out accuracy" if whole else "held-out", no_wrap=True)
+    for word in ("before", "after", "change"):
+        table.add_column(word, justify="right", no_wrap=True)
+    for word in ("sampled", "greedy"):
+        before, after = _of(summary.before, word), _of(summary.after, word)
+        if before is None and after is None:
+            continue
+        change = Text("")
+        if before and after:
+            style = _STYLE.get(verdict(before, after), "dim")
+            change = Text(f"{100 * (after.value - before.value):+.1f}{' points' if whole else ''}", style=style)
+        table.add_row(word, _words(before, whole), _words(after, whole), change)
+    return table
+
+
+def _samples(found: Samples, console: Console) -> Table:
+    table = _table()
+    same = [each.get("prompt") for each in found.before] == [each.get("prompt") for each in found.after]
+    marks = ("✓", "✗") if console.encoding.startswith("utf") else ("+", "-")
+    each_width = max(8, (min(console.width, 120) - 4) // 3)
+    headers = ["prompt", f"step {found.before_step}", *([] if found.after_step is None else [f"step {found.after_step}"])]
+    for header in headers:
+        table.add_column(header, no_wrap=True, overflow="ellipsis", max_width=each_width)
+    before, after = found.before[:SHOWN_SAMPLES], found.after[:SHOWN_SAMPLES]
+    for index, record in enumerate(before):
+        beside = [_judged(after[index], each_width, marks)] if same else []
+        table.add_row(_text(record, "prompt", each_width), _judged(record, each_width, marks), *beside)
+    for record in () if same else after:
+        table.add_row(_text(record, "prompt", each_width), "", _judged(record, each_width, marks))
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def _judged(record: Record, width: int, marks: tuple[str, str]) -> Text:
+    """The text with a mark: a colour alone does not reach everyone."""
+    accuracy = number(record, "accuracy")
+    text = _text(record, "text", width - 2)
+    if accuracy is None:
+        return text
+    mark, style = (marks[0], "green") if accuracy >= 1 else (marks[1], "red" if accuracy <= 0 else "yellow")
+    return Text.assemble((f"{mark} ", style), text)
+
+
+def _text(record: Record, key: str, width: int) -> Text:
+    """As plain text: markup in it is shown, not obeyed."""
+    return Text(shortened(_plain(str(record.get(key) or "")), width))
+
+
+def _plain(text: str) -> str:
+    return legible(text, one_line=True)
+
+
+def _words(interval: Interval | None, whole: bool) -> str:
+    if interval is None:
+        return "-"
+    around = f" ({100 * interval.low:.1f} to {100 * interval.high:.1f})" if whole else ""
+    return f"{100 * interval.value:.1f} %{around}"
+
+
+def _of(evaluation: Evaluation | None, word: str) -> Interval | None:
+    found: Interval | None = None if evaluation is None else getattr(evaluation, word)
+    return found

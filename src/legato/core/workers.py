@@ -1,0 +1,309 @@
+"""Functions that may hang or crash, run in processes that can be killed.
+
+    workers = shared("legato.rewards.math_worker:compare")
+    workers.ask("1/2", "0.5", seconds=5)  ->  what compare("1/2", "0.5") returns, or TimedOutError, DiedError, RefusedError
+
+A worker is a fresh interpreter, started at the first question and never forked: the process that asks may hold CUDA and
+threads. It imports the named module and nothing of the asker's main program, so it is small. Questions and replies are JSON
+on a socket: whatever the worker was talked into, its reply is data. It has no environment variables but a few, a memory
+limit, may write no file, and ends itself by a CPU limit should the asker vanish in the middle of a question.
+
+This is a limit on time and memory, and hygiene; it is no sandbox for programs.
+"""
+
+import atexit
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from importlib import import_module
+from typing import Any
+
+START_SECONDS = 120.0
+"""How long a worker may take to import what it needs; a loaded machine is slow at that."""
+MEMORY_BYTES = 4 * 2**30
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+"""What of the environment a worker sees: no tokens, no keys."""
+
+
+class TimedOutError(Exception):
+    """The question was not answered in time; its worker was killed."""
+
+
+class DiedError(Exception):
+    """Two workers ended in the middle of the question, or none could be started."""
+
+
+class RefusedError(Exception):
+    """The function raised; the message names the exception."""
+
+
+class Workers:
+    """At most `count` processes that answer questions to `function` ("module:name"), started when they are needed.
+
+    It may be asked from any thread; threads beyond `count` wait. After a fork the child has its own, empty pool.
+    """
+
+    def __init__(self, function: str, *, count: int | None = None, questions_per_worker: int = 1000) -> None:
+        self.function = function
+        self.count = min(4, os.cpu_count() or 1) if count is None else count
+        self.questions_per_worker = questions_per_worker
+        self._reset()
+        _POOLS.add(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._free: list[_Worker] = []
+        self._all: list[_Worker] = []
+        self._places = self.count
+        self._closed = False
+
+    @property
+    def processes(self) -> list[int]:
+        """The process ids of the workers alive."""
+        with self._changed:
+            return [worker.process.pid for worker in self._all if worker.process.poll() is None]
+
+    def ask(self, *arguments: Any, seconds: float) -> Any:
+        """What the function returns for these JSON values. Starting a worker and waiting for a free one do not count."""
+        question = json.dumps([arguments, seconds]).encode() + b"\n"
+        for again in (False, True):
+            # A worker killed from outside takes the question with it, so it is put once more, to a new one: what killed it
+            # may have killed the idle ones too. Not a third time: a question that ends its worker would do so for ever.
+            worker = self._take(fresh=again)
+            try:
+                reply = worker.answer(question, seconds)
+            except TimeoutError:
+                self._discard(worker)
+                raise TimedOutError(f"no reply after {seconds:g} s") from None
+            except (OSError, EOFError):
+                self._discard(worker)
+                continue
+            except BaseException:
+                # Interrupted between question and reply: the reply would be taken for that of the next question.
+                self._discard(worker)
+                raise
+            self._give(worker)
+            if "refused" in reply:
+                raise RefusedError(reply["refused"])
+            return reply["value"]
+        raise DiedError(f"two workers ended in the middle of a question, the last by {worker.end()}")
+
+    def _take(self, fresh: bool) -> "_Worker":
+        with self._changed:
+            while not self._free and self._places == 0 and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise DiedError("the workers have been closed")
+            while self._free:
+                worker = self._free.pop()
+                if worker.process.poll() is None and not fresh:
+                    return worker
+                # Killed while it was idle: nobody's question was lost.
+                self._forget(worker)
+            self._places -= 1
+        try:
+            worker = _Worker(self.function)
+        except BaseException:
+            with self._changed:
+                self._places += 1
+                self._changed.notify()
+            raise
+        with self._changed:
+            self._all.append(worker)
+            if self._closed:
+                # Closed while it started: nobody would end it later.
+                self._forget(worker)
+                raise DiedError("the workers have been closed")
+        return worker
+
+    def _give(self, worker: "_Worker") -> None:
+        if worker.answered >= self.questions_per_worker:
+            # Caches and fragments of the libraries in it only grow.
+            self._discard(worker)
+            return
+        with self._changed:
+            self._free.append(worker)
+            self._changed.notify()
+
+    def _discard(self, worker: "_Worker") -> None:
+        with self._changed:
+            self._forget(worker)
+
+    def _forget(self, worker: "_Worker") -> None:
+        worker.kill()
+        if worker in self._all:
+            self._all.remove(worker)
+            self._places += 1
+        self._changed.notify()
+
+    def close(self) -> None:
+        """Kill all workers and wait for their end; questions still open raise DiedError."""
+        with self._changed:
+            self._closed = True
+            for worker in self._all:
+                worker.kill()
+            self._all, self._free = [], []
+            self._changed.notify_all()
+
+    def _abandon(self) -> None:
+        """In a forked child: the workers are the parent's. Its ends of the sockets must not be kept open here."""
+        for worker in self._all:
+            worker.channel.close()
+            worker.process.returncode = 0
+        self._reset()
+
+
+class _Worker:
+    """One process and the socket to it. One thread at a time speaks to it."""
+
+    def __init__(self, function: str) -> None:
+        self.channel, other = socket.socketpair()
+        self.received = b""
+        self.answered = 0
+        program = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            "from legato.core import workers; workers.serve(sys.argv[2])"
+        )
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, "-B", "-c", program, json.dumps(sys.path), function],
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # One hash seed for all: what a library makes of a set's order is then the same in every run.
+                env=environment | {"PYTHONHASHSEED": "0"},
+                # A Ctrl-C in the terminal is for the asker, who decides what becomes of its workers.
+                start_new_session=True,
+            )
+        try:
+            ready = self._line(time.monotonic() + START_SECONDS)
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, OSError | EOFError):
+                raise DiedError(f"a worker for {function} did not start: {self.end()}") from None
+            raise
+        if "refused" in ready:
+            self.kill()
+            raise DiedError(f"a worker for {function} did not start: {ready['refused']}")
+
+    def answer(self, question: bytes, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        self.channel.settimeout(seconds)
+        self.channel.sendall(question)
+        reply = self._line(deadline)
+        self.answered += 1
+        return reply
+
+    def _line(self, deadline: float) -> dict[str, Any]:
+        while b"\n" not in self.received:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            self.channel.settimeout(remaining)
+            piece = self.channel.recv(65536)
+            if not piece:
+                raise EOFError
+            self.received += piece
+        line, _, self.received = self.received.partition(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def kill(self) -> None:
+        """End it and take its exit status, so that no zombie stays."""
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> str:
+        code = self.process.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+
+
+_POOLS: "weakref.WeakSet[Workers]" = weakref.WeakSet()
+_SHARED: dict[str, Workers] = {}
+_SHARED_LOCK = threading.Lock()
+
+
+def shared(function: str) -> Workers:
+    """The workers of this process for a function."""
+    with _SHARED_LOCK:
+        if function not in _SHARED:
+            _SHARED[function] = Workers(function)
+        return _SHARED[function]
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(_POOLS):
+        pool.close()
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have held any of these locks, and is not here to open them.
+    global _SHARED_LOCK
+    _SHARED_LOCK = threading.Lock()
+    for pool in list(_POOLS):
+        pool._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def serve(name: str) -> None:
+    """The life of a worker: import the function, say so, then a reply for each question until the asker is gone."""
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    home, _, attribute = name.partition(":")
+    try:
+        module = import_module(home)
+        function = getattr(module, attribute)
+        # What takes long once is done before the first question, whose time is limited.
+        getattr(module, "prepare", lambda: None)()
+        _limit_memory_and_files()
+    except Exception as error:
+        _send(channel, {"refused": _sentence(error)})
+        return
+    _send(channel, {"ready": True})
+    for line in channel.makefile("rb"):
+        arguments, seconds = json.loads(line)
+        _limit_cpu(seconds)
+        try:
+            reply = {"value": function(*arguments)}
+            text = json.dumps(reply)
+        except Exception as error:
+            text = json.dumps({"refused": _sentence(error)})
+        channel.sendall(text.encode() + b"\n")
+
+
+def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _limit_memory_and_files() -> None:
+    import resource
+
+    for limit, value in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(limit)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (allowed, hard))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """The asker kills by the clock; this is for the asker that is no more. The kernel does it: no lock can be in its way."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = math.ceil(time.process_time() + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -1,0 +1,132 @@
+"""The look of the report: styles, the script that draws, and the frame of the one file."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+
+from legato.dashboard.figures import Figure
+
+STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; --line: #e3e7ee;
+  --grid: #e9edf3; --well: #f3f5f8; --good: #0b8457; --bad: #c02b2b; --accent: #2563eb; }
+@media (prefers-color-scheme: dark) { :root { --page: #0d1219; --card: #151c26; --text: #e4eaf2; --dim: #94a2b5;
+  --line: #263140; --grid: #232d3b; --well: #0f151d; --good: #34d399; --bad: #f87171; --accent: #60a5fa; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--text);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 36px 24px 64px; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -0.02em; overflow-wrap: anywhere; }
+h2 { font-size: 20px; margin: 44px 0 14px; letter-spacing: -0.01em; }
+h3 { font-size: 15px; margin: 0; }
+p { margin: 0 0 8px; }
+.dim, figcaption { color: var(--dim); }
+.facts { display: flex; flex-wrap: wrap; gap: 4px 22px; color: var(--dim); margin-bottom: 18px; overflow-wrap: anywhere; }
+.facts b { color: var(--text); font-weight: 600; }
+.verdict { font-size: 17px; margin: 0 0 18px; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.wide { grid-column: 1 / -1; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 18px; margin: 0;
+  min-width: 0; }
+.tile .label { color: var(--dim); font-size: 13px; }
+.tile .big { font-size: 32px; font-weight: 650; letter-spacing: -0.02em; line-height: 1.3;
+  font-variant-numeric: tabular-nums; }
+.tile .big .dim { font-weight: 500; }
+.tile .change { font-size: 15px; font-weight: 600; margin-left: 10px; white-space: nowrap; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+figcaption { font-size: 13px; margin-top: 2px; }
+.plot { height: 300px; } .wide .plot { height: 350px; }
+pre { background: var(--well); border-radius: 8px; padding: 10px 12px; margin: 6px 0 0; overflow: auto; max-height: 320px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
+  unicode-bidi: isolate; }
+pre.config { max-height: none; white-space: pre; overflow-wrap: normal; }
+.sample { margin-bottom: 16px; }
+.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-top: 12px; }
+.tag { font-size: 12px; color: var(--dim); font-variant-numeric: tabular-nums; }
+.tag b { font-weight: 600; }
+ul { margin: 0; padding-left: 20px; } li { margin: 3px 0; overflow-wrap: anywhere; }
+details summary { cursor: pointer; font-weight: 600; }
+@media (max-width: 760px) { .grid, .pair { grid-template-columns: minmax(0, 1fr); } main { padding: 22px 14px 40px; }
+  .tile .big { font-size: 26px; } }
+@media print { body { background: #fff; } .card { break-inside: avoid; } pre { max-height: none; } }
+"""
+
+SCRIPT = """
+"use strict";
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function themed(layout) {
+  const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
+  const line = colour("--line"), grid = colour("--grid");
+  const axis = { gridcolor: grid, linecolor: line, zerolinecolor: line, automargin: true };
+  const box = { bgcolor: colour("--card"), bordercolor: line, font: { color: colour("--text"), size: 12 } };
+  return { ...layout,
+    xaxis: { ...axis, showgrid: false, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    font: { family: "system-ui, -apple-system, Segoe UI, sans-serif", size: 12, color: colour("--dim") },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hoverlabel: box,
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } },
+    margin: { l: 56, r: 14, t: 48, b: 44 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--accent") } };
+}
+function draw() {
+  const options = { displaylogo: false, responsive: true, displayModeBar: "hover",
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
+  figures.forEach((figure, index) => Plotly.react("figure-" + index, figure.data, themed(figure.layout), options));
+}
+draw();
+dark.addEventListener("change", draw);
+"""
+
+
+def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: str) -> str:
+    """The whole file. `head` and `body` are HTML; everything that came from a run is escaped in them already."""
+    data = json.dumps([{"data": figure.data, "layout": figure.layout} for figure in drawn], allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    # Only these two scripts may run and nothing may be fetched, whatever a model's text contains.
+    policy = (
+        f"default-src 'none'; script-src {_digest(plotly)} {_digest(SCRIPT)}; style-src 'unsafe-inline';"
+        " img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{head}
+{_pictures(drawn)}
+{body}
+</main>
+<script type="application/json" id="figures">{data}</script>
+<script>{plotly}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _pictures(drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return '<section><h2>Curves</h2><p class="dim">No step has been recorded yet.</p></section>'
+    cards = []
+    for index, figure in enumerate(drawn):
+        # A last figure alone in its row takes the row.
+        narrow = sum(not each.wide for each in drawn)
+        alone = index == len(drawn) - 1 and narrow % 2 == 1
+        cards.append(
+            f'<figure class="card{" wide" if figure.wide or alone else ""}"><h3>{html.escape(figure.title)}</h3>'
+            f"<figcaption>{html.escape(figure.caption)}</figcaption>"
+            f'<div class="plot" id="figure-{index}" role="img" aria-label="{html.escape(figure.title)}"></div></figure>'
+        )
+    hint = '<noscript><p class="bad">The curves are drawn by a script in this file; scripts are switched off.</p></noscript>'
+    return f'<section><h2>Curves</h2>{hint}<div class="grid">{"".join(cards)}</div></section>'
+
+
+def _digest(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,0 +1,351 @@
+"""The run directory: what a run leaves behind, read and written here and nowhere else. Standard library only.
+
+    config.toml                     the resolved recipe; `legato train` on it repeats the run
+    environment.json                format version, versions of packages by allow-list, hardware, seeds
+    metrics.jsonl                   one JSON object a line, told apart by "kind"
+    rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
+    checkpoints/step-000120/        model and trainer state
+    report.html                     the report, one file
+
+Kinds of lines in metrics.jsonl:
+
+    start       before training: name, model, algorithm, deviations (list), notes (list)
+    probe       step, responses, and the noise floor of log s: probe/packs_median, probe/packs_max (other packs),
+                probe/engine_median, probe/engine_max (engine against trainer)
+    warm-up     step, loss
+    step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
+                now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
+    evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
+    checkpoint  step
+    end         reason, and if known seconds
+
+A number that is not finite is null: JSON has no NaN. A line counts once it is whole; what a crash left of the last is none.
+
+A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
+"components": {name: float}, "stop": str, "tokens": int, "key": str}.
+"""
+
+import errno
+import gzip
+import json
+import math
+import os
+import platform
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Version of all the above; raised when a reader of the old one would misread the new one."""
+
+PACKAGES = (
+    "legato",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "math-verify",
+    "reasoning-gym",
+    "vllm",
+    "sglang",
+    "numpy",
+    "pydantic",
+)
+"""Packages whose versions are stored: an allow-list, since what else is installed is nobody's business."""
+
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class RunDirectoryError(OSError, ValueError):
+    """The run directory cannot be written or read. Also a ValueError, so that the door says it in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A run directory by its path. Use `create` for a new one and `open` for one that is there."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> "RunDirectory":
+        """A new, empty one; one that is there is never touched."""
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise ValueError(f"output.name: {name!r} is given; the plain name of a folder is needed, without slashes")
+        path = Path(parent) / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except FileExistsError as error:
+            if not (path.exists() or path.is_symlink()):
+                raise RunDirectoryError(f"cannot create {path}: a file stands in the way at {error.filename}") from error
+            raise ValueError(
+                f"{path} is there already and is never overwritten: `legato resume {path}` continues it,"
+                " output.name=ANOTHER_NAME starts a new run"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"cannot create {path}: {_reason(error)}; output.directory=FOLDER changes it") from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """One that is there."""
+        found = cls(Path(path))
+        if not found.path.is_dir():
+            raise ValueError(f"{path} is not a run directory: there is no such folder")
+        missing = [file.name for file in (found.config_path, found.metrics_path) if not file.is_file()]
+        if missing:
+            raise ValueError(f"{path} is not a run directory: {' and '.join(missing)} missing")
+        version = found.environment().get("format", FORMAT)
+        if version != FORMAT:
+            raise ValueError(f"{path} is written in format {version}; this legato reads format {FORMAT}")
+        return found
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment_path(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def rollouts_path(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl.gz"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    # Metrics
+
+    def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
+        """One line at the end; with `sync` it is on the disk when this returns."""
+        line = json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        with _told(self.metrics_path, "write"), self.metrics_path.open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end and not _ends_a_line(file, end):
+                # A line torn by a crash or a full disk would swallow the one that follows it.
+                file.truncate(_whole(self.metrics_path.read_bytes()))
+            file.write(line)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records. A torn last line is not there yet; a torn line before it means the file is damaged."""
+        if not self.metrics_path.exists():
+            return []
+        with _told(self.metrics_path, "read"):
+            data = self.metrics_path.read_bytes()
+        records = []
+        for number, line in enumerate(data[: _whole(data)].splitlines(), start=1):
+            record = _parsed(line)
+            if record is None:
+                shown = line[:60].decode(errors="replace")
+                where = f"{self.metrics_path}, line {number}"
+                raise RunDirectoryError(f"{where}: {shown!r} is not a JSON object; the file is damaged")
+            records.append(record)
+        return records
+
+    def metrics_position(self) -> int:
+        """Bytes of whole lines so far."""
+        if not self.metrics_path.exists():
+            return 0
+        with _told(self.metrics_path, "read"):
+            return _whole(self.metrics_path.read_bytes())
+
+    def truncate_metrics(self, position: int) -> None:
+        """Forget what was written after `position`: a resumed run writes those lines again."""
+        here = self.metrics_position()
+        if not 0 <= position <= here:
+            raise ValueError(f"{self.metrics_path}: position {position} is asked for; 0 to {here} (whole lines) are allowed")
+        if not self.metrics_path.exists():
+            return
+        with _told(self.metrics_path, "write"), self.metrics_path.open("rb+") as file:
+            if position:
+                file.seek(position - 1)
+                if file.read(1) != b"\n":
+                    raise ValueError(f"{self.metrics_path}: position {position} is inside a line; the file was altered")
+            file.truncate(position)
+            os.fsync(file.fileno())
+
+    # Rollouts and checkpoints
+
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """The rollouts of a step. The same records give the same bytes."""
+        path = self.rollouts_path(step)
+        with _told(path, "write"), _beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
+            with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
+                for record in records:
+                    file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+        return path
+
+    def read_rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a step, as written."""
+        path = self.rollouts_path(step)
+        if not path.exists():
+            there = ", ".join(map(str, self.rollout_steps())) or "none"
+            raise ValueError(f"{path} is not there; steps with stored rollouts: {there}")
+        try:
+            with _told(path, "read"):
+                lines = gzip.decompress(path.read_bytes()).splitlines()
+        except (EOFError, zlib.error) as error:
+            raise RunDirectoryError(f"{path} is damaged: {error}") from error
+        records = [_parsed(line) for line in lines]
+        if None in records:
+            raise RunDirectoryError(f"{path}, line {records.index(None) + 1}: not a JSON object; the file is damaged")
+        return [record for record in records if record is not None]
+
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are stored, ascending."""
+        return _steps(self.path / "rollouts", ".jsonl.gz")
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps with a finished checkpoint folder, ascending. Whether it is sound, its manifest says."""
+        return [step for step in _steps(self.path / "checkpoints", "") if self.checkpoint_path(step).is_dir()]
+
+    # Config and environment
+
+    def write_config(self, text: str) -> None:
+        """The resolved recipe as TOML text."""
+        self._write(self.config_path, text)
+
+    def write_environment(self, extra: Mapping[str, Any]) -> None:
+        """Versions by allow-list, hardware, and what the caller knows (seeds, devices). Never the environment variables."""
+        hardware = {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory()}
+        found: dict[str, Any] = {
+            "format": FORMAT,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "packages": _versions(),
+            **extra,
+            "hardware": hardware | dict(extra.get("hardware", {})),
+        }
+        self._write(self.environment_path, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+
+    def environment(self) -> dict[str, Any]:
+        """What `write_environment` wrote; empty if it did not get to that."""
+        if not self.environment_path.exists():
+            return {}
+        with _told(self.environment_path, "read"):
+            found = _parsed(self.environment_path.read_bytes())
+        if found is None:
+            raise RunDirectoryError(f"{self.environment_path} is not a JSON object; the file is damaged")
+        return found
+
+    def _write(self, path: Path, text: str) -> None:
+        with _told(path, "write"), _beside(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _told(path: Path, verb: str) -> Iterator[None]:
+    """What the system refuses, as a sentence."""
+    try:
+        yield
+    except RunDirectoryError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"cannot {verb} {path}: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; what was written before is whole, and after making room the run can be resumed"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "the folder is not writable or not readable for this user"
+    return error.strerror or str(error)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Write beside and rename, so that a file is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _ends_a_line(file: Any, end: int) -> bool:
+    file.seek(end - 1)
+    return bool(file.read(1) == b"\n")
+
+
+def _whole(data: bytes) -> int:
+    """Where the last whole line ends. The last line is torn if it does not parse, even with a newline."""
+    end = data.rfind(b"\n") + 1
+    start = data.rfind(b"\n", 0, max(0, end - 1)) + 1
+    return start if end == len(data) and _parsed(data[start:end]) is None else end
+
+
+def _steps(folder: Path, ending: str) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = (_STEP.fullmatch(name.removesuffix(ending)) for name in names if name.endswith(ending))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    """The processor's name; what Linux calls it, since `platform` often knows only the architecture."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None

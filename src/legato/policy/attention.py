@@ -1,0 +1,120 @@
+"""One attention function for everything the body of a policy is used for: training packs, prefill, decode.
+
+It is registered with transformers under the name "legato" and asks the view in force how tokens lie in memory. A body is
+switched to it only inside `attending`; outside, the model is as its users know it. Models whose attention has a sliding
+window, soft-capped scores or sinks are served too (the last two by plain matrix products).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Queries, keys and values of one layer, `[batch, heads, tokens, width]`, and how that layer attends."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@runtime_checkable
+class View(Protocol):
+    """How the tokens of a forward pass lie in memory and what each may see."""
+
+    def attend(self, heads: Heads) -> Tensor:
+        """[batch, tokens, heads, width]"""
+
+
+# A list and not a context variable: under gradient checkpointing the backward recomputes layers in threads of its own.
+_VIEWS: list[View] = []
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    heads = Heads(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        query=query,
+        key=key,
+        value=value,
+        scaling=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return _VIEWS[-1].attend(heads), None
+
+
+def register() -> None:
+    """Make the function known to transformers; no mask function goes with it, so that none is built."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("legato", _attention)
+
+
+@contextmanager
+def attending(config: Any, view: View) -> Iterator[None]:
+    """Inside, bodies with this configuration attend through the view. The backward belongs inside where it recomputes."""
+    before = config._attn_implementation
+    config._attn_implementation = "legato"
+    _VIEWS.append(view)
+    try:
+        yield
+    finally:
+        _VIEWS.pop()
+        config._attn_implementation = before
+
+
+def attend(heads: Heads, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(q k / sqrt(d) + bias) v over `[batch, heads, tokens, width]`; without a bias it is causal."""
+    repeat = query.shape[1] // key.shape[1]
+    if heads.softcap is None and heads.sinks is None:
+        if query.shape[2] == 1 and bias is not None:
+            # One query a row: the heads that share a key head are so many queries of it, and nothing is repeated.
+            grouped = query.reshape(len(query), key.shape[1], repeat, query.shape[3])
+            found = scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=heads.scaling)
+            return found.reshape(query.shape)
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=heads.scaling)
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * (heads.scaling or query.shape[3] ** -0.5)
+    if heads.softcap is not None:
+        scores = torch.tanh(scores / heads.softcap) * heads.softcap
+    scores = scores + (causal_bias(query.shape[2], query) if bias is None else bias)
+    if heads.sinks is not None:
+        sinks = heads.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
+
+
+def causal_bias(length: int, like: Tensor) -> Tensor:
+    """[1, 1, length, length]: 0 where a token may look, minus infinity where it may not."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
+    return as_bias(seen[None, None], like)
+
+
+def as_bias(seen: Tensor, like: Tensor) -> Tensor:
+    """What is added to the scores: 0 where `seen`, minus infinity elsewhere."""
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, -torch.inf)

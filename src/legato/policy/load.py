@@ -1,0 +1,181 @@
+"""From a name to a policy: tiny models, SmolLM2, a local folder, a hub name, or a module given in Python."""
+
+import fnmatch
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from legato.policy.adapters import Lora, with_lora
+from legato.policy.policy import Policy, ValueHead
+from legato.policy.smollm2 import smollm2_folder
+from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a policy is loaded."""
+
+    dtype: str = "auto"
+    """'auto': float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "auto"
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    packing: bool = True
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameter names that are not trained."""
+    lora: Lora | None = None
+    tiny: TinyShape = field(default_factory=TinyShape)
+    seed: int = 0
+    value_head: bool = False
+
+
+def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: Path | None = None) -> Policy:
+    """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from."""
+    device = _device(loading.device)
+    dtype = _dtype(loading.dtype, device)
+    name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    if saved is not None and loading.lora is None:
+        found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
+    else:
+        found, module = _fresh(model, loading, dtype, tokenizer)
+    tokenizer = found if tokenizer is None else tokenizer
+    if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
+        raise ValueError(
+            f"policy.model {name}: the tokenizer knows {len(tokenizer)} tokens, the embedding has"
+            f" {module.get_input_embeddings().weight.shape[0]} rows; they do not belong together"
+        )
+    module = module.to(device)
+    _without_dropout(module)
+    _freeze(module, loading.frozen)
+    if loading.lora is not None:
+        module = with_lora(module, loading.lora, saved)
+    if loading.gradient_checkpointing:
+        _checkpoint_layers(module, loading.lora is not None)
+    policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing)
+    if loading.gradient_checkpointing:
+        # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
+        module.train()
+    if loading.value_head:
+        policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
+    return policy
+
+
+def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any]:
+    """Tokenizer and module of what was named or given."""
+    if isinstance(model, nn.Module):
+        return _tokenizer_of(model) if tokenizer is None else tokenizer, model
+    if model in ("tiny", "tiny-moe"):
+        characters, shape = character_tokenizer(), loading.tiny
+        if model == "tiny":
+            shape = TinyShape(hidden=shape.hidden, layers=shape.layers, heads=shape.heads)
+        return characters, tiny_model(shape, vocabulary=len(characters), seed=loading.seed, dtype=dtype)
+    folder = str(smollm2_folder()) if model == "smollm2" else str(model)
+    return _pretrained(folder, dtype, loading.trust_remote_code)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("policy.device = 'cuda', but this machine has no CUDA device; 'cpu' and 'auto' are allowed")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
+
+
+def _tokenizer_of(model: nn.Module) -> Any:
+    folder = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not folder:
+        raise ValueError("a module given as model needs a tokenizer: pass tokenizer=, or a folder that has both")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Tokenizer and model of a folder or hub name, or one sentence that says what is wrong with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(folder)
+    if path.exists() or folder.startswith((".", "/", "~")):
+        _check_folder(path.expanduser(), trust_remote_code)
+        folder = str(path.expanduser())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        where = "folder" if path.exists() else "hub name (no folder of that name exists here)"
+        raise ValueError(f"policy.model = {folder!r} could not be loaded as a {where}: {reason}") from None
+    return tokenizer, model
+
+
+def _check_folder(path: Path, trust_remote_code: bool) -> None:
+    where = f"policy.model = {str(path)!r}"
+    if not path.exists():
+        raise ValueError(f"{where}: there is no such folder; a folder with config.json, weights and tokenizer is needed")
+    if not path.is_dir():
+        raise ValueError(f"{where} is a file; the folder that holds config.json, weights and tokenizer is needed")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{where}: the folder has no config.json; a Hugging Face model folder is needed")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{where}: config.json cannot be read: {error}") from None
+    if config.get("auto_map") and not trust_remote_code:
+        raise ValueError(
+            f"{where} brings code of its own (auto_map in config.json), which is not run unless you opt in with"
+            " policy.trust_remote_code=true; read that code first"
+        )
+    if not any(path.glob("*.safetensors")):
+        kind = (
+            "only pickled .bin weights, which can run code; convert them to safetensors" if any(path.glob("*.bin")) else ""
+        )
+        raise ValueError(f"{where}: the folder has {kind or 'no weights; *.safetensors files are needed'}")
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        raise ValueError(f"{where}: the folder has no tokenizer (tokenizer.json or tokenizer_config.json)")
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """The ratio compares two passes of one policy: nothing random may stand between them."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "resid_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise ValueError(
+                f"policy.frozen holds {pattern!r}, which no parameter matches; names are like {names[0]!r}, {names[-1]!r}"
+            )
+        for name, parameter in model.named_parameters():
+            if name in matched:
+                parameter.requires_grad_(False)
+
+
+def _checkpoint_layers(model: Any, adapters: bool) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise ValueError("policy.gradient_checkpointing = true, but this model does not support it")
+    if adapters:
+        # Without a gradient at the embeddings nothing inside a recomputed layer would be differentiated.
+        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

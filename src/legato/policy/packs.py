@@ -1,0 +1,159 @@
+"""Packs: prompts and responses laid end to end without padding, the prompt of a group once.
+
+An example, two responses "5$" and "61$" of the prompt "2+3=" (G = 1 prompt, R = 2 rows):
+    input      2 + 3 =  5  6 1          the last token of a response is predicted, never read
+    position   0 1 2 3  4  4 5
+    read at    = 5   = 6 1              whose logits give 5 $ and 6 1 $
+Each response sees its prompt and itself; the numbers are those of every sequence alone.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from legato.policy.attention import Heads, as_bias, attend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Prompts and responses as padded tables; what stands beyond a length is never read."""
+
+    prompts: Tensor
+    """[G, P]"""
+    prompt_lengths: Tensor
+    """[G], at least 1"""
+    tokens: Tensor
+    """[B, T]"""
+    lengths: Tensor
+    """[B]"""
+    mask: Tensor
+    """[B, T] bool: the tokens the policy wrote, whose log-probs are wanted."""
+    group: Tensor
+    """[B]: which prompt."""
+    temperature: Tensor
+    """[B]"""
+
+    def to(self, device: torch.device) -> "Texts":
+        names = ("prompts", "prompt_lengths", "tokens", "lengths", "mask", "group", "temperature")
+        return Texts(**{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Some rows of a table as one sequence of tokens for the body; also the view its attention takes."""
+
+    rows: Tensor
+    """[R]: which rows of the table."""
+    width: int
+    """The longest response of the pack."""
+    tokens: Tensor
+    """[N]"""
+    positions: Tensor
+    """[N]"""
+    read: Tensor
+    """[K]: at which of the N tokens logits are wanted."""
+    targets: Tensor
+    """[K]: the token each of them predicts."""
+    place: Tensor
+    """[K]: where it goes in the flattened [R, width]."""
+    temperature: Tensor
+    """[K]"""
+    prefix: Tensor
+    """[G, P] indices into N; padding points at token 0."""
+    suffix: Tensor
+    """[R, S] indices into N."""
+    restore: Tensor
+    """[N]: from the padded prefixes and suffixes, flattened and joined, back to N."""
+    prefix_lengths: Tensor
+    suffix_lengths: Tensor
+    owner: Tensor
+    """[R]: which prefix."""
+    _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+
+    def attend(self, heads: Heads) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
+        prefix_bias, suffix_bias = self._bias(heads.window, heads.query)
+        keys, values = _gather(key, self.prefix), _gather(value, self.prefix)
+        parts = [_flat(attend(heads, _gather(query, self.prefix), keys, values, prefix_bias))]
+        if self.suffix.shape[1]:
+            keys = torch.cat([_select(keys, self.owner), _gather(key, self.suffix)], 2)
+            values = torch.cat([_select(values, self.owner), _gather(value, self.suffix)], 2)
+            parts.append(_flat(attend(heads, _gather(query, self.suffix), keys, values, suffix_bias)))
+        return _select(torch.cat(parts), self.restore).unsqueeze(0)
+
+    def _bias(self, window: int | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What prefixes and suffixes may see. Prefixes are plainly causal: their padding comes last, and nobody sees it."""
+        kind = (window, like.dtype)
+        if kind not in self._biases:
+            device, width, depth = like.device, self.prefix.shape[1], self.suffix.shape[1]
+            columns, steps = torch.arange(width, device=device), torch.arange(depth, device=device)
+            lengths = self.prefix_lengths[self.owner, None]
+            at_prefix = (columns < lengths)[:, None, :].expand(-1, depth, -1)
+            at_suffix = (steps[:, None] >= steps)[None].expand(len(self.owner), -1, -1)
+            seen, first = torch.cat([at_prefix, at_suffix], 2), None
+            if window is not None:
+                here = lengths + steps
+                there = torch.cat([columns.expand(len(self.owner), -1), here], 1)
+                seen = seen & (here[:, :, None] - there[:, None, :] < window)
+                near = columns[:, None] - columns
+                first = as_bias(((near >= 0) & (near < window))[None, None], like)
+            self._biases[kind] = (first, as_bias(seen.unsqueeze(1), like))
+        return self._biases[kind]
+
+
+def _select(values: Tensor, index: Tensor) -> Tensor:
+    # The backward of index_select adds with atomics on a GPU; that of plain indexing sorts and is the same every time.
+    return values[index] if values.is_cuda else values.index_select(0, index)
+
+
+def _gather(values: Tensor, index: Tensor) -> Tensor:
+    """[N, heads, width] to [rows, heads, columns, width]."""
+    return _select(values, index.reshape(-1)).reshape(*index.shape, *values.shape[1:]).transpose(1, 2)
+
+
+def _flat(values: Tensor) -> Tensor:
+    """[rows, heads, columns, width] to [rows * columns, heads, width]."""
+    return values.transpose(1, 2).flatten(0, 1)
+
+
+def pack(texts: Texts, rows: Tensor) -> Pack:
+    """The given rows as one pack."""
+    device = texts.tokens.device
+    groups, owner = torch.unique(texts.group[rows], return_inverse=True)
+    prefix_lengths, lengths = texts.prompt_lengths[groups], texts.lengths[rows]
+    width = int(lengths.max()) if len(rows) else 0
+    deep = max(width - 1, 0)
+    columns, steps = torch.arange(int(prefix_lengths.max()), device=device), torch.arange(deep, device=device)
+    in_prefix, in_suffix = columns < prefix_lengths[:, None], steps < (lengths - 1).clamp(min=0)[:, None]
+    prefix = _numbered(in_prefix)
+    suffix = torch.where(in_suffix, _numbered(in_suffix) + in_prefix.sum(), 0)
+
+    tokens, written = texts.tokens[rows, :width], texts.mask[rows, :width]
+    written = written & (torch.arange(width, device=device) < lengths[:, None])
+    last = prefix.gather(1, prefix_lengths[:, None] - 1)[owner]
+    source = torch.cat([last, suffix], 1)[:, :width]
+    inputs = tokens[:, :deep]
+    return Pack(
+        rows=rows,
+        width=width,
+        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], inputs[in_suffix]]),
+        positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], (prefix_lengths[owner, None] + steps)[in_suffix]]),
+        read=source[written],
+        targets=tokens[written],
+        place=written.reshape(-1).nonzero().squeeze(1),
+        temperature=texts.temperature[rows, None].expand(-1, width)[written],
+        prefix=torch.where(in_prefix, prefix, 0),
+        suffix=suffix,
+        restore=torch.cat(
+            [in_prefix.reshape(-1).nonzero().squeeze(1), in_prefix.numel() + in_suffix.reshape(-1).nonzero().squeeze(1)]
+        ),
+        prefix_lengths=prefix_lengths,
+        suffix_lengths=(lengths - 1).clamp(min=0),
+        owner=owner,
+    )
+
+
+def _numbered(present: Tensor) -> Tensor:
+    """The running number of each place that is present, row by row."""
+    return (present.reshape(-1).cumsum(0) - 1).reshape(present.shape)

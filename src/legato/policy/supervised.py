@@ -1,0 +1,66 @@
+"""Plain supervised learning on prompts with answers: what warms up a tiny model before reinforcement learning."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from legato.policy.packs import Texts, pack
+from legato.policy.policy import Policy
+
+Example = tuple[Tensor, Tensor]
+"""Prompt tokens and response tokens, the end token included."""
+
+
+def supervise(
+    policy: Policy,
+    examples: Callable[[int], Sequence[Example]],
+    *,
+    steps: int,
+    lr: float,
+    after_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> float:
+    """Minimise the mean negative log-prob of the responses; `examples(step)` gives those of a step. Returns the last loss.
+
+    The rate rises over the first tenth of the steps and falls as a cosine to a tenth.
+    """
+    parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    rise = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / rise, 1.0, rise),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - rise), lr / 10),
+        ],
+        [rise],
+    )
+    last = float("nan")
+    for step in range(steps):
+        texts = _texts(examples(step)).to(policy.device)
+        with policy.reading(pack(texts, torch.arange(len(texts.tokens), device=policy.device))) as channels:
+            loss = -channels.logprobs.sum() / texts.mask.sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        last = float(loss.detach())
+        after_step(step, last)
+    return last
+
+
+def _texts(examples: Sequence[Example]) -> Texts:
+    prompts, responses = [prompt for prompt, _ in examples], [response for _, response in examples]
+    lengths = torch.tensor([len(response) for response in responses])
+    tokens = pad_sequence(responses, batch_first=True)
+    return Texts(
+        prompts=pad_sequence(prompts, batch_first=True),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        tokens=tokens,
+        lengths=lengths,
+        mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+        group=torch.arange(len(examples)),
+        temperature=torch.ones(len(examples)),
+    )

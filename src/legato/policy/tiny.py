@@ -1,0 +1,75 @@
+"""Tiny models of real architectures, built in code: Qwen3 and Qwen3-MoE with a tokenizer of single characters.
+
+They need no download, train in minutes on two cores, and take the same path as a large model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALPHABET = "0123456789+-*/=()<>.,:;!? abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyShape:
+    """The size of a tiny model."""
+
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    experts: int = 0
+    """0: dense."""
+    experts_per_token: int = 2
+
+
+def character_tokenizer() -> Any:
+    """One token per character, with an end and a padding token; text it does not know becomes `<unknown>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate([PAD, END, UNKNOWN, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    build: Any = PreTrainedTokenizerFast
+    return build(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
+    )
+
+
+def tiny_model(shape: TinyShape, *, vocabulary: int, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A randomly initialised Qwen3 (Qwen3-MoE with experts) whose weights depend on the seed alone."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": max(1, shape.heads // 2),
+        "head_dim": max(16, shape.hidden // shape.heads),
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    config: Any
+    if shape.experts:
+        config = Qwen3MoeConfig(
+            **common,
+            moe_intermediate_size=shape.hidden,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.experts_per_token,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
+    else:
+        config = Qwen3Config(**common, intermediate_size=3 * shape.hidden)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        automatic: Any = AutoModelForCausalLM
+        return automatic.from_config(config, dtype=dtype)

@@ -1,0 +1,83 @@
+"""Reasoning Gym as it runs in a worker (`core/workers.py`) that scores answers.
+
+Several of its data sets hand the answer, which a model wrote, to Python's `eval` or to sympy's `parse_expr`, which evaluates
+too. Here both are replaced: by one that knows literals and arithmetic, and by one that knows formulas.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+_LITERALS = (
+    ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load,
+    ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator,
+)  # fmt: skip
+_FORMULA = re.compile(r"[\w\s+\-*/^().,]*", re.ASCII)
+_WORD = re.compile(r"[^\W\d]\w*")
+_FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|[aA]bs|pi")
+
+
+def prepare() -> None:
+    """Import it and take its means of running text as code."""
+    import reasoning_gym  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+    import sympy  # type: ignore[import-untyped, unused-ignore]
+    from sympy.parsing import sympy_parser  # type: ignore[import-untyped, unused-ignore]
+
+    original = sympy_parser.parse_expr
+
+    def parse_formula(text: str, *arguments: Any, **options: Any) -> Any:
+        check_formula(text)
+        return original(text, *arguments, **options)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("reasoning_gym"):
+            module.eval = evaluate_literal  # type: ignore[attr-defined]
+            if getattr(module, "parse_expr", None) is original:
+                module.parse_expr = parse_formula  # type: ignore[attr-defined]
+    sympy.parse_expr = sympy_parser.parse_expr = parse_formula
+
+
+def evaluate_literal(text: str, *_: Any) -> Any:
+    """What Python's `eval` gives for literals and their arithmetic; anything with a name in it is refused."""
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _LITERALS):
+            raise ValueError(f"{type(node).__name__} is not allowed")
+    return eval(compile(tree, "answer", "eval"), {"__builtins__": {}})
+
+
+def check_formula(text: str) -> None:
+    """Only numbers, operators, one-letter variables and known functions: sympy's parser calls whatever it finds by name."""
+    words = _WORD.findall(text)
+    if not _FORMULA.fullmatch(text) or re.search(r"\.\s*[^\W\d]", text) or "__" in text:
+        raise ValueError("is no formula")
+    for word in words:
+        if len(word) > 1 and not _FUNCTIONS.fullmatch(word):
+            raise ValueError(f"{word!r} is no function of formulas")
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, settings: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(settings))
+
+
+def score(dataset: str, settings: Mapping[str, Any], whole: str, answer: str) -> float:
+    """What the data set itself gives for an answer to one of its problems."""
+    return float(_dataset(dataset, json.dumps(settings)).score_answer(answer, _untagged(json.loads(whole))))
+
+
+def _untagged(value: Any) -> Any:
+    """The other way of `tasks.gym_worker`: tuples and mappings as they were."""
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if isinstance(value, dict):
+        if "tuple" in value:
+            return tuple(_untagged(item) for item in value["tuple"])
+        return {_untagged(key): _untagged(item) for key, item in value["mapping"]}
+    return value

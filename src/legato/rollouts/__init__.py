@@ -1,0 +1,1 @@
+"""Engines that turn prompts into rollouts, and how problems become prompts."""

@@ -1,0 +1,253 @@
+"""The engine that lives with the policy: it samples from the very tensors being trained, so nothing is ever out of date.
+
+A wave of prompts is prefilled once each (their keys and values copied to every response of the group), then all responses
+decode in step, one token a pass; finished ones leave the batch when a quarter of it has finished.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.rollout import StopReason
+from legato.policy.attention import Heads, as_bias, attend
+from legato.policy.packs import Pack, Texts, pack
+from legato.policy.policy import Head, Policy
+from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.randomness import uniform
+from legato.rollouts.sampling import Choice, Sampling, choose
+
+_COMPACT_AT = 0.75
+"""Finished rows leave when at most this share of the rows is still writing: copying keys and values costs a few passes."""
+
+
+class _Prefill:
+    """The view of a pack that keeps each layer's keys and values, laid out for decoding."""
+
+    def __init__(self, packed: Pack, cache: "_Cache", rows: Tensor) -> None:
+        self.packed, self.cache, self.rows = packed, cache, rows
+
+    def attend(self, heads: Heads) -> Tensor:
+        self.cache.start(heads, self.packed, self.rows)
+        return self.packed.attend(heads)
+
+
+class _Cache:
+    """Keys and values `[rows, heads, columns, width]` per layer. Prompts end at column P - 1; all rows write one column."""
+
+    def __init__(self, prompt_lengths: Tensor, width: int, capacity: int) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.width, self.capacity, self.column = width, capacity, width
+        self.first = width - prompt_lengths
+        self._biases: dict[int | None, Tensor] = {}
+
+    def start(self, heads: Heads, packed: Pack, rows: Tensor) -> None:
+        """Copy the prompts' keys and values to the rows, aligned at their end."""
+        columns = torch.arange(self.width, device=rows.device)
+        shifted = (columns - self.first[:, None]).clamp(min=0)
+        index = packed.prefix[rows].gather(1, shifted)
+        for store, source in ((self.keys, heads.key), (self.values, heads.value)):
+            found = source[0].transpose(0, 1)[index].transpose(1, 2)
+            table = found.new_empty(len(rows), found.shape[1], self.capacity, found.shape[3])
+            table[:, :, : self.width] = found
+            store[heads.layer] = table
+
+    def attend(self, heads: Heads) -> Tensor:
+        keys, values = self.keys[heads.layer], self.values[heads.layer]
+        keys[:, :, self.column] = heads.key[:, :, 0]
+        values[:, :, self.column] = heads.value[:, :, 0]
+        end = self.column + 1
+        bias = self._bias(heads.window, heads.query)
+        return attend(heads, heads.query, keys[:, :, :end], values[:, :, :end], bias).transpose(1, 2)
+
+    def _bias(self, window: int | None, like: Tensor) -> Tensor:
+        if window not in self._biases:
+            columns = torch.arange(self.column + 1, device=like.device)
+            seen = columns >= self.first[:, None]
+            if window is not None:
+                seen = seen & (columns > self.column - window)
+            self._biases[window] = as_bias(seen[:, None, None, :], like)
+        return self._biases[window]
+
+    def advance(self) -> None:
+        self.column += 1
+        self._biases.clear()
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows stay."""
+        self.first = self.first[rows]
+        self._biases.clear()
+        for store in (self.keys, self.values):
+            for layer, table in store.items():
+                store[layer] = table.index_select(0, rows)
+
+
+@dataclass(slots=True)
+class _Wave:
+    """The rows being written: tables over all rows of the wave, and which of them the cache still holds."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    kept: Tensor | None
+    lengths: Tensor
+    stops: list[StopReason]
+    texts: list[str | None]
+    rows: Tensor
+    """[n]: the wave's row of each cached row."""
+    seeds: Tensor
+    positions: Tensor
+    finished: Tensor
+    """[n] bool"""
+
+
+class LocalEngine:
+    """Samples from the policy itself."""
+
+    name = "local"
+
+    def __init__(self, policy: Policy, rows_at_once: int = 256) -> None:
+        self.policy = policy
+        self.rows_at_once = rows_at_once
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+        found: list[list[Response]] = [[] for _ in requests]
+        with self.policy.serving():
+            for wave in self._waves(requests):
+                parts = [(requests[number], seeds) for number, seeds in wave]
+                for (number, _), responses in zip(wave, self._run(parts, sampling, limits), strict=True):
+                    found[number] += responses
+        return found
+
+    def _waves(self, requests: Sequence[Request]) -> list[list[tuple[int, tuple[int, ...]]]]:
+        """Requests in order, cut so that a wave has at most `rows_at_once` rows."""
+        waves: list[list[tuple[int, tuple[int, ...]]]] = [[]]
+        room = self.rows_at_once
+        for number, request in enumerate(requests):
+            seeds = request.seeds
+            while seeds:
+                if room == 0:
+                    waves.append([])
+                    room = self.rows_at_once
+                waves[-1].append((number, seeds[:room]))
+                seeds, room = seeds[room:], room - len(seeds[:room])
+        return [wave for wave in waves if wave]
+
+    def _run(self, parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+        device = self.policy.device
+        counts = [len(seeds) for _, seeds in parts]
+        owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
+        packed = pack(_prompts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device))
+        lengths = packed.prefix_lengths[owner]
+        cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limits.max_response_tokens)
+        wave = _start(parts, sampling, limits, lengths)
+        with self.policy.attending(_Prefill(packed, cache, owner)):
+            hidden = self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+        ends = packed.prefix.gather(1, packed.prefix_lengths[:, None] - 1).squeeze(1)
+        head = Head.of(self.policy.body)
+        logits = head(hidden[ends])[owner]
+        with self.policy.attending(cache):
+            for place in range(limits.max_response_tokens):
+                choice = choose(logits, uniform(wave.seeds, place), sampling)
+                self._write(wave, choice, place, limits)
+                if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
+                    break
+                tokens = self._compact(wave, cache, choice.tokens)
+                logits = head(self._hidden(tokens.unsqueeze(1), (wave.positions + place).unsqueeze(1))[:, 0])
+                cache.advance()
+        responses = self._responses(wave, sampling.truncates)
+        cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
+        return [responses[start:end] for start, end in pairwise(cuts)]
+
+    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        body: Any = self.policy.body.get_decoder()
+        hidden: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        return hidden
+
+    def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
+        """Note what was chosen for the rows still writing, and which of them end with it."""
+        writing = ~wave.finished
+        rows = wave.rows[writing]
+        wave.tokens[rows, place] = choice.tokens[writing]
+        wave.logprobs[rows, place] = choice.logprobs[writing].to(wave.logprobs.dtype)
+        if wave.kept is not None and choice.kept_logmass is not None:
+            wave.kept[rows, place] = choice.kept_logmass[writing].to(wave.kept.dtype)
+        wave.lengths[rows] = place + 1
+        ended = torch.isin(choice.tokens, torch.tensor(limits.end_tokens, device=rows.device)) & writing
+        for row in wave.rows[ended].tolist():
+            wave.stops[row] = StopReason.END_TOKEN
+        if limits.stop_strings:
+            self._stop_at_strings(wave, writing & ~ended, place, limits, ended)
+        wave.finished |= ended
+
+    def _stop_at_strings(self, wave: _Wave, asked: Tensor, place: int, limits: Limits, ended: Tensor) -> None:
+        for index in asked.nonzero().squeeze(1).tolist():
+            row = int(wave.rows[index])
+            text = self.policy.tokenizer.decode(wave.tokens[row, : place + 1].tolist(), skip_special_tokens=True)
+            cuts = [text.find(stop) for stop in limits.stop_strings if stop in text]
+            if cuts:
+                wave.stops[row], wave.texts[row] = StopReason.STOP_STRING, text[: min(cuts)]
+                ended[index] = True
+
+    def _compact(self, wave: _Wave, cache: _Cache, tokens: Tensor) -> Tensor:
+        """Drop finished rows once they are worth the copy; the tokens to go on with."""
+        writing = (~wave.finished).nonzero().squeeze(1)
+        if len(writing) > _COMPACT_AT * len(tokens):
+            return tokens
+        cache.keep(writing)
+        wave.rows, wave.seeds = wave.rows[writing], wave.seeds[writing]
+        wave.positions, wave.finished = wave.positions[writing], wave.finished[writing]
+        return tokens[writing]
+
+    def _responses(self, wave: _Wave, truncated: bool) -> list[Response]:
+        tokens, logprobs, lengths = wave.tokens.cpu(), wave.logprobs.cpu(), wave.lengths.tolist()
+        kept = None if wave.kept is None else wave.kept.cpu()
+        said = [
+            tokens[row, : length - (wave.stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)
+        ]
+        texts = self.policy.tokenizer.batch_decode(said, skip_special_tokens=True)
+        return [
+            Response(
+                tokens=tokens[row, :length].clone(),
+                logprobs=logprobs[row, :length].clone(),
+                kept_logmass=None if kept is None else kept[row, :length].clone(),
+                text=texts[row] if wave.texts[row] is None else str(wave.texts[row]),
+                stop=wave.stops[row],
+            )
+            for row, length in enumerate(lengths)
+        ]
+
+
+def _start(parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits, lengths: Tensor) -> _Wave:
+    device, rows, width = lengths.device, len(lengths), limits.max_response_tokens
+    return _Wave(
+        tokens=torch.zeros(rows, width, dtype=torch.int64, device=device),
+        logprobs=torch.zeros(rows, width, dtype=torch.float32, device=device),
+        kept=torch.zeros(rows, width, dtype=torch.float32, device=device) if sampling.truncates else None,
+        lengths=torch.zeros(rows, dtype=torch.int64, device=device),
+        stops=[StopReason.LENGTH] * rows,
+        texts=[None] * rows,
+        rows=torch.arange(rows, device=device),
+        seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
+        positions=lengths.clone(),
+        finished=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
+def _prompts(prompts: list[Tensor], device: torch.device) -> Texts:
+    """Prompts alone, as a table without responses."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    table = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    count = len(prompts)
+    return Texts(
+        prompts=table,
+        prompt_lengths=lengths,
+        tokens=torch.zeros(count, 1, dtype=torch.int64),
+        lengths=torch.zeros(count, dtype=torch.int64),
+        mask=torch.zeros(count, 1, dtype=torch.bool),
+        group=torch.arange(count),
+        temperature=torch.ones(count),
+    ).to(device)

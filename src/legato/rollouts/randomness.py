@@ -1,0 +1,39 @@
+"""Random numbers by name: each is a function of a rollout's own seed and the token's place, of nothing else.
+
+So a rollout does not depend on its neighbours, on the order of work or on what was sampled before; a resumed run draws what
+the straight one drew. The generator is splitmix64: a counter times an odd constant, then two rounds of xor-shift-multiply.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def seed_of(*words: object) -> int:
+    """63 bits from anything printable: H(run seed, problem, visit, sample, ...)."""
+    text = "\x1f".join(map(str, words))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+# Products of 64-bit integers wrap around, as the generator wants them to.
+_STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of a signed integer."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seeds: Tensor, place: int | Tensor) -> Tensor:
+    """Numbers in [0, 1), float64, one per seed, for the token at `place`; both are broadcast."""
+    counter = torch.as_tensor(place, dtype=torch.int64, device=seeds.device) + 1
+    state = seeds + counter * _STEP
+    state = (state ^ _shift(state, 30)) * _FIRST
+    state = (state ^ _shift(state, 27)) * _SECOND
+    state = state ^ _shift(state, 31)
+    return _shift(state, 11).to(torch.float64) * 2.0**-53

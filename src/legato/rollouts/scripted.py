@@ -1,0 +1,44 @@
+"""An engine that says what it was told: for tests, and for replaying responses from elsewhere."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from legato.core.rollout import StopReason
+from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.sampling import Sampling
+
+
+class ScriptedEngine:
+    """`script(prompt, sample)` gives the tokens and log-probs of each response; limits cut them as they would a model's."""
+
+    name = "scripted"
+
+    def __init__(
+        self,
+        script: Callable[[list[int], int], tuple[Sequence[int], Sequence[float]]],
+        decode: Callable[[Sequence[int]], str] = lambda tokens: " ".join(map(str, tokens)),
+    ) -> None:
+        self.script = script
+        self.decode = decode
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+        return [[self._response(request, sample, limits) for sample in range(len(request.seeds))] for request in requests]
+
+    def _response(self, request: Request, sample: int, limits: Limits) -> Response:
+        tokens, logprobs = self.script(request.prompt.tolist(), sample)
+        if len(tokens) != len(logprobs) or not tokens:
+            raise ValueError(
+                f"the script gave {len(tokens)} tokens and {len(logprobs)} log-probs; as many of each, at least 1"
+            )
+        ends = [place for place, token in enumerate(tokens) if token in limits.end_tokens]
+        length = min(ends[0] + 1 if ends else len(tokens), limits.max_response_tokens)
+        ended = bool(ends) and ends[0] < length
+        said = list(tokens[:length])
+        return Response(
+            tokens=torch.tensor(said),
+            logprobs=torch.tensor(list(logprobs[:length]), dtype=torch.float32),
+            kept_logmass=None,
+            text=self.decode(said[:-1] if ended else said),
+            stop=StopReason.END_TOKEN if ended else StopReason.LENGTH,
+        )

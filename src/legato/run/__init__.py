@@ -1,0 +1,1 @@
+"""A run: its configuration, from files and words to one checked value."""

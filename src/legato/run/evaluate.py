@@ -1,0 +1,95 @@
+"""Measuring a policy on a task or a file: greedy, avg@n and pass@k with 95 % intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from legato.core.rollout import Problem
+from legato.diagnostics.intervals import of_means, wilson
+from legato.rollouts.sampling import Sampling
+from legato.run import wire
+from legato.run.target import Target
+from legato.tasks.data import Jsonl, Parquet
+from legato.training.evaluation import Answered, answer, pass_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One row of the result."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What an evaluation found."""
+
+    problems: int
+    samples: int
+    rows: tuple[Measured, ...]
+    answered: tuple[tuple[Answered, ...], ...]
+    unscorable: int
+
+
+def evaluate(
+    target: Target,
+    *,
+    samples: int = 1,
+    greedy: bool = True,
+    temperature: float | None = None,
+    problems: int | None = None,
+    file: Path | None = None,
+) -> Evaluated:
+    """The held-out problems of the target's task, or all problems of a file."""
+    config = target.resolved.config
+    if file is not None:
+        listed: Sequence[Problem] = (Parquet if file.suffix == ".parquet" else Jsonl)(path=str(file)).load()
+        source = wire.source_of(config, wire.Given(problems=_enough(listed)))
+        listed = listed if problems is None else listed[:problems]
+    else:
+        source = wire.source_of(config, wire.Given())
+        listed = source.held_out(config.task.held_out if problems is None else problems)
+    policy = target.policy()
+    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+    rows: list[Measured] = []
+    kept: list[list[Answered]] = []
+    seed = config.training.seed
+    if greedy:
+        kept = answer(collector, listed, Sampling(temperature=0), 1, seed)
+        right = sum(row[0].accuracy for row in kept)
+        rows.append(_share("greedy", right, len(listed)))
+    if samples:
+        sampling = replace(collector.sampling, temperature=temperature or config.evaluation.temperature)
+        kept = answer(collector, listed, sampling, samples, seed)
+        means = [sum(a.accuracy for a in row) / samples for row in kept]
+        low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)
+        rows.append(Measured(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))
+        for k in _powers(samples):
+            each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in kept]
+            low, high = of_means(each)
+            rows.append(Measured(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
+    failed = sum(not hasattr(a.score, "accuracy") for row in kept for a in row)
+    return Evaluated(
+        problems=len(listed), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, kept)), unscorable=failed
+    )
+
+
+def _enough(problems: Sequence[Problem]) -> list[Problem]:
+    """A pool that holds nothing out needs at least one problem to train on; evaluating trains on none of them."""
+    return [*problems, Problem(prompt="-"), Problem(prompt="+"), Problem(prompt="*"), Problem(prompt="/")]
+
+
+def _share(name: str, right: float, count: int) -> Measured:
+    low, high = wilson(right, count)
+    return Measured(name=name, value=right / count, low=low, high=high)
+
+
+def _powers(samples: int) -> list[int]:
+    found, k = [], 2
+    while k <= samples:
+        found.append(k)
+        k *= 2
+    return found

@@ -1,0 +1,211 @@
+"""A run from its first step to its last: training, evaluation, records and checkpoints."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.diagnostics.format import RunDirectory
+from legato.policy.policy import Policy
+from legato.rollouts.sampling import Sampling
+from legato.run.interrupt import Interrupt
+from legato.run.loggers import Logger
+from legato.run.resolved import Resolved
+from legato.run.watcher import Watcher
+from legato.training import checkpoint
+from legato.training.collect import ExhaustedError
+from legato.training.evaluation import accuracy_metrics, answer
+from legato.training.trainer import StepReport, Trainer
+
+_HISTOGRAMS_EVERY = 10
+_SAMPLES_KEPT = 16
+"""Held-out answers written beside the first and the last rollouts, so that a report can show before and after."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Execution:
+    """The state of a run beside its trainer."""
+
+    resolved: Resolved
+    directory: RunDirectory
+    policy: Policy
+    trainer: Trainer
+    held_out: Sequence[Problem]
+    watcher: Watcher
+    loggers: Sequence[Logger] = ()
+    callback: Callable[[StepReport], None] | None = None
+    best: tuple[float, str] | None = None
+    """The best sampled accuracy so far and the checkpoint that has it."""
+    latest: dict[str, float] | None = None
+    """The last evaluation."""
+    evaluated_at: int = -1
+    saved_at: int = -1
+    first_step: int = 0
+    """The steps done when this process began."""
+    told: set[str] = field(default_factory=set)
+    """Reasons of unscorable rollouts that were shown."""
+
+    def go(self) -> tuple[str, int]:
+        """Train to the end: (why it ended, exit code)."""
+        steps = self.resolved.config.training.steps
+        started = time.perf_counter()
+        with Interrupt(self.watcher.message) as interrupt:
+            if self.trainer.steps_done == 0 and self.latest is None:
+                self._evaluate(keep=True)
+            reason = "all steps done"
+            while self.trainer.steps_done < steps:
+                if self._target_reached():
+                    reason = "the target was reached"
+                    break
+                if interrupt.received is not None:
+                    break
+                try:
+                    self._step(started)
+                except ExhaustedError as end:
+                    reason = str(end)
+                    break
+            if interrupt.received is not None:
+                self._save(evaluated=False)
+                self.directory.append_metrics(
+                    {"kind": "end", "reason": f"stopped by {interrupt.received.name}", "step": self.trainer.steps_done},
+                    sync=True,
+                )
+                return f"stopped by {interrupt.received.name}; the state is saved", interrupt.exit_code
+            if self.evaluated_at != self.trainer.steps_done:
+                self._evaluate(keep=True)
+            self._save(evaluated=True)
+        seconds = time.perf_counter() - started
+        self.directory.append_metrics(
+            {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": seconds}, sync=True
+        )
+        return reason, 0
+
+    def _step(self, started: float) -> None:
+        config = self.resolved.config
+        report = self.trainer.step()
+        step = report.step
+        if report.floor is not None:
+            assert self.trainer.anchor_choice is not None
+            words = report.floor.sentence(self.trainer.anchor_choice)
+            self.directory.append_metrics({"kind": "probe", "step": step - 1, **report.floor.metrics(), "words": words})
+            self.watcher.message(words)
+        self._tell_unscorable(report)
+        record: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
+        if step == 1 or step % _HISTOGRAMS_EVERY == 0:
+            record["histograms"] = report.histograms()
+        self.directory.append_metrics(record)
+        for logger in self.loggers:
+            logger.log(step, report.metrics)
+        every = config.output.rollouts_every_steps
+        due = bool(every) and step % every == 0
+        last = step == config.training.steps
+        evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
+        if evaluate:
+            self._evaluate(report=report if due or last else None)
+        elif due:
+            self.directory.write_rollouts(step, _records(report))
+        left = (time.perf_counter() - started) / max(1, step - self.first_step) * (config.training.steps - step)
+        self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
+        if self.callback is not None:
+            self.callback(report)
+        checkpoints = config.output.checkpoint_every_steps
+        if checkpoints and step % checkpoints == 0:
+            self._save(evaluated=evaluate)
+
+    def _tell_unscorable(self, report: StepReport) -> None:
+        for reason in report.unscorable:
+            if reason not in self.told and len(self.told) < 20:
+                self.told.add(reason)
+                self.watcher.message(f"a rollout could not be scored and is left out: {reason} (told once)")
+
+    def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
+        """Held-out accuracy, sampled and greedy; the same problems and seeds every time."""
+        config = self.resolved.config.evaluation
+        collector, step = self.trainer.collector, self.trainer.steps_done
+        sampled = answer(
+            collector, self.held_out, Sampling(temperature=config.temperature), config.samples_per_problem, self._seed
+        )
+        metrics = accuracy_metrics("sampled", sampled)
+        if config.greedy:
+            metrics |= accuracy_metrics("greedy", answer(collector, self.held_out, Sampling(temperature=0), 1, self._seed))
+        metrics["eval/problems"] = float(len(self.held_out))
+        self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
+        for logger in self.loggers:
+            logger.log(step, metrics)
+        if report is not None or keep:
+            kept = [_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
+            self.directory.write_rollouts(step, [*kept, *([] if report is None else _records(report))])
+        self.latest, self.evaluated_at = metrics, step
+
+    @property
+    def _seed(self) -> int:
+        return self.resolved.config.training.seed
+
+    def _target_reached(self) -> bool:
+        config = self.resolved.config.evaluation
+        wanted = {"eval/accuracy_sampled": config.target, "eval/accuracy_greedy": config.target_greedy}
+        asked = {key: target for key, target in wanted.items() if target is not None}
+        latest = self.latest or {}
+        return bool(asked) and all(latest.get(key, 0.0) >= target for key, target in asked.items())
+
+    def _save(self, *, evaluated: bool) -> None:
+        """A checkpoint of now; the newest few and the best stay."""
+        step = self.trainer.steps_done
+        if self.saved_at == step:
+            return
+        name = checkpoint.name_of(step)
+        accuracy = (self.latest or {}).get("eval/accuracy_sampled")
+        if evaluated and accuracy is not None and (self.best is None or accuracy > self.best[0]):
+            self.best = (accuracy, name)
+        folder = self.directory.checkpoint_path(step)
+        self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
+        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory())
+        self.saved_at = step
+        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, None if self.best is None else self.best[1])
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint holds beside weights, optimizer and generators."""
+        return {
+            "trainer": self.trainer.memory(),
+            "best": self.best,
+            "latest": self.latest,
+            "evaluated_at": self.evaluated_at,
+            "metrics_position": self.directory.metrics_position(),
+        }
+
+    def remember(self, memory: dict[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self.trainer.remember(memory["trainer"])
+        self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
+        self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
+        self.saved_at = self.first_step = self.trainer.steps_done
+
+
+def _records(report: StepReport) -> list[dict[str, Any]]:
+    return [_record(member.rollout, member.score) for group in report.groups for member in group.members]
+
+
+def _record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
+    prompt = rollout.problem.prompt
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    scored = not isinstance(score, Unscorable)
+    return {
+        "key": rollout.problem.key,
+        "prompt": text,
+        "text": rollout.text,
+        "answer": rollout.problem.answer,
+        "reward": score.reward if isinstance(score, Score) else None,
+        "accuracy": score.accuracy if isinstance(score, Score) else 0.0,
+        "components": dict(score.components) if isinstance(score, Score) else {},
+        "unscorable": None if scored else str(getattr(score, "reason", "")),
+        "stop": rollout.stop.name.lower(),
+        "tokens": len(rollout.tokens),
+    }
+
+
+def newest_model(directory: RunDirectory) -> Path | None:
+    """The model folder of the newest checkpoint."""
+    steps = directory.checkpoint_steps()
+    return directory.checkpoint_path(steps[-1]) / "model" if steps else None

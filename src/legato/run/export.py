@@ -1,0 +1,19 @@
+"""A checkpoint as a plain Hugging Face folder, LoRA merged into the weights or left as an adapter."""
+
+import shutil
+from pathlib import Path
+
+from legato.run.target import Target
+
+
+def export(target: Target, folder: Path, *, merge: bool = True) -> None:
+    """Write the folder; one that holds anything is never written over."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there already and is never overwritten; name a new or empty folder")
+    if target.saved is not None and (target.resolved.config.policy.lora is None or not merge):
+        shutil.copytree(target.saved, folder, dirs_exist_ok=True)
+        return
+    policy = target.policy()
+    model = policy.model.merge_and_unload() if hasattr(policy.model, "merge_and_unload") and merge else policy.model
+    model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)

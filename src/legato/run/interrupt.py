@@ -1,0 +1,36 @@
+"""SIGINT and SIGTERM: the first lets the step finish, the state is saved and the run ends; the second stops at once."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Interrupt:
+    """A context in which signals are noted instead of acted on. Outside the main thread there are none to note."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.received: signal.Signals | None = None
+        self._say = say
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise SystemExit(128 + number)
+        self.received = signal.Signals(number)
+        self._say(f"{self.received.name}: finishing this step, then saving; once more stops at once without saving")
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.received is None else 128 + int(self.received)

@@ -1,0 +1,106 @@
+"""TensorBoard and Weights & Biases, for those who already look there. `metrics.jsonl` is written whatever happens here.
+
+A package that is not installed, or a service that does not start, is told before training; what fails later is told once
+and switches that logger off: a run is never lost to its logging.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Where numbers of a step go besides `metrics.jsonl`."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Guarded:
+    """Whatever an action raises becomes one message, and later actions are left out."""
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        self._name, self._say, self._off = name, say, False
+
+    def attempt(self, action: Callable[[], Any]) -> None:
+        if self._off:
+            return
+        try:
+            action()
+        except Exception as error:  # a library of others, a disk, a network: nothing here is worth the run
+            self._off = True
+            told = f"{type(error).__name__}: {error}"
+            self._say(f"{self._name} failed and is switched off; training goes on, metrics.jsonl has everything ({told})")
+
+
+class TensorBoardLogger:
+    """Scalars as TensorBoard event files in `folder`."""
+
+    def __init__(self, folder: Path, *, say: Callable[[str], None], first_step: int = 0) -> None:
+        try:
+            module = import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ValueError("TensorBoard is switched on but not installed: pip install 'legato[tensorboard]'") from error
+        # A resumed run writes the steps after its checkpoint again: what stood there is purged.
+        purge = first_step if first_step > 0 else None
+        try:
+            self._writer = module.SummaryWriter(log_dir=str(folder), purge_step=purge)
+        except OSError as error:
+            raise ValueError(f"TensorBoard cannot write to {folder}: {error.strerror or error}") from error
+        self._guard = _Guarded("TensorBoard", say)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._guard.attempt(lambda: self._write(step, scalars(metrics)))
+
+    def close(self) -> None:
+        self._guard.attempt(self._writer.close)
+
+    def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, global_step=step)
+        self._writer.flush()
+
+
+class WandbLogger:
+    """Scalars to Weights & Biases, with the resolved config."""
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        name: str | None,
+        tags: Sequence[str],
+        config: Mapping[str, Any],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        try:
+            module = import_module("wandb")
+        except ImportError as error:
+            raise ValueError("W&B is switched on but not installed: pip install 'legato[wandb]'") from error
+        try:
+            self._run = module.init(project=project, name=name, tags=list(tags), config=dict(config), dir=str(folder))
+        except Exception as error:
+            raise ValueError(
+                f"W&B did not start ({type(error).__name__}: {error}); `wandb login`, WANDB_MODE=offline, or switch it off"
+            ) from error
+        self._guard = _Guarded("W&B", say)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._guard.attempt(lambda: self._run.log(scalars(metrics), step=step))
+
+    def close(self) -> None:
+        self._guard.attempt(self._run.finish)
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers among them: a NaN draws nothing, words and histograms are for `metrics.jsonl`."""
+    return {
+        key: float(value)
+        for key, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }

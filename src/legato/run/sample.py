@@ -1,0 +1,56 @@
+"""Sampling from a policy: prompts in, responses out."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from legato.core.rollout import Problem
+from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.randomness import seed_of
+from legato.rollouts.render import Rendering, end_tokens
+from legato.rollouts.sampling import Sampling
+from legato.run.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt and what the policy said to it."""
+
+    prompt: str
+    responses: tuple[Response, ...]
+
+
+def sample(
+    target: Target,
+    prompts: Iterable[str],
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    max_response_tokens: int | None = None,
+    seed: int | None = None,
+) -> Iterator[Asked]:
+    """Responses as they come, prompt by prompt; the policy is loaded once. Temperature 0 is greedy."""
+    config = target.resolved.config
+    policy = target.policy()
+    engine = LocalEngine(policy, config.rollouts.rows_at_once)
+    rendering = Rendering(
+        tokenizer=policy.tokenizer,
+        chat=config.policy.chat,
+        system_prompt=config.task.system_prompt,
+        template_options=config.policy.chat_template_kwargs,
+    )
+    limits = Limits(
+        max_response_tokens=max_response_tokens or config.rollouts.max_response_tokens,
+        end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
+        stop_strings=config.rollouts.stop,
+    )
+    rollouts = config.rollouts
+    sampling = Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p)
+    if temperature is not None:
+        sampling = replace(sampling, temperature=temperature)
+    seed = config.training.seed if seed is None else seed
+    for prompt in prompts:
+        problem = Problem(prompt=prompt)
+        seeds = tuple(seed_of("sample", seed, problem.key, k) for k in range(samples))
+        found = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
+        yield Asked(prompt=prompt, responses=tuple(found))

@@ -1,0 +1,45 @@
+"""What `eval`, `sample` and `export` are pointed at: a run directory, a recipe, or a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from legato.diagnostics.format import RunDirectory
+from legato.policy.policy import Policy
+from legato.run import wire
+from legato.run.load import load
+from legato.run.resolved import Resolved
+from legato.training import checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A configuration and the weights that go with it."""
+
+    resolved: Resolved
+    saved: Path | None
+    """The model folder of a checkpoint; None: the weights the configuration names."""
+    warnings: tuple[str, ...] = ()
+
+    def policy(self) -> Policy:
+        return wire.policy_of(self.resolved, wire.Given(), self.saved)
+
+
+def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Target:
+    """A run directory (its newest whole checkpoint, or that of a step), a recipe, or a model by folder or name."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return Target(resolved=load([path], words), saved=None)
+    if (path / "metrics.jsonl").is_file():
+        directory = RunDirectory.open(path)
+        resolved = load([directory.config_path], words)
+        if step is None:
+            folder, warnings = checkpoint.latest(path / "checkpoints")
+        else:
+            folder, warnings = directory.checkpoint_path(step), []
+            if not folder.is_dir():
+                there = ", ".join(map(str, directory.checkpoint_steps())) or "none"
+                raise ValueError(f"{path} has no checkpoint of step {step}; there are: {there}")
+            checkpoint.check(folder)
+        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings))
+    return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)

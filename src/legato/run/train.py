@@ -1,0 +1,285 @@
+"""`legato train` and `legato resume`, and the same from Python: `legato.train(...)`."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.core.rollout import Problem
+from legato.dashboard.report import write_report
+from legato.diagnostics.format import RunDirectory
+from legato.policy.reference import Reference
+from legato.run import changes, wire
+from legato.run.execute import Execution, newest_model
+from legato.run.load import load
+from legato.run.lock import locked
+from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
+from legato.run.resolved import Resolved, dump
+from legato.run.watcher import Silent, Watcher
+from legato.training import checkpoint
+from legato.training.checkpoint import save_model
+from legato.training.trainer import StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run left behind."""
+
+    directory: Path
+    accuracy: float | None
+    """Of sampled responses on held-out problems, at the end."""
+    accuracy_greedy: float | None
+    model_folder: Path | None
+    """A plain Hugging Face folder."""
+    reason: str
+    """Why it ended."""
+    exit_code: int
+
+
+def train(
+    model: Any = None,
+    problems: Sequence[Problem | Mapping[str, Any]] | None = None,
+    reward: Callable[..., Any] | str | None = None,
+    algorithm: Any = None,
+    *,
+    recipe: str | Path | Sequence[str | Path] = (),
+    tokenizer: Any = None,
+    callback: Callable[[StepReport], None] | None = None,
+    watcher: Watcher | None = None,
+    **options: Any,
+) -> Run:
+    """Train a model by reinforcement learning; the same path as `legato train`.
+
+    model       a folder, a hub name, "tiny", "smollm2", or a module of transformers
+    problems    a list of problems, or of mappings with "prompt" and "answer" (other keys become fields)
+    reward      a callable of one rollout, or the name of a reward ("number", "math-verify", "module:name")
+    algorithm   a name or a value made by `legato.algorithm`
+    recipe      TOML files, read from left to right
+    options     any path of the configuration: **{"training.lr": 1e-6}
+    callback    called with the report of each step
+
+    >>> run = train(problems=[{"prompt": "2+3=", "answer": "5"}, ...], reward=fn)        # doctest: +SKIP
+    """
+    given_model = model if isinstance(model, torch.nn.Module) else None
+    overrides = dict(options)
+    if model is not None and given_model is None:
+        overrides["policy.model"] = str(model)
+    if algorithm is not None:
+        overrides["algorithm"] = algorithm
+    if isinstance(reward, str):
+        overrides["reward.kind"] = reward
+    given = wire.Given(
+        model=given_model,
+        tokenizer=tokenizer,
+        problems=None if problems is None else [_problem(number, each) for number, each in enumerate(problems)],
+        reward=None if isinstance(reward, str) else reward,
+    )
+    files = [recipe] if isinstance(recipe, str | Path) else list(recipe)
+    return start(load([Path(file) for file in files], (), overrides), given, watcher or Silent(), callback)
+
+
+def _problem(number: int, given: Problem | Mapping[str, Any]) -> Problem:
+    if isinstance(given, Problem):
+        return given
+    if not isinstance(given, Mapping) or "prompt" not in given:
+        raise ValueError(f"problems[{number}] = {given!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
+    rest = {key: value for key, value in given.items() if key not in ("prompt", "answer")}
+    answer = given.get("answer")
+    return Problem(prompt=given["prompt"], answer=None if answer is None else str(answer), fields=rest)
+
+
+def start(
+    resolved: Resolved, given: wire.Given, watcher: Watcher, callback: Callable[[StepReport], None] | None = None
+) -> Run:
+    """A new run. Everything that can be wrong with its input is found before its directory is made."""
+    config = resolved.config
+    reward = wire.reward_of(config, given)
+    source = wire.source_of(config, given)
+    held_out = source.held_out(config.task.held_out)
+    policy = wire.policy_of(resolved, given)
+    collector = wire.collector_of(config, policy, source, reward)
+    directory = RunDirectory.create(Path(config.output.directory), _name(resolved))
+    with locked(directory):
+        directory.write_config(dump(resolved))
+        _record_environment(directory, resolved, policy.device)
+        notes = _notes(resolved, policy.notes)
+        loggers = _loggers(resolved, directory, watcher, 0)
+        directory.append_metrics(
+            {
+                "kind": "start",
+                "name": directory.name,
+                "model": policy.name,
+                "algorithm": resolved.algorithm.name,
+                "deviations": list(resolved.deviations),
+                "notes": notes,
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
+        )
+        watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_told(resolved)])
+        if config.policy.warm_up is not None:
+            _warm_up(resolved, policy, source, collector, directory, watcher)
+        reference = None
+        if wire.wants_reference(resolved):
+            reference = Reference.of(policy)
+            if config.policy.lora is None and config.policy.warm_up is not None:
+                save_model(policy, directory.path / "reference")
+        execution = Execution(
+            resolved=resolved,
+            directory=directory,
+            policy=policy,
+            trainer=wire.trainer_of(resolved, policy, collector, reference),
+            held_out=held_out,
+            watcher=watcher,
+            loggers=loggers,
+            callback=callback,
+        )
+        return _finish(execution)
+
+
+def resume(
+    path: Path,
+    words: Sequence[str] = (),
+    *,
+    watcher: Watcher | None = None,
+    allow_changes: bool = False,
+    given: wire.Given | None = None,
+    callback: Callable[[StepReport], None] | None = None,
+) -> Run:
+    """Continue a run from its newest whole checkpoint, to results that equal the uninterrupted run's."""
+    watcher = watcher or Silent()
+    given = given or wire.Given()
+    directory = RunDirectory.open(path)
+    before = load([directory.config_path])
+    resolved = load([directory.config_path], words) if words else before
+    sentences = changes.check(before, resolved, allow_changes)
+    with locked(directory):
+        folder, warnings = checkpoint.latest(directory.path / "checkpoints")
+        for warning in warnings:
+            watcher.message(warning)
+        memory = checkpoint.read_memory(folder)
+        config = resolved.config
+        reward, source = wire.reward_of(config, given), wire.source_of(config, given)
+        policy = wire.policy_of(resolved, given, folder / "model")
+        collector = wire.collector_of(config, policy, source, reward)
+        reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
+        trainer = wire.trainer_of(resolved, policy, collector, reference)
+        checkpoint.restore(folder, policy, trainer.optimizer, memory)
+        directory.truncate_metrics(int(memory["metrics_position"]))
+        execution = Execution(
+            resolved=resolved,
+            directory=directory,
+            policy=policy,
+            trainer=trainer,
+            held_out=source.held_out(config.task.held_out),
+            watcher=watcher,
+            loggers=_loggers(resolved, directory, watcher, trainer.steps_done),
+            callback=callback,
+        )
+        execution.remember(memory)
+        if words:
+            directory.write_config(dump(resolved))
+        watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", sentences)
+        return _finish(execution)
+
+
+def _finish(execution: Execution) -> Run:
+    directory, watcher = execution.directory, execution.watcher
+    try:
+        reason, code = execution.go()
+    finally:
+        watcher.close()
+        for logger in execution.loggers:
+            logger.close()
+    write_report(directory)
+    latest = execution.latest or {}
+    return Run(
+        directory=directory.path,
+        accuracy=latest.get("eval/accuracy_sampled"),
+        accuracy_greedy=latest.get("eval/accuracy_greedy"),
+        model_folder=newest_model(directory),
+        reason=reason,
+        exit_code=code,
+    )
+
+
+def _reference_again(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
+    """The reference of a resumed run: the policy as it was before the first step, not as the checkpoint has it."""
+    if resolved.config.policy.lora is not None:
+        return Reference.of(policy)
+    kept = directory.path / "reference"
+    first = wire.policy_of(resolved, given, kept if kept.is_dir() else None)
+    first.model.requires_grad_(False)
+    return Reference(policy=first, adapters=False)
+
+
+def _warm_up(
+    resolved: Resolved, policy: Any, source: Any, collector: Any, directory: RunDirectory, watcher: Watcher
+) -> None:
+    stage = resolved.config.policy.warm_up
+    assert stage is not None
+
+    def after(step: int, loss: float) -> None:
+        watcher.warm_up(step + 1, stage.steps, loss)
+        if (step + 1) % 10 == 0 or step + 1 == stage.steps:
+            directory.append_metrics({"kind": "warm-up", "step": step + 1, "loss": loss})
+
+    wire.warm_up(resolved.config, policy, source, collector, after)
+
+
+def _name(resolved: Resolved) -> str:
+    config = resolved.config
+    if config.output.name is not None:
+        return config.output.name
+    stem = f"{config.task.kind.rpartition(':')[2]}-{resolved.algorithm.name}-seed{config.training.seed}"
+    parent, number = Path(config.output.directory), 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return f"{stem}-{number}"
+
+
+def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
+    config = resolved.config
+    training = config.training
+    notes = [
+        f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt} samples a step,"
+        f" {training.updates_per_step} updates, lr {training.lr:g}, seed {training.seed}",
+        *loading,
+    ]
+    for path, kind in (("task.kind", config.task.kind), ("reward.kind", config.reward.kind or "")):
+        if ":" in kind:
+            notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
+    return notes
+
+
+def _told(resolved: Resolved) -> list[str]:
+    return [f"deviates from {resolved.algorithm.name} as published: {each}" for each in resolved.deviations]
+
+
+def _record_environment(directory: RunDirectory, resolved: Resolved, device: torch.device) -> None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    directory.write_environment(
+        {"seed": resolved.config.training.seed, "threads": torch.get_num_threads(), "hardware": {"device": name}}
+    )
+
+
+def _loggers(resolved: Resolved, directory: RunDirectory, watcher: Watcher, first_step: int) -> list[Logger]:
+    output = resolved.config.output
+    found: list[Logger] = []
+    if output.tensorboard:
+        found.append(TensorBoardLogger(directory.path / "tensorboard", say=watcher.message, first_step=first_step))
+    if output.wandb:
+        found.append(
+            WandbLogger(
+                project=output.project,
+                name=directory.name,
+                tags=output.tags,
+                config=resolved.values,
+                folder=directory.path,
+                say=watcher.message,
+            )
+        )
+    return found

@@ -1,0 +1,47 @@
+"""Who is told how a run goes: a terminal, a notebook, nobody."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """What a run calls as it goes; `cli/display.py` has two of them."""
+
+    def start(self, title: str, notes: Sequence[str]) -> None: ...
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
+
+    def step(
+        self,
+        step: int,
+        steps: int,
+        metrics: Mapping[str, float],
+        evaluation: Mapping[str, float] | None,
+        seconds_left: float | None,
+    ) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """Nobody looks on."""
+
+    def start(self, title: str, notes: Sequence[str]) -> None: ...
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
+
+    def step(
+        self,
+        step: int,
+        steps: int,
+        metrics: Mapping[str, float],
+        evaluation: Mapping[str, float] | None,
+        seconds_left: float | None,
+    ) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...

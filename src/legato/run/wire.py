@@ -1,0 +1,243 @@
+"""From a checked configuration to the objects of a run. Nothing is decided here that the configuration does not say."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.core.rollout import Problem
+from legato.policy.adapters import Lora
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.policy.supervised import Example, supervise
+from legato.policy.tiny import TinyShape
+from legato.rewards.importing import import_reward
+from legato.rewards.overlong import OverlongPunishment
+from legato.rewards.scoring import Component, WeightedSum
+from legato.rollouts.engine import Limits
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.render import Rendering, end_tokens
+from legato.rollouts.sampling import Sampling
+from legato.run.kinds import is_import_path, make
+from legato.run.resolved import Resolved
+from legato.run.schema import Config
+from legato.tasks.source import Generated, Joined, Pool, Source
+from legato.tasks.task import Split
+from legato.training.anchor import needs_reference
+from legato.training.collect import Collector
+from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.tables import needs
+from legato.training.trainer import Trainer, TrainingSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a Python caller hands over in place of names in the configuration."""
+
+    model: Any = None
+    tokenizer: Any = None
+    problems: Sequence[Problem] | None = None
+    reward: Callable[..., Any] | None = None
+
+
+def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
+    """The policy to train: as configured, or with the weights of a saved model folder."""
+    model = resolved.config.policy.model if given.model is None else given.model
+    return load_policy(model, loading_of(resolved), tokenizer=given.tokenizer, saved=saved)
+
+
+def loading_of(resolved: Resolved) -> Loading:
+    config = resolved.config.policy
+    tiny = config.tiny
+    return Loading(
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        gradient_checkpointing=config.gradient_checkpointing,
+        packing=config.packing,
+        frozen=config.frozen,
+        lora=None
+        if config.lora is None
+        else Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets),
+        tiny=TinyShape(
+            hidden=tiny.hidden,
+            layers=tiny.layers,
+            heads=tiny.heads,
+            experts=tiny.experts,
+            experts_per_token=tiny.experts_per_token,
+        ),
+        seed=resolved.config.training.seed,
+        value_head="values" in needs(resolved.algorithm) | set(resolved.algorithm.advantage.needs()),
+    )
+
+
+def source_of(config: Config, given: Given) -> Source:
+    """Where the problems come from."""
+    task, seed = config.task, config.training.seed
+    if given.problems is not None:
+        return Pool(given.problems, share=task.held_out_share, seed=seed, shuffle=task.shuffle)
+    first = _source(task.kind, task.options, config)
+    if task.stages == 1 or task.second is None:
+        return first
+    second = _source(task.second.kind, task.second.options, config)
+    assert task.second_after_steps is not None
+    return Joined(first=first, second=second, after=task.second_after_steps * config.training.prompts_per_step)
+
+
+def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
+    task, seed = config.task, config.training.seed
+    made: Any = _imported("task.kind", kind) if is_import_path(kind) else make("task", kind, options)
+    if hasattr(made, "load"):
+        return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
+    if not hasattr(made, "problem"):
+        raise ValueError(f"task.kind = {kind!r} has neither problem(random) nor load(); a task needs one of them")
+    return Generated(split=Split(task=made, share=task.held_out_share), seed=seed, size=task.problems_per_epoch)
+
+
+def _imported(path: str, kind: str) -> Any:
+    module, _, name = kind.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path} = {kind!r} cannot be imported: {error}") from None
+    return found() if isinstance(found, type) else found
+
+
+def reward_of(config: Config, given: Given) -> WeightedSum:
+    """What scores a rollout."""
+    reward = config.reward
+    overlong = None
+    if reward.overlong is not None:
+        longest = config.rollouts.max_response_tokens
+        overlong = OverlongPunishment(
+            max_response_tokens=longest, cache_tokens=reward.overlong.cache_share * longest, factor=reward.overlong.factor
+        )
+    if given.reward is not None:
+        named = {getattr(given.reward, "__name__", "reward"): (given.reward, 1.0, True)}
+    elif reward.components:
+        named = {name: (_reward(c.kind, c.options), c.weight, c.judges) for name, c in reward.components.items()}
+    else:
+        assert reward.kind is not None
+        named = {reward.kind.rpartition(":")[2]: (_reward(reward.kind, reward.options), 1.0, True)}
+    return WeightedSum(
+        components={
+            name: Component(reward=call, weight=weight, is_accuracy=judges, timeout_seconds=reward.timeout_seconds)
+            for name, (call, weight, judges) in named.items()
+        },
+        overlong=overlong,
+    )
+
+
+def _reward(kind: str, options: Mapping[str, Any]) -> Any:
+    return import_reward(kind) if is_import_path(kind) else make("reward", kind, options)
+
+
+def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:
+    """prompts -> rollouts -> rewards, as configured."""
+    rollouts = config.rollouts
+    longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
+    if policy.context_length is not None and longest > policy.context_length:
+        raise ValueError(
+            f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
+            f" ({policy.context_length} tokens); lower one of them"
+        )
+    return Collector(
+        source=source,
+        engine=LocalEngine(policy, rollouts.rows_at_once),
+        rendering=Rendering(
+            tokenizer=policy.tokenizer,
+            chat=config.policy.chat,
+            system_prompt=config.task.system_prompt,
+            template_options=config.policy.chat_template_kwargs,
+        ),
+        judge=reward.score_all,
+        sampling=Sampling(
+            temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p
+        ),
+        limits=Limits(
+            max_response_tokens=rollouts.max_response_tokens,
+            end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
+            stop_strings=rollouts.stop,
+        ),
+        samples_per_prompt=rollouts.samples_per_prompt,
+        seed=config.training.seed,
+        max_prompt_tokens=config.policy.max_prompt_tokens,
+        too_long=config.policy.too_long,
+        resampling=config.task.resampling,
+        max_refills=config.task.max_refills,
+    )
+
+
+def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:
+    """The trainer, as configured."""
+    training = resolved.config.training
+    total = training.steps * training.updates_per_step * training.epochs_per_step
+    return Trainer(
+        policy=policy,
+        algorithm=resolved.algorithm,
+        collector=collector,
+        reference=reference,
+        optimizer=Optimizer(
+            policy.parameters(),
+            OptimizerSettings(
+                lr=training.lr,
+                betas=training.betas,
+                epsilon=training.epsilon,
+                weight_decay=training.weight_decay,
+                gradient_clip=training.gradient_clip,
+                kind=training.optimizer,
+                offload=training.offload_optimizer,
+                value_lr=training.value_lr,
+            ),
+            Schedule(
+                kind=training.schedule,
+                warm_up=training.warm_up_updates,
+                total=total,
+                final_share=training.final_lr_share,
+            ),
+        ),
+        settings=TrainingSettings(
+            seed=training.seed,
+            prompts_per_step=training.prompts_per_step,
+            updates_per_step=training.updates_per_step,
+            epochs_per_step=training.epochs_per_step,
+            anchor=training.anchor,
+            update_passes=training.update_passes,
+            tokens_per_pack=training.tokens_per_pack,
+            probe_every_steps=training.probe_every_steps,
+            minimum_scored=training.minimum_scored,
+        ),
+    )
+
+
+def wants_reference(resolved: Resolved) -> bool:
+    return needs_reference(resolved.algorithm)
+
+
+_WARM_UP_FROM = 10**9
+"""Warm-up problems are numbered from here, so that the first steps do not repeat them in order."""
+
+
+def warm_up(
+    config: Config, policy: Policy, source: Source, collector: Collector, after: Callable[[int, float], None]
+) -> None:
+    """The supervised stage: training problems with their answers, never held-out ones."""
+    stage = config.policy.warm_up
+    assert stage is not None
+    end = collector.limits.end_tokens[0]
+
+    def examples(step: int) -> list[Example]:
+        found = []
+        for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
+            problem = source.training(_WARM_UP_FROM + number)
+            if problem.answer is None:
+                raise ValueError("policy.warm_up needs problems with answers; this task has none")
+            said = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
+        return found
+
+    supervise(policy, examples, steps=stage.steps, lr=stage.lr, after_step=after)

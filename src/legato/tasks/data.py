@@ -1,0 +1,244 @@
+r"""Problems from data: files of yours, data sets by name, and the two formats everybody has, GSM8K and MATH.
+
+    Jsonl(path="mine.jsonl", prompt="question").load()  ->  [Problem(prompt=..., answer=..., fields={other columns}), ...]
+
+A prompt column holds text or chat messages. Of equal prompts the first is kept; `read()` tells how many were dropped.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.core.boxed import last_boxed
+from legato.core.parts import Part, choice, part, text
+from legato.core.rollout import Message, Problem
+from legato.tasks.rows import JSON_LINES, PARQUET, Row, dataset_rows, read_rows, split_files
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_PROMPT = "The column of the prompt: text, or a list of messages with role and content."
+_ANSWER = "The column of the answer; None where the reward needs none."
+_SYSTEM = "A system message before every prompt, which then is messages."
+_SPLIT_PATH = "A file, or a folder with a file for each split; None: by the name of the data set."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Problems, each prompt once."""
+
+    problems: list[Problem]
+    duplicates: int
+    """How many rows were left out because their prompt had been there."""
+
+
+@part("data", "jsonl")
+class Jsonl(Part):
+    """Problems from a JSON Lines file (.jsonl or .jsonl.gz): an object a line."""
+
+    path: str = text(says="The file.")
+    prompt: str = text(default="prompt", says=_PROMPT)
+    answer: str | None = text(default="answer", says=_ANSWER, optional=True)
+    system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    def read(self) -> Loaded:
+        rows = read_rows(Path(self.path), JSON_LINES)
+        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
+
+    def load(self) -> list[Problem]:
+        return self.read().problems
+
+
+@part("data", "parquet")
+class Parquet(Part):
+    """Problems from a Parquet file."""
+
+    path: str = text(says="The file.")
+    prompt: str = text(default="prompt", says=_PROMPT)
+    answer: str | None = text(default="answer", says=_ANSWER, optional=True)
+    system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    def read(self) -> Loaded:
+        rows = read_rows(Path(self.path), PARQUET)
+        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), self.path)
+
+    def load(self) -> list[Problem]:
+        return self.read().problems
+
+
+@part("data", "dataset")
+class NamedDataset(Part):
+    """Problems from a data set on the Hugging Face hub. A data set that needs a loading script is refused."""
+
+    dataset: str = text(says="Its name, as 'openai/gsm8k'.")
+    config: str | None = text(default=None, says="Its configuration, where it has several.", optional=True)
+    split: str = text(default="train", says="Which split.")
+    prompt: str = text(default="prompt", says=_PROMPT)
+    answer: str | None = text(default="answer", says=_ANSWER, optional=True)
+    system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    def read(self) -> Loaded:
+        rows = dataset_rows(self.dataset, self.config, self.split)
+        return collect(_problems(rows, self.prompt, self.answer, self.system_prompt), f"data set {self.dataset!r}")
+
+    def load(self) -> list[Problem]:
+        return self.read().problems
+
+
+@part("data", "gsm8k")
+class Gsm8k(Part):
+    """Grade-school word problems (question, answer): the answer is what follows the last ####, without thousands commas."""
+
+    path: str | None = text(default=None, says=_SPLIT_PATH, optional=True)
+    dataset: str = text(default="openai/gsm8k", says="The name of the data set, where no path is given.")
+    config: str | None = text(default="main", says="Its configuration.", optional=True)
+    split: str = choice("train", "test", default="train", says="Which split.")
+    system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    def read(self) -> Loaded:
+        rows = _solved(_split_rows(self.path, self.dataset, self.config, self.split), "answer", _after_hashes)
+        return collect(_problems(rows, "question", _FOUND, self.system_prompt), self.path or self.dataset)
+
+    def load(self) -> list[Problem]:
+        return self.read().problems
+
+
+@part("data", "math")
+class CompetitionMath(Part):
+    r"""Competition problems (problem, solution, level, type): the answer is what the solution's last \boxed{...} holds."""
+
+    path: str | None = text(default=None, says=_SPLIT_PATH, optional=True)
+    dataset: str = text(
+        default="DigitalLearningGmbH/MATH-lighteval", says="The name of the data set, where no path is given."
+    )
+    config: str | None = text(default=None, says="Its configuration.", optional=True)
+    split: str = choice("train", "test", default="train", says="Which split.")
+    system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
+
+    def read(self) -> Loaded:
+        rows = _solved(_split_rows(self.path, self.dataset, self.config, self.split), "solution", _in_box)
+        return collect(_problems(rows, "problem", _FOUND, self.system_prompt), self.path or self.dataset)
+
+    def load(self) -> list[Problem]:
+        return self.read().problems
+
+
+def collect(problems: Iterable[Problem], source: str) -> Loaded:
+    """All of them, each prompt once: the first of equal ones stays."""
+    kept: dict[str, Problem] = {}
+    count = 0
+    for problem in problems:
+        count += 1
+        kept.setdefault(problem.key, problem)
+    if not kept:
+        raise ValueError(f"{source}: holds no problems")
+    return Loaded(problems=list(kept.values()), duplicates=count - len(kept))
+
+
+def _split_rows(path: str | None, dataset: str, config: str | None, split: str) -> Iterator[Row]:
+    if path is None:
+        yield from dataset_rows(dataset, config, split)
+        return
+    for file in split_files(Path(path), split):
+        yield from read_rows(file)
+
+
+_FOUND = "answer"
+"""The column that `_solved` adds."""
+
+
+def _solved(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]) -> Iterator[Row]:
+    """Rows of worked solutions with the answer taken out of them; the whole solution stays as `solution`."""
+    for where, row in rows:
+        solution = _words(_cell(row, column, where), column, where)
+        yield where, {**row, "solution": solution, _FOUND: extract(solution, where)}
+
+
+def _after_hashes(solution: str, where: str) -> str:
+    _, marker, answer = solution.rpartition("####")
+    if not marker or not answer.strip():
+        raise ValueError(f"{where}: the answer {solution[-40:]!r} has no '#### ' with the result after it")
+    return answer.strip().replace(",", "")
+
+
+def _in_box(solution: str, where: str) -> str:
+    answer = last_boxed(solution)
+    if answer is None:
+        raise ValueError(rf"{where}: the solution ends {solution[-40:]!r} and has no \boxed{{...}} with the answer")
+    return answer
+
+
+def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_prompt: str | None) -> Iterator[Problem]:
+    for where, row in rows:
+        asked = _prompt(_cell(row, prompt, where), prompt, where)
+        if system_prompt is not None:
+            asked = _with_system(asked, system_prompt, where)
+        right = None if answer is None else _answer(_cell(row, answer, where), answer, where)
+        fields = {name: value for name, value in row.items() if name not in (prompt, answer)}
+        yield Problem(prompt=asked, answer=right, fields=fields)
+
+
+def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
+    if column not in row:
+        raise ValueError(f"{where}: has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}")
+    return row[column]
+
+
+def _words(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {column!r} is {_kind(value)}; text is needed")
+    if not value.strip():
+        raise ValueError(f"{where}: {column!r} is empty")
+    _check_signs(value, column, where)
+    return value
+
+
+def _check_signs(value: str, column: str, where: str) -> None:
+    # JSON can spell what no file and no tokenizer can take: \u0000 and half of a surrogate pair.
+    if "\0" in value:
+        raise ValueError(f"{where}: {column!r} holds a NUL character")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise ValueError(f"{where}: {column!r} holds half of a surrogate pair, which is no character")
+
+
+def _answer(value: Any, column: str, where: str) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {column!r} is {_kind(value)}; text or a finite number is needed")
+    return _words(value, column, where)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{value!r}"[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def _prompt(value: Any, column: str, where: str) -> str | list[Message]:
+    if not isinstance(value, list):
+        return _words(value, column, where)
+    if not value:
+        raise ValueError(f"{where}: {column!r} is an empty list of messages")
+    return [_message(item, f"{column}[{place}]", where) for place, item in enumerate(value)]
+
+
+def _message(item: Any, column: str, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise ValueError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
+    # Parquet gives every message all keys that any message has, empty where it had none.
+    given = {name: value for name, value in item.items() if value is not None}
+    other = sorted(set(given) - {"role", "content"})
+    if other:
+        raise ValueError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
+    return {"role": role, "content": _words(content, f"{column}.content", where)}
+
+
+def _with_system(prompt: str | Sequence[Message], system_prompt: str, where: str) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if messages[0]["role"] == "system":
+        raise ValueError(f"{where}: the prompt has a system message already; leave system_prompt out")
+    return [{"role": "system", "content": system_prompt}, *messages]

@@ -1,0 +1,64 @@
+"""Problems of Reasoning Gym: a hundred families made in code, each by the name of its data set.
+
+The reward that goes with it is `reasoning-gym` (`rewards/gym.py`): many of its problems have more than one right answer.
+"""
+
+import random
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from legato.core.parts import Part, mapping, nearest, part, text
+from legato.core.rollout import Problem
+from legato.core.workers import DiedError, RefusedError, TimedOutError, shared
+
+WORKER = "legato.tasks.gym_worker:entry"
+SECONDS = 60.0
+"""For one problem; the slowest data sets take about one."""
+
+
+@part("task", "reasoning-gym")
+class ReasoningGym(Part):
+    """A data set of Reasoning Gym: dataset = "chain_sum", settings = {min_terms = 2, max_terms = 4}."""
+
+    dataset: str = text(says="The name of the data set.")
+    settings: Mapping[str, Any] | tuple[tuple[str, Any], ...] = mapping(says="Its own settings; seed and size are ours.")
+
+    def __post_init__(self) -> None:
+        if find_spec("reasoning_gym") is None:
+            raise ValueError("task 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
+        taken = sorted({"seed", "size"} & set(dict(self.settings)))
+        if taken:
+            raise ValueError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be given")
+        # Made once now, so that settings it does not take are told before a model is loaded.
+        made = self._entry(0)
+        if "known" in made:
+            raise ValueError(
+                f"task 'reasoning-gym': unknown dataset {self.dataset!r}; {_nearest(self.dataset, made['known'])}"
+            )
+
+    def problem(self, source: random.Random) -> Problem:
+        made = self._entry(source.randrange(2**31))
+        fields = {
+            "dataset": self.dataset,
+            "settings": dict(self.settings),
+            "metadata": made["metadata"],
+            "whole": made["whole"],
+        }
+        return Problem(prompt=made["question"], answer=made["answer"], fields=fields)
+
+    def _entry(self, seed: int) -> dict[str, Any]:
+        try:
+            made: dict[str, Any] = shared(WORKER).ask(self.dataset, dict(self.settings), seed, seconds=SECONDS)
+            return made
+        except TimedOutError:
+            reason = f"one problem took more than {SECONDS:g} s"
+        except (DiedError, RefusedError) as error:
+            reason = str(error)
+        raise ValueError(f"task 'reasoning-gym': dataset {self.dataset!r} with settings {dict(self.settings)}: {reason}")
+
+
+def _nearest(word: str, names: list[str]) -> str:
+    # Its names have underscores where ours have hyphens; `nearest` compares with hyphens.
+    close = nearest(word, [name.replace("_", "-") for name in names])
+    return close.replace("-", "_")

@@ -1,0 +1,48 @@
+"""Reasoning Gym as it runs in a worker (`core/workers.py`) that makes problems.
+
+In a process of its own because some of its data sets draw from the global random state, execute code that comes with them,
+or depend on the order of sets; there the hash seed is fixed and the random states are ours.
+"""
+
+import json
+import random
+from typing import Any
+
+
+def prepare() -> None:
+    """Import it before the first question."""
+    import reasoning_gym  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+
+
+def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+    """One problem: a pure function of its arguments. `whole` is all of it in the form that scoring reads.
+
+    For a data set it does not have, `known` are the names of those it has.
+    """
+    import numpy
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped, unused-ignore]
+
+    if dataset not in DATASETS:
+        return {"known": sorted(DATASETS)}
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    made = reasoning_gym.create_dataset(dataset, seed=seed, size=1, **settings)[0]
+    return {
+        "question": made["question"],
+        "answer": made["answer"],
+        "metadata": json.loads(json.dumps(made["metadata"], default=str)),
+        "whole": json.dumps(_tagged(made)),
+    }
+
+
+def _tagged(value: Any) -> Any:
+    """A tuple as {"tuple": [...]}, a mapping as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
+    if isinstance(value, tuple):
+        return {"tuple": [_tagged(item) for item in value]}
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    if isinstance(value, dict):
+        return {"mapping": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    return value

@@ -1,0 +1,140 @@
+"""Rows of data, one at a time, each with the words for where it stands: JSON Lines, Parquet, data sets by name.
+
+Nothing of a file is ever executed: pickled files are refused by name, loading scripts are not run. What is wrong is told in
+one ValueError with file and line.
+"""
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = tuple[str, Mapping[str, Any]]
+"""("train.jsonl line 3", {"question": ...})"""
+
+LONGEST_LINE = 10 * 2**20
+"""Bytes. A longer line is a file of another kind, or an attack on memory."""
+JSON_LINES, PARQUET = (".jsonl", ".jsonl.gz"), (".parquet",)
+_PICKLED = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
+_DATASET_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+
+
+def read_rows(path: Path, endings: tuple[str, ...] = JSON_LINES + PARQUET) -> Iterator[Row]:
+    """The rows of a file, by the ending of its name."""
+    _check_path(path, endings)
+    try:
+        yield from _parquet_rows(path) if path.name.endswith(PARQUET) else _json_rows(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+
+
+def _check_path(path: Path, endings: tuple[str, ...]) -> None:
+    allowed = " or ".join(endings)
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file; a {allowed} file is needed")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; a {allowed} file is needed")
+    if path.name.endswith(_PICKLED):
+        raise ValueError(
+            f"{path}: {path.suffix} files can run code when they are read and are refused; a {allowed} file is needed"
+        )
+    if not path.name.endswith(endings):
+        raise ValueError(f"{path}: a name that ends in {allowed} is needed")
+    # A pipe or a device would be read for ever.
+    if not path.is_file():
+        raise ValueError(f"{path}: is no regular file; a {allowed} file is needed")
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    compressed = path.name.endswith(".gz")
+    try:
+        with gzip.open(path, "rb") if compressed else path.open("rb") as file:
+            yield from _json_lines(path, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: is no whole gzip file: {error}") from None
+
+
+def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        where = f"{path} line {number}"
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{where}: is longer than {LONGEST_LINE} bytes")
+        if b"\0" in line:
+            raise ValueError(f"{where}: holds a NUL byte; JSON Lines is text")
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: is not UTF-8 at byte {error.start}") from None
+        if not text:
+            continue
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: is a {type(row).__name__}; an object with a column for each name is needed")
+        yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow  # type: ignore[import-untyped, unused-ignore]
+        import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"{path}: reading Parquet needs the package pyarrow; pip install 'legato[data]'") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    # A damaged file comes out as any of these: text that is none, a date beyond all calendars.
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: cannot be read as Parquet after row {number}: {_first_line(error)}") from None
+
+
+def dataset_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """The rows of a data set by its name on the Hugging Face hub, from the cache where it is there."""
+    said = f"data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
+    if not _DATASET_NAME.fullmatch(name):
+        raise ValueError(f"{said}: a name such as 'openai/gsm8k' is needed")
+    # The library would prefer what lies in the working directory to what was named.
+    if Path(name).exists():
+        raise ValueError(f"{said}: there is a file or folder of this name; give it as path, or run from another folder")
+    try:
+        import datasets  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"{said}: needs the package datasets; pip install 'legato[data]'") from None
+    # Before 4.0 the library could run a script of the data set's author; from 4.0 on it has no such thing.
+    older = {"trust_remote_code": False} if int(datasets.__version__.split(".")[0]) < 4 else {}
+    try:
+        rows = datasets.load_dataset(name, config, split=split, **older)
+    except Exception as error:  # whatever its many layers raise, the person needs the one sentence
+        raise ValueError(f"{said}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
+    for number, row in enumerate(rows, start=1):
+        yield f"{said} row {number}", row
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def split_files(path: Path, split: str) -> list[Path]:
+    """The files of one split: the path itself, or of a folder train.jsonl, train.parquet, train-00000-of-00002.parquet."""
+    if not path.is_dir():
+        return [path]
+    for ending in JSON_LINES + PARQUET:
+        if (path / f"{split}{ending}").is_file():
+            return [path / f"{split}{ending}"]
+    shards = sorted(path.glob(f"{split}-*.parquet"))
+    if not shards:
+        expected = ", ".join(f"{split}{ending}" for ending in JSON_LINES + PARQUET)
+        raise ValueError(f"{path}: the folder has none of {expected}")
+    return shards

@@ -1,0 +1,1 @@
+"""The step, its updates, the optimizer, evaluation and checkpoints."""

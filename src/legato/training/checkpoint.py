@@ -1,0 +1,189 @@
+"""Checkpoints: a plain Hugging Face folder, the trainer's state beside it, and a manifest of hashes over both.
+
+    step-000120/
+      model/                  what AutoModelForCausalLM loads; under LoRA the adapter
+      optimizer.safetensors   masters and moments by parameter name
+      value_head.safetensors  where the algorithm has one
+      random.safetensors      torch's generator; Python's and numpy's are in trainer.json
+      trainer.json            steps, place in the data, part state, choices, metrics position
+      manifest.json           format, size and SHA-256 of every file
+Written beside, flushed to disk, renamed: a checkpoint is there whole or not at all. Safetensors and JSON only.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from legato.policy.policy import Policy
+from legato.training.optimizer import Optimizer
+
+FORMAT = 1
+
+
+class DamagedError(Exception):
+    """A checkpoint that is not what was written."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str, Any]) -> None:
+    """Write a checkpoint, or raise ValueError (state not finite, no room on the disk) and leave nothing behind."""
+    tensors, numbers = optimizer.state()
+    _finite(policy)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    expected = sum(t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values()])
+    free = shutil.disk_usage(folder.parent).free
+    if free < 2 * expected:
+        raise ValueError(
+            f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
+            " wanted (twice its size); free some space and resume from the last checkpoint"
+        )
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _write(partial, policy, tensors, {"optimizer": numbers, **memory})
+        for path in sorted(partial.rglob("*")):
+            _flush(path)
+        _flush(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        _flush(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(f"the checkpoint {folder} could not be written: {error.strerror or error}") from None
+
+
+def _write(folder: Path, policy: Policy, tensors: Mapping[str, Tensor], memory: Mapping[str, Any]) -> None:
+    save_model(policy, folder / "model")
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "optimizer.safetensors"
+    )
+    if policy.value_head is not None:
+        save_file({n: t.cpu() for n, t in policy.value_head.state_dict().items()}, folder / "value_head.safetensors")
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    save_file(states, folder / "random.safetensors")
+    kind, keys, *rest = numpy.random.get_state()
+    version, internal, gauss = random.getstate()
+    generators = {
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, [int(key) for key in keys], *[float(x) if isinstance(x, float) else int(x) for x in rest]],
+    }
+    (folder / "trainer.json").write_text(json.dumps({**memory, "generators": generators}, sort_keys=True))
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True))
+
+
+def save_model(policy: Policy, folder: Path) -> None:
+    """A folder that transformers (or, for adapters, peft) loads."""
+    policy.model.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def verify(folder: Path) -> None:
+    """Compare every file with the manifest; DamagedError names the first that differs."""
+    manifest = folder / "manifest.json"
+    try:
+        record = json.loads(manifest.read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{manifest}: {error}") from None
+    if record.get("format") != FORMAT:
+        raise DamagedError(f"{manifest}: format {record.get('format')!r}, this version reads {FORMAT}")
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
+    for name, known in record["files"].items():
+        path = folder / name
+        if name not in present:
+            raise DamagedError(f"{path} is missing")
+        if path.stat().st_size != known["bytes"] or _digest(path) != known["sha256"]:
+            raise DamagedError(f"{path} is not what was written: its SHA-256 differs from the manifest")
+    extra = present - set(record["files"])
+    if extra:
+        raise DamagedError(f"{folder / sorted(extra)[0]} is not in the manifest")
+
+
+def check(folder: Path) -> None:
+    """`verify` for a person who named the checkpoint."""
+    try:
+        verify(folder)
+    except DamagedError as damage:
+        raise ValueError(f"the checkpoint {folder} is damaged: {damage}") from None
+
+
+def latest(checkpoints: Path) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+    found = sorted((p for p in checkpoints.glob("step-*") if p.is_dir()), reverse=True)
+    warnings: list[str] = []
+    for folder in found:
+        try:
+            verify(folder)
+            return folder, warnings
+        except DamagedError as damage:
+            warnings.append(f"checkpoint {folder.name} is damaged and is not used: {damage}")
+    raise ValueError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """What `save` was given, and the generators."""
+    memory: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+    return memory
+
+
+def restore(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str, Any]) -> None:
+    """Optimizer, value head and random generators; the policy itself was loaded from `model/`."""
+    optimizer.load(load_file(folder / "optimizer.safetensors"), memory["optimizer"])
+    if policy.value_head is not None:
+        policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
+    states = load_file(folder / "random.safetensors")
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    version, internal, gauss = memory["generators"]["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = memory["generators"]["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def purge(checkpoints: Path, keep_last: int, best: str | None) -> None:
+    """Delete all but the newest so many and the best, after the newest was written; failing to delete is harmless."""
+    found = sorted(p for p in checkpoints.glob("step-*") if p.is_dir())
+    for folder in found[: max(0, len(found) - keep_last)]:
+        if folder.name != best:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finite(policy: Policy) -> None:
+    for name, parameter in policy.parameters().items():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"the weights of {name} are not finite; such a state is not saved, the last checkpoint stays")

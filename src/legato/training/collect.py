@@ -1,0 +1,184 @@
+"""prompts -> rollouts -> rewards -> groups, filtered and refilled.
+
+Everything random here is a function of (run seed, problem number, sample): the place in the data is one integer, and a
+resumed run draws what the straight one drew. Groups come back in the order their problems were drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.rollouts.engine import Engine, Limits, Request, Response
+from legato.rollouts.randomness import seed_of
+from legato.rollouts.render import Rendering
+from legato.rollouts.sampling import Sampling
+from legato.tasks.source import Source
+
+Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
+
+
+class ExhaustedError(Exception):
+    """No problem is left to train on."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was seen while collecting a step, before anything was dropped."""
+
+    rollouts: int = 0
+    unscorable: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    groups: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    flat: int = 0
+    too_few: int = 0
+    too_long: int = 0
+    rounds: int = 0
+    components: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Collector:
+    """Where a step's groups come from."""
+
+    source: Source
+    engine: Engine
+    rendering: Rendering
+    judge: Judge
+    sampling: Sampling
+    limits: Limits
+    samples_per_prompt: int
+    seed: int
+    max_prompt_tokens: int
+    too_long: str = "drop"
+    resampling: str = "none"
+    """'dynamic': groups whose responses all score alike are replaced by fresh ones; 'history': problems whose responses were
+    all right are left out of later epochs."""
+    max_refills: int = 8
+    cursor: int = 0
+    """The number of the next problem."""
+    version: int = 0
+    """Of the policy that is being sampled."""
+    solved: set[str] = field(default_factory=set)
+    """Keys of problems whose last responses were all right."""
+
+    def next(self, count: int) -> tuple[list[Group], Tally]:
+        """So many groups of at least two scored rollouts each; fewer only where refills did not find enough."""
+        groups: list[Group] = []
+        tally = Tally()
+        rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
+        while len(groups) < count and tally.rounds < rounds:
+            tally.rounds += 1
+            drawn = [self._draw(tally) for _ in range(count - len(groups))]
+            groups += [group for group in self._roll(drawn, tally) if group is not None]
+        return groups, tally
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "version": self.version, "solved": sorted(self.solved)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.cursor, self.version, self.solved = int(state["cursor"]), int(state["version"]), set(state["solved"])
+
+    def _draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
+        """The next problem that may be trained on, with its number and prompt."""
+        size = self.source.size
+        for _ in range(size + 1 if size is not None else 10_000):
+            number, problem = self.cursor, self.source.training(self.cursor)
+            self.cursor += 1
+            if self.resampling == "history" and problem.key in self.solved:
+                continue
+            prompt = self.rendering.prompt(problem)
+            if len(prompt) <= self.max_prompt_tokens:
+                return number, problem, prompt
+            if self.too_long == "error":
+                raise ValueError(
+                    f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
+                    f" {self.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
+                )
+            tally.too_long += 1
+        if self.resampling == "history" and self.solved:
+            raise ExhaustedError("every problem of the task was answered right by all its rollouts")
+        raise ValueError(
+            f"no problem has a prompt of at most policy.max_prompt_tokens = {self.max_prompt_tokens} tokens; raise it"
+        )
+
+    def _roll(self, drawn: Sequence[tuple[int, Problem, Tensor]], tally: Tally) -> list[Group | None]:
+        requests = [
+            Request(
+                prompt=prompt,
+                seeds=tuple(seed_of(self.seed, problem.key, number, k) for k in range(self.samples_per_prompt)),
+            )
+            for number, problem, prompt in drawn
+        ]
+        responses = self.engine.generate(requests, self.sampling, self.limits)
+        rollouts = [
+            self.rollout(problem, prompt, response, number * self.samples_per_prompt + k)
+            for (number, problem, prompt), row in zip(drawn, responses, strict=True)
+            for k, response in enumerate(row)
+        ]
+        scores = self.judge(rollouts)
+        scored = list(zip(rollouts, scores, strict=True))
+        each = self.samples_per_prompt
+        return [
+            self._group(problem, scored[place * each : (place + 1) * each], tally)
+            for place, (_, problem, _) in enumerate(drawn)
+        ]
+
+    def rollout(self, problem: Problem, prompt: Tensor, response: Response, number: int) -> Rollout:
+        """A response as the record of a single turn."""
+        length = len(response.tokens)
+        return Rollout(
+            problem=problem,
+            rollout_id=number,
+            prompt_tokens=prompt,
+            tokens=response.tokens,
+            sampler_logprobs=response.logprobs,
+            version=torch.full((length,), self.version),
+            text=response.text,
+            stop=response.stop,
+            temperature=self.sampling.temperature,
+            mask=torch.ones(length, dtype=torch.bool),
+            turn=torch.zeros(length, dtype=torch.int64),
+            author=torch.full((length,), Author.POLICY.value),
+            kept_logmass=response.kept_logmass,
+        )
+
+    def _group(self, problem: Problem, rollouts: Sequence[tuple[Rollout, Score | Unscorable]], tally: Tally) -> Group | None:
+        members = []
+        for rollout, score in rollouts:
+            tally.rollouts += 1
+            if isinstance(score, Unscorable):
+                tally.unscorable += 1
+                tally.reasons[score.reason] = tally.reasons.get(score.reason, 0) + 1
+                continue
+            members.append(Scored(rollout=rollout, score=score))
+            tally.rewards.append(score.reward)
+            tally.accuracy.append(score.accuracy)
+            tally.lengths.append(len(rollout.tokens))
+            tally.truncated += rollout.stop.truncated
+            for name, value in score.components.items():
+                tally.components.setdefault(name, []).append(value)
+        tally.groups += 1
+        if len(members) < 2:
+            tally.too_few += 1
+            return None
+        accuracy = [member.score.accuracy for member in members]
+        flat = max(accuracy) - min(accuracy) <= 1e-6
+        right = flat and min(accuracy) >= 1.0
+        tally.flat += flat
+        tally.all_right += right
+        tally.all_wrong += flat and max(accuracy) <= 0.0
+        if self.resampling == "history":
+            (self.solved.add if right else self.solved.discard)(problem.key)
+        if self.resampling == "dynamic" and flat:
+            return None
+        return Group(problem=problem, members=tuple(members))

@@ -1,0 +1,173 @@
+"""AdamW with float32 master weights, gradient clipping and a schedule. Weights keep their address: masters are copied."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate of each update, as a share of the peak: a linear rise, then constant, linear or cosine."""
+
+    kind: str
+    warm_up: int
+    total: int
+    final_share: float = 0.0
+
+    def share(self, update: int) -> float:
+        """For update 0, 1, 2 ..."""
+        if update < self.warm_up:
+            return (update + 1) / self.warm_up
+        if self.kind == "constant":
+            return 1.0
+        done = min(1.0, (update - self.warm_up) / max(1, self.total - self.warm_up))
+        falling = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.final_share + (1 - self.final_share) * falling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """What the optimizer is made of."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """On matrices only; norms and biases keep their scale."""
+    gradient_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: off."""
+    kind: str = "adamw"
+    """'adamw' or 'adamw-8bit' (bitsandbytes)."""
+    offload: bool = False
+    """Keep masters and moments in the host's memory."""
+    value_lr: float | None = None
+
+
+class Optimizer:
+    """Steps on masters: float32 copies of 16-bit weights (or copies on the host), the weights themselves otherwise."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, schedule: Schedule) -> None:
+        if not parameters:
+            raise ValueError("nothing is left to train: policy.frozen covers every parameter")
+        self.settings, self.schedule = settings, schedule
+        self.weights = dict(parameters)
+        self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
+        self.inner = _inner(self._groups(), settings, next(iter(self.masters.values())).is_cuda)
+        self.updates = 0
+
+    def _master(self, weight: nn.Parameter) -> Tensor:
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        if not half and not self.settings.offload:
+            return weight
+        device = torch.device("cpu") if self.settings.offload else weight.device
+        return weight.detach().to(device, torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: dict[tuple[bool, bool], list[Tensor]] = {}
+        for name, master in self.masters.items():
+            groups.setdefault((name.startswith("value_head."), master.dim() >= 2), []).append(master)
+        return [
+            {
+                "params": members,
+                "weight_decay": self.settings.weight_decay if decays else 0.0,
+                "peak": self.settings.lr if not value or self.settings.value_lr is None else self.settings.value_lr,
+            }
+            for (value, decays), members in groups.items()
+        ]
+
+    @property
+    def lr(self) -> float:
+        """Of the next update."""
+        return self.settings.lr * self.schedule.share(self.updates)
+
+    def step(self) -> tuple[float, bool]:
+        """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
+
+        A gradient that is not finite is dropped whole; the schedule moves on all the same.
+        """
+        gradients = {name: self._gradient(name) for name in self.weights}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        size = float(norm)
+        applied = math.isfinite(size)
+        if applied:
+            if self.settings.gradient_clip and size > self.settings.gradient_clip:
+                for gradient in gradients.values():
+                    gradient.mul_(self.settings.gradient_clip / (size + 1e-6))
+            for name, master in self.masters.items():
+                master.grad = gradients[name]
+            share = self.schedule.share(self.updates)
+            for group in self.inner.param_groups:
+                group["lr"] = group["peak"] * share
+            self.inner.step()
+            self._copy_back()
+        self.updates += 1
+        for name, weight in self.weights.items():
+            weight.grad = None
+            self.masters[name].grad = None
+        return size, applied
+
+    def _gradient(self, name: str) -> Tensor:
+        weight, master = self.weights[name], self.masters[name]
+        if weight.grad is None:
+            # An update in which no row survived still steps: momentum moves on, with a gradient of 0.
+            return torch.zeros_like(master)
+        return weight.grad.detach().to(master.device, master.dtype)
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        for name, master in self.masters.items():
+            if master is not self.weights[name]:
+                self.weights[name].copy_(master)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name (masters and moments) and plain numbers."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {"updates": self.updates}
+        for name, master in self.masters.items():
+            if master is not self.weights[name]:
+                tensors[f"master|{name}"] = master.detach()
+            for key, value in self.inner.state.get(master, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{key}|{name}"] = value
+                else:
+                    numbers[f"{key}|{name}"] = value
+        return tensors, numbers
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take over a saved state; the weights are loaded before."""
+        known = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
+        missing = known - set(tensors)
+        if missing:
+            raise ValueError(
+                f"the optimizer state has no {sorted(missing)[0]!r}: it was saved with another dtype or offload"
+            )
+        self.updates = int(numbers["updates"])
+        states: dict[str, dict[str, Any]] = {}
+        for key, value in [*tensors.items(), *numbers.items()]:
+            kind, _, owner = key.partition("|")
+            if owner and kind != "master":
+                states.setdefault(owner, {})[kind] = value
+        for name, master in self.masters.items():
+            if master is not self.weights[name]:
+                with torch.no_grad():
+                    master.copy_(tensors[f"master|{name}"])
+            if states.get(name):
+                self.inner.state[master] = {
+                    kind: value.to(master.device, copy=True) if isinstance(value, Tensor) else value
+                    for kind, value in states[name].items()
+                }
+
+
+def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings, cuda: bool) -> Any:
+    common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.epsilon}
+    if settings.kind == "adamw-8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            raise ValueError("training.optimizer = 'adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from None
+        return AdamW8bit(groups, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)

@@ -1,0 +1,68 @@
+"""How a step is cut: whole groups into updates, rows of an update into packs. Fixed before anything is computed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.core.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step: which rows, in which packs."""
+
+    index: int
+    """k: the number of the update within its pass over the step, from 0."""
+    epoch: int
+    packs: tuple[Tensor, ...]
+    """Row numbers of each pack; together the rows of the update."""
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.cat(self.packs).sort().values
+
+
+def plan(batch: Batch, *, updates: int, epochs: int, tokens_per_pack: int, seed: int, packing: bool) -> list[Update]:
+    """Groups dealt at random, sizes within one, each response once per epoch."""
+    count = len(batch.prompts)
+    found = []
+    for epoch in range(epochs):
+        order = list(range(count))
+        random.Random(f"updates {seed} {epoch}").shuffle(order)
+        for index in range(min(updates, count)):
+            groups = sorted(order[index::updates])
+            found.append(Update(index=index, epoch=epoch, packs=packs(batch, groups, tokens_per_pack, shared=packing)))
+    return found
+
+
+def packs(batch: Batch, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
+    """Rows of the groups in packs of at most so many tokens; a row longer than that is a pack of its own.
+
+    First fit by decreasing size. A group stays together, so that its prompt is computed once, unless it is larger than a
+    pack. Unshared (padded rows) a row costs its own prompt, and rows of like length stand together.
+    """
+    rows = {group: (batch.group == group).nonzero().squeeze(1).tolist() for group in groups}
+    prompt, response = batch.prompt_lengths.tolist(), (batch.lengths - 1).clamp(min=0).tolist()
+    pieces: list[tuple[int, list[int]]] = []
+    for group in groups:
+        members, size = list[int](), prompt[group]
+        for row in rows[group]:
+            if members and (not shared or size + response[row] > tokens_per_pack):
+                pieces.append((size, members))
+                members, size = [], prompt[group]
+            members.append(row)
+            size += response[row]
+        if members:
+            pieces.append((size, members))
+    pieces.sort(key=lambda piece: -piece[0])
+    bins: list[tuple[int, list[int]]] = []
+    for size, members in pieces:
+        place = next((i for i, (filled, _) in enumerate(bins) if filled + size <= tokens_per_pack), None)
+        if place is None:
+            bins.append((size, list(members)))
+        else:
+            bins[place] = (bins[place][0] + size, bins[place][1] + members)
+    return tuple(torch.tensor(sorted(members)) for _, members in bins)

@@ -1,0 +1,146 @@
+"""What is known of a step's rollouts on the trainer's side, and how a part of it becomes the signals of an objective."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from legato.advantages.estimator import Scores
+from legato.advantages.filters import Samples
+from legato.algorithms.algorithm import Algorithm
+from legato.core.batch import Batch
+from legato.core.mask import Mask
+from legato.core.segments import renumbered
+from legato.core.signals import Signals
+from legato.policy.packs import Texts
+from legato.policy.policy import Channels
+from legato.rollouts.randomness import seed_of, uniform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """[B, T] tables on the policy's device. `old_logprobs` is None where the first update takes its own as anchor."""
+
+    batch: Batch
+    texts: Texts
+    old_logprobs: Tensor | None = None
+    anchored: Tensor | None = None
+    """[B] bool: which rows of `old_logprobs` are filled."""
+    ref_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    advantages: Tensor | None = None
+    """[B, 1] or [B, T]"""
+    returns: Tensor | None = None
+    keep: Tensor | None = None
+    """[B, 1], 0 where a filter dropped the response."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Signals that only some parts read: uniform."""
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> "Tables":
+        texts = Texts(
+            prompts=batch.prompts,
+            prompt_lengths=batch.prompt_lengths,
+            tokens=batch.tokens,
+            lengths=batch.lengths,
+            mask=batch.mask,
+            group=batch.group,
+            temperature=batch.temperature,
+        )
+        return cls(batch=batch, texts=texts.to(device))
+
+    def with_advantages(self, algorithm: Algorithm) -> "Tables":
+        """rewards -> advantages, and what the filters keep, over the whole step."""
+        batch = self.batch
+        estimate = algorithm.advantage.estimate(
+            Scores(
+                rewards=batch.rewards,
+                group=batch.group,
+                mask=Mask(batch.mask, torch.float64),
+                values=_exact(self.old_values),
+                turn=batch.turn,
+                components=torch.stack(list(batch.components.values()), 1) if batch.components else None,
+                old_logprobs=_exact(self.old_logprobs),
+                ref_logprobs=_exact(self.ref_logprobs),
+            )
+        )
+        device, dtype = self.texts.tokens.device, batch.sampler_logprobs.dtype
+        found = estimate.advantages.to(dtype)
+        found = found.unsqueeze(1) if found.dim() == 1 else torch.where(batch.mask, found, 0.0)
+        samples = Samples(
+            accuracy=batch.accuracy,
+            group=batch.group,
+            truncated=batch.truncated,
+            version_lag=batch.version.max() - batch.version.min(1).values,
+        )
+        keep = None
+        for part in algorithm.filters:
+            kept = part.keep(samples).to(dtype).unsqueeze(1)
+            keep = kept if keep is None else keep * kept
+        return replace(
+            self,
+            advantages=found.to(device),
+            returns=None if estimate.returns is None else estimate.returns.to(device, dtype),
+            keep=None if keep is None else keep.to(device),
+        )
+
+    def with_uniform(self, seed: int, update: int) -> "Tables":
+        """One number per token for random selections, from (seed, update, row)."""
+        seeds = torch.tensor([seed_of("selection", seed, update, row) for row in self.batch.rollout_id.tolist()])
+        places = torch.arange(self.batch.tokens.shape[1])
+        table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
+        return replace(self, extra={**self.extra, "uniform": table.to(self.texts.tokens.device)})
+
+    def signals(self, rows: Tensor, group: Tensor | None, channels: Channels | None) -> Signals:
+        """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
+        assert self.advantages is not None
+        width = self.batch.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
+        device = self.texts.tokens.device
+        mask = self.texts.mask[rows, :width]
+        dtype = self.batch.sampler_logprobs.dtype
+        logprobs = torch.zeros((), dtype=dtype, device=device).expand(mask.shape) if channels is None else channels.logprobs
+
+        def part(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[rows, :width].to(device)
+
+        old = part(self.old_logprobs)
+        if channels is not None and (old is None or (self.anchored is not None and not bool(self.anchored[rows].all()))):
+            # This update is the first to move the policy: what it computes now is what the policy was.
+            old = channels.logprobs.detach()
+        advantages = self.advantages[rows]
+        return Signals(
+            mask=Mask(mask, logprobs.dtype),
+            logprobs=logprobs,
+            advantages=advantages if advantages.shape[1] == 1 else advantages[:, :width],
+            old_logprobs=old,
+            sampler_logprobs=part(self.batch.sampler_logprobs),
+            kept_logmass=part(self.batch.kept_logmass),
+            ref_logprobs=part(self.ref_logprobs),
+            entropy=None if channels is None else channels.entropy,
+            values=None if channels is None else channels.values,
+            old_values=part(self.old_values),
+            returns=part(self.returns),
+            uniform=part(self.extra.get("uniform")),
+            keep=None if self.keep is None else self.keep[rows],
+            group=group,
+            turn=part(self.batch.turn),
+        )
+
+    def dense_groups(self, rows: Tensor) -> Tensor:
+        """Group ids of an update's rows, dense from 0."""
+        return renumbered(self.texts.group[rows])
+
+
+def _exact(table: Tensor | None) -> Tensor | None:
+    return None if table is None else table.cpu().double()
+
+
+def needs(algorithm: Algorithm) -> set[str]:
+    """Every signal that some part of the objective reads."""
+    return {signal for signals in algorithm.objective.needs().values() for signal in signals}
+
+
+def empty(batch: Batch, rows: Iterable[int]) -> bool:
+    """Whether there is nothing to train on."""
+    return not any(batch.lengths[row] > 0 for row in rows)

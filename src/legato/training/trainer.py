@@ -1,0 +1,278 @@
+"""The step: prompts -> rollouts -> rewards -> advantages -> ratios -> objective -> update -> diagnostics."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from legato.algorithms.algorithm import Algorithm
+from legato.core.batch import Batch, collate
+from legato.core.rollout import Group
+from legato.core.scope import Scope
+from legato.core.sums import Histogram, Sums, Total
+from legato.core.world import OneProcess, World
+from legato.objectives.slots import State
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
+from legato.training.collect import Collector, Tally
+from legato.training.optimizer import Optimizer
+from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
+from legato.training.plan import Update, plan
+from legato.training.probe import Floor, band, probe
+from legato.training.tables import Tables, needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """The numbers of a step."""
+
+    seed: int = 0
+    prompts_per_step: int = 32
+    updates_per_step: int = 4
+    epochs_per_step: int = 1
+    anchor: str = "auto"
+    """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
+    update_passes: str = "auto"
+    """'one', 'two', or 'auto': by how many rows had no gradient the last times."""
+    tokens_per_pack: int = 16384
+    probe_every_steps: int = 100
+    """0: once, before the first update."""
+    minimum_scored: float = 0.5
+    """Below this share of scored rollouts a step is not trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a step did."""
+
+    step: int
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    floor: Floor | None
+    """What the probe measured, where this step had one."""
+    unscorable: Mapping[str, int]
+    """Reasons and how often."""
+    sums: Sums = field(default_factory=Sums)
+    """What the metrics of the updates were made of."""
+
+    def histograms(self) -> dict[str, dict[str, list[float]]]:
+        """Edges and counts of every quantity that has a distribution."""
+        return {key: piece.bars() for key, piece in self.sums.items() if isinstance(piece, Histogram)}
+
+
+class Trainer:
+    """Runs steps. What it must remember between them is in `state` and in the parts it was given."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        algorithm: Algorithm,
+        collector: Collector,
+        optimizer: Optimizer,
+        settings: TrainingSettings,
+        reference: Reference | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.policy, self.algorithm, self.collector, self.optimizer = policy, algorithm, collector, optimizer
+        self.settings, self.reference = settings, reference
+        self.world = OneProcess() if world is None else world
+        self.steps_done = 0
+        self.state: State = algorithm.initial()
+        self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
+        self.skipped: dict[int, float] = {}
+        """The share of scored rows without a gradient, per update index, averaged over the last steps."""
+
+    def step(self) -> StepReport:
+        started = time.perf_counter()
+        groups, tally = self.collector.next(self.settings.prompts_per_step)
+        rolled = time.perf_counter()
+        if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
+            return self._idle(tally, rolled - started)
+        batch = collate(groups, self.policy.dtype)
+        tables = Tables.of(batch, self.policy.device)
+        updates = self._plan(batch)
+        floor = self._probe(tables)
+        tables = self._anchored(tables, updates)
+        anchored = time.perf_counter()
+        reports, norms = [], []
+        for update in updates:
+            report, norm = self._update(tables, update)
+            reports.append(report)
+            norms.append(norm)
+        self.collector.version += 1
+        self.steps_done += 1
+        times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
+        return StepReport(
+            step=self.steps_done,
+            metrics={**_summed(updates, reports, norms, self.optimizer.lr), **_seen(tally), **_timed(times, tally)},
+            groups=tuple(groups),
+            floor=floor,
+            unscorable=dict(tally.reasons),
+            sums=sum((report.sums for report in reports), start=Sums()),
+        )
+
+    def _idle(self, tally: Tally, seconds: float) -> StepReport:
+        """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
+        self.steps_done += 1
+        metrics = {**_seen(tally), "update/applied": 0.0, **_timed({"rollouts": seconds}, tally)}
+        return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
+
+    def _plan(self, batch: Batch) -> list[Update]:
+        return plan(
+            batch,
+            updates=self.settings.updates_per_step,
+            epochs=self.settings.epochs_per_step,
+            tokens_per_pack=self.settings.tokens_per_pack,
+            seed=self.settings.seed + 1_000_003 * self.steps_done,
+            packing=self.policy.packing,
+        )
+
+    def _probe(self, tables: Tables) -> Floor | None:
+        every = self.settings.probe_every_steps
+        if self.steps_done and (every == 0 or self.steps_done % every):
+            return None
+        floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack)
+        if self.settings.anchor == "auto":
+            self.anchor_choice = "sampler" if floor.sampler_is_safe else "recompute"
+        return floor
+
+    def _anchored(self, tables: Tables, updates: list[Update]) -> Tables:
+        """Old and reference log-probs and old values, then advantages; the other way round where those need none of it."""
+        algorithm, epochs = self.algorithm, self.settings.epochs_per_step
+        early = not estimator_reads_anchor(algorithm)
+        silent = None
+        if early:
+            tables = tables.with_advantages(algorithm)
+            if algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1:
+                silent = self._silent(tables)
+        assert self.anchor_choice is not None
+        tables = anchor(
+            tables,
+            self.policy,
+            self.reference,
+            updates,
+            choice=self.anchor_choice,
+            skip_first=first_update_anchors_itself(algorithm, epochs),
+            silent=silent,
+        )
+        return tables if early else tables.with_advantages(algorithm)
+
+    def _silent(self, tables: Tables) -> torch.Tensor | None:
+        return silent_rows(self.algorithm, tables) if self.settings.update_passes != "one" else None
+
+    def _update(self, tables: Tables, update: Update) -> tuple[Report, float]:
+        algorithm = self.algorithm
+        if "uniform" in needs(algorithm):
+            tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
+        counts = self.world.sum(count_update(algorithm, tables, update))
+        silent = self._silent(tables)
+        passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
+        report = update_gradient(self.policy, algorithm, tables, update, counts, self.state, passes=passes, silent=silent)
+        norm, _ = self.optimizer.step()
+        if self.state:
+            self.state = algorithm.advance(self.state, report.sums)
+        scored = report.rows - report.silent
+        if scored:
+            share, before = report.without_gradient / scored, self.skipped.get(update.index)
+            self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
+        return report, norm
+
+    def _cheaper(self, index: int) -> int:
+        """Two passes where enough rows had no gradient the last times; the first update of a step never clips."""
+        return 2 if self.skipped.get(index, 0.0) > BREAK_EVEN else 1
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside weights and optimizer."""
+        return {
+            "steps_done": self.steps_done,
+            "state": {name: dict(values) for name, values in self.state.items()},
+            "anchor_choice": self.anchor_choice,
+            "skipped": {str(index): share for index, share in self.skipped.items()},
+            "collector": self.collector.state(),
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self.steps_done = int(memory["steps_done"])
+        self.state = memory["state"]
+        self.anchor_choice = memory["anchor_choice"]
+        self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
+        self.collector.load(memory["collector"])
+
+    @property
+    def band(self) -> float | None:
+        return band(self.algorithm)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _seen(tally: Tally) -> dict[str, float]:
+    """Metrics of everything that was sampled, dropped groups included."""
+    mean = _mean(tally.rewards)
+    lengths = [float(length) for length in tally.lengths]
+    metrics = {
+        "reward/mean": mean,
+        "reward/deviation": math.sqrt(_mean([(r - mean) ** 2 for r in tally.rewards])) if tally.rewards else math.nan,
+        "accuracy/mean": _mean(tally.accuracy),
+        "length/mean": _mean(lengths),
+        "length/max": max(lengths, default=math.nan),
+        "length/truncated": tally.truncated / max(1, len(lengths)),
+        "groups/zero_variance": tally.flat / max(1, tally.groups),
+        "groups/all_right": tally.all_right / max(1, tally.groups),
+        "groups/all_wrong": tally.all_wrong / max(1, tally.groups),
+        "groups/rounds": float(tally.rounds),
+        "groups/too_few_scored": float(tally.too_few),
+        "rollouts/unscorable": tally.unscorable / max(1, tally.rollouts),
+        "prompts/too_long": float(tally.too_long),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
+
+
+def _summed(updates: list[Update], reports: list[Report], norms: list[float], lr: float) -> dict[str, float]:
+    """Metrics of the updates: over all of them, and per update index k as `key@k`."""
+    metrics = _report(sum((report.sums for report in reports), start=Sums()), len(reports))
+    for index in sorted({update.index for update in updates}):
+        of_index = [report.sums for update, report in zip(updates, reports, strict=True) if update.index == index]
+        found = _report(sum(of_index, start=Sums()), len(of_index))
+        metrics |= {f"{key}@{index}": found[key] for key in PER_UPDATE if key in found}
+    rows = sum(report.rows for report in reports)
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return metrics | {
+        "gradient/norm": _mean(finite),
+        "gradient/norm_max": max(finite, default=math.nan),
+        "optimizer/lr": lr,
+        "update/applied": len(finite) / len(norms),
+        "update/silent_rows": sum(report.silent for report in reports) / rows,
+        "update/skipped_rows": sum(r.silent + (r.without_gradient if r.passes == 2 else 0) for r in reports) / rows,
+        "update/two_pass": sum(report.passes == 2 for report in reports) / len(reports),
+    }
+
+
+PER_UPDATE = (
+    "clip/sequences",
+    "clip/tokens",
+    "clip/outside_sequences",
+    "ratio/sequence_mean",
+    "ratio/sequence_max",
+    "loss/total",
+)
+
+
+def _report(sums: Sums, updates: int) -> dict[str, float]:
+    """Totals are per update: the sum over the updates of a step would grow with their number."""
+    totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
+    return {key: value / updates if key in totals else value for key, value in sums.report().items()}
+
+
+def _timed(seconds: Mapping[str, float], tally: Tally) -> dict[str, float]:
+    total = sum(seconds.values())
+    found = {f"time/{name}_seconds": value for name, value in seconds.items()}
+    return found | {"time/step_seconds": total, "tokens/per_second": sum(tally.lengths) / total if total else math.nan}

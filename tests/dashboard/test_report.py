@@ -1,0 +1,258 @@
+"""The report of a run: one file, nothing fetched, nothing of a model's text obeyed."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly import graph_objects
+from plotly.offline import get_plotlyjs
+
+from dashboard.synthetic import synthetic_run
+from legato.dashboard.figures import figures
+from legato.dashboard.legible import legible, shortened
+from legato.dashboard.report import duration, probe_words, write_report
+from legato.diagnostics.format import RunDirectory, RunDirectoryError
+
+SVG_TRACES = {"scatter", "bar"}
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, the text outside scripts and styles, and the scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.scripts = "", list[str]()
+        self._inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text += data
+
+
+def read(path: Path) -> Reader:
+    reader = Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return synthetic_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def report(run: RunDirectory) -> Reader:
+    assert write_report(run) == run.path / "report.html"
+    return read(run.report_path)
+
+
+def small(parent: Path, *records: dict[str, Any], name: str = "small") -> RunDirectory:
+    directory = RunDirectory.create(parent, name)
+    directory.write_config("")
+    for record in records:
+        directory.append_metrics(record)
+    return directory
+
+
+def test_it_tells_the_run(report: Reader) -> None:
+    for words in (
+        "arithmetic-tiny-gspo",
+        "tiny Qwen3",
+        "3 min 18 s",
+        "greedy accuracy rose: 31.0 % → 99.0 %; sampled accuracy rose: 19.9 % → 89.7 %",
+        "512 problems",
+        "training.lr: 1e-06 -> 0.001",
+        "anchor: recomputed",
+        "samples_per_prompt = 8",
+        "64 responses scored again in other packs differed in log s by 3.1e-08",
+        "0.03% of the clip band (3.0e-04): the clip acts on how the policy moved",
+        "17+3=",
+    ):
+        assert words in report.text, words
+
+
+def test_it_has_every_figure_and_plotly_accepts_each(run: RunDirectory, report: Reader) -> None:
+    drawn = figures(run.metrics())
+    titles = {figure.title for figure in drawn}
+    assert titles >= {
+        "Accuracy",
+        "Reward",
+        "Lengths",
+        "Entropy",
+        "Clipped",
+        "Sequence ratios",
+        "Gradient norm",
+        "Time of a step",
+    }
+    for figure in drawn:
+        graph_objects.Figure(data=figure.data, layout=figure.layout)
+        assert {trace["type"] for trace in figure.data} <= SVG_TRACES
+        assert all(len(trace["x"]) == len(trace["y"]) > 0 for trace in figure.data)
+    places = [attributes["id"] for tag, attributes in report.tags if attributes.get("class") == "plot"]
+    assert places == [f"figure-{index}" for index in range(len(drawn))]
+
+
+def test_clip_fractions_stand_by_update_and_ratios_first_and_last(run: RunDirectory) -> None:
+    drawn = {figure.title: figure for figure in figures(run.metrics())}
+    assert [trace["name"] for trace in drawn["Clipped"].data] == ["update 1", "update 2", "update 3", "update 4"]
+    assert [trace["name"] for trace in drawn["Sequence ratios"].data] == ["step 1", "step 191"]
+    assert all(abs(sum(trace["y"]) - 1) < 0.02 for trace in drawn["Sequence ratios"].data)
+    edges = [shape["x0"] for shape in drawn["Sequence ratios"].layout["shapes"]]
+    assert edges == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
+
+
+def test_it_asks_nothing_of_any_server(report: Reader) -> None:
+    assert not [tag for tag, attributes in report.tags if {"src", "href", "srcset", "action", "data"} & set(attributes)]
+    assert not {tag for tag, _ in report.tags} & {"link", "img", "iframe", "object", "base", "form"}
+
+
+def test_only_its_own_two_scripts_may_run(report: Reader) -> None:
+    policy = next(attributes["content"] for tag, attributes in report.tags if "http-equiv" in attributes)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+    allowed = re.search(r"script-src ([^;]*);", policy)
+    assert allowed is not None
+    data, *scripts = report.scripts
+    assert json.loads(data)
+    assert len(scripts) == 2
+    assert scripts[0] == get_plotlyjs()
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert allowed.group(1) == " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def test_hostile_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    evil = '</pre></script><script>alert(1)</script><img src=x onerror="alert(1)">\u202egnp.exe\x1b[2J\x00\ud800\u2028'
+    directory = synthetic_run(tmp_path, steps=2)
+    clean = read(write_report(directory))
+    record = {"prompt": evil, "text": evil, "answer": evil, "reward": 1.0, "accuracy": 1.0, "stop": evil, "tokens": 3}
+    directory.write_rollouts(1, [record])
+    directory.write_rollouts(2, [record])
+    directory.append_metrics({"kind": "end", "reason": evil})
+    directory.append_metrics({"kind": "probe", "step": 2, "words": evil})
+    directory.append_metrics({"kind": "step", "step": 3, f"reward/{evil}": 1.0, "reward/other": 0.5, evil: 1.0})
+    directory.append_metrics({"kind": "start", "name": evil})
+    lines = directory.metrics_path.read_text().splitlines()
+    start = {"kind": "start", "name": evil, "model": evil, "algorithm": evil, "deviations": [evil], "notes": [evil]}
+    directory.metrics_path.write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
+    directory.write_config(f"# {evil[:-3]}")
+    found = read(write_report(directory))
+    assert {tag for tag, _ in found.tags} == {tag for tag, _ in clean.tags}
+    assert len(found.scripts) == 3
+    assert not [attributes for _, attributes in found.tags if "onerror" in attributes]
+    assert r"</pre></script><script>alert(1)</script>" in found.text
+    assert r"\u202egnp.exe\x1b[2J\x00\ud800\u2028" in found.text
+    assert not set("\u202e\x1b\x00\u2028") & set(found.text)
+    assert "<" not in found.scripts[0]
+    names = [trace["name"] for figure in json.loads(found.scripts[0]) for trace in figure["data"] if "name" in trace]
+    assert any("&lt;script&gt;" in name for name in names)
+    assert not [name for name in names if "<" in name or "\u202e" in name]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"kind": "start"}],
+        [{"kind": "evaluation", "step": 0, "eval/accuracy_sampled": 0.5, "eval/problems": 10}],
+        [{"kind": "evaluation", "step": 0, "eval/accuracy_sampled": math.nan}],
+        [{"kind": "step", "step": 1, "reward/mean": 0.5}],
+        [{"kind": "step", "step": 1, "reward/mean": math.nan, "entropy/mean": math.inf, "histograms": None}],
+        [{"kind": "step", "step": 1, "histograms": {"ratio/sequence_log": {"edges": [0, 1], "counts": []}}}],
+        [{"kind": "step", "step": 1, "histograms": {"ratio/sequence_log": {"edges": [0, 0], "counts": [3]}}}],
+        [{"kind": "step", "step": 1, "histograms": {"ratio/sequence_log": {"edges": [0.0, 1e-9], "counts": [3]}}}],
+        [{"kind": "step", "time/step_seconds": 1.0}, {"kind": "step", "step": "x", "time/step_seconds": 1.0}],
+        [{"kind": "step", "step": 1, "gradient/norm": 0.0}, {"kind": "step", "step": 2, "gradient/norm": 1e9}],
+        [{"kind": "start", "deviations": [], "notes": None}, {"kind": "probe"}, {"kind": "end"}, {"no": "kind"}],
+        [{"kind": "start", "deviations": [{"path": "a", "value": 1}], "model": None}],
+    ],
+)
+def test_what_is_missing_does_not_break_it(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    directory = small(tmp_path, *records)
+    found = read(write_report(directory))
+    for figure in json.loads(found.scripts[0]):
+        graph_objects.Figure(figure)
+    assert "nan" not in found.text.lower()
+
+
+def test_damaged_rollouts_are_told_in_the_report(tmp_path: Path) -> None:
+    directory = small(tmp_path, {"kind": "start"})
+    directory.write_rollouts(1, [{"text": "a"}]).write_bytes(b"nothing")
+    assert "step-000001.jsonl.gz" in read(write_report(directory)).text
+
+
+def test_no_deviation_is_said_too(tmp_path: Path) -> None:
+    assert "every value is the paper's" in read(write_report(small(tmp_path, {"kind": "start", "deviations": []}))).text
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    steps = [
+        {"kind": "step", "step": step, "reward/mean": math.sin(step), "time/step_seconds": 1.0} for step in range(30_000)
+    ]
+    for figure in figures(steps):
+        assert max(len(trace["x"]) for trace in figure.data) <= 1200
+        assert figure.data[0]["x"][0] == 0
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    directory = small(tmp_path, {"kind": "start"})
+    directory.report_path.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"cannot write .*report\.html"):
+        write_report(directory)
+
+
+def test_the_noise_floor_in_words() -> None:
+    band = {"clip/band_low": 3e-4, "clip/band_high": 4e-4}
+    probe = {"step": 40, "responses": 64, "probe/engine_median": 5e-4}
+    assert probe_words(probe, band).endswith("the clip band lies inside the noise: what is clipped is decided by rounding.")
+    assert (
+        probe_words(probe, {})
+        == "At step 40, 64 responses as the engine reported them differed in log s by 5.0e-04 in the median."
+    )
+    assert probe_words({"step": 0, "probe/odd": 2.0}, band) == "Before the first step: probe/odd 2."
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_read_as_people_say_them(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_unseen_characters_are_escapes_and_others_stay() -> None:
+    assert legible("a\tb\nc") == "a\tb\nc"
+    assert legible("a\tb\nc", one_line=True) == r"a\tb\nc"
+    assert legible("\u2066\u200b\U000e0041\x9b\x7f\r") == r"\u2066\u200b\U000e0041\x9b\x7f\r"
+    assert legible("déjà 数学 ∑ 🙂") == "déjà 数学 ∑ 🙂"
+    assert shortened("0123456789", 9) == "012...789"
+    assert shortened("0123456789", 10) == "0123456789"
+
+
+def test_the_room_loads_neither_torch_nor_anything_a_run_names(run: RunDirectory) -> None:
+    code = (
+        "import sys; from pathlib import Path; from legato.diagnostics.format import RunDirectory;"
+        "from legato.dashboard.report import write_report;"
+        f"write_report(RunDirectory.open(Path({str(run.path)!r})));"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,94 @@
+"""Before, after and best, and what the numbers stand on."""
+
+from pathlib import Path
+
+import pytest
+
+from dashboard.synthetic import synthetic_run
+from legato.dashboard.report import verdict
+from legato.dashboard.summary import Interval, Summary, samples, summarise, summary, wilson
+from legato.diagnostics.format import RunDirectory
+
+
+def evaluation(step: int, sampled: float | None, greedy: float | None = None) -> dict[str, object]:
+    return {
+        "kind": "evaluation",
+        "step": step,
+        "eval/accuracy_sampled": sampled,
+        "eval/accuracy_greedy": greedy,
+        "eval/problems": 200,
+    }
+
+
+def of(*records: dict[str, object]) -> Summary:
+    return summarise(records, "folder")
+
+
+def test_a_run_is_summed_up(tmp_path: Path) -> None:
+    found = summary(synthetic_run(tmp_path))
+    assert (found.name, found.algorithm, found.steps, found.seconds) == ("arithmetic-tiny-gspo", "gspo", 200, 198.4)
+    assert found.reason == "target reached"
+    assert found.before is not None
+    assert found.after is not None
+    assert (found.before.step, found.after.step) == (0, 200)
+    assert found.before.sampled is not None
+    assert found.before.sampled.low == pytest.approx(found.before.sampled.value - 0.03)
+    assert found.before.greedy == wilson(found.before.greedy.value, 512) if found.before.greedy else False
+
+
+def test_best_is_by_sampled_accuracy_and_then_greedy() -> None:
+    found = of(evaluation(0, 0.1), evaluation(20, 0.9, 0.8), evaluation(40, 0.9, 0.95), evaluation(60, 0.5, 1.0))
+    assert found.best is not None
+    assert found.best.step == 40
+    assert found.after is not None
+    assert found.after.step == 60
+
+
+def test_one_evaluation_is_before_or_after_by_its_step() -> None:
+    assert (of(evaluation(0, 0.1)).before is None, of(evaluation(0, 0.1)).after is None) == (False, True)
+    assert (of(evaluation(9, 0.1)).before is None, of(evaluation(9, 0.1)).after is None) == (True, False)
+    assert of(evaluation(0, None), evaluation(9, 0.2)).before is None
+
+
+def test_a_run_with_nothing_has_the_name_of_its_folder() -> None:
+    found = of()
+    assert (found.name, found.steps, found.seconds, found.best, found.reason) == ("folder", 0, 0.0, None, None)
+
+
+def test_time_is_the_sum_of_steps_where_no_end_tells_it() -> None:
+    steps = [{"kind": "step", "step": step, "time/step_seconds": 1.5} for step in (1, 2)]
+    assert of(*steps, {"kind": "step", "step": 3, "time/step_seconds": None}).seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("share", "trials", "low", "high"),
+    # Newcombe 1998, table I, method 3.
+    [(81 / 263, 263, 0.2553, 0.3662), (15 / 148, 148, 0.0624, 0.1605), (0.0, 20, 0.0, 0.1611), (1 / 29, 29, 0.0061, 0.1718)],
+)
+def test_wilson_intervals_equal_published_ones(share: float, trials: int, low: float, high: float) -> None:
+    found = wilson(share, trials)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_the_verdict_claims_no_more_than_the_intervals_allow() -> None:
+    low, middle, high = (Interval(value=x, low=x - 0.1, high=x + 0.1) for x in (0.2, 0.35, 0.6))
+    assert verdict(low, high) == "rose"
+    assert verdict(high, low) == "fell"
+    assert "did not change" in verdict(low, middle)
+    assert verdict(None, low) == "measured once"
+
+
+def test_samples_are_of_the_same_prompts_where_both_ends_have_them(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    assert samples(directory).before == ()
+    directory.write_rollouts(1, [{"prompt": prompt, "text": f"old {prompt}"} for prompt in "aabcd"])
+    alone = samples(directory, 2)
+    assert [each["prompt"] for each in alone.before] == ["a", "b"]
+    assert (alone.after, alone.after_step) == ((), None)
+    directory.write_rollouts(5, [{"prompt": prompt, "text": f"new {prompt}"} for prompt in "xdcc"])
+    found = samples(directory)
+    assert [each["text"] for each in found.before] == ["old c", "old d"]
+    assert [each["text"] for each in found.after] == ["new c", "new d"]
+    directory.write_rollouts(9, [{"prompt": "y"}, {"prompt": "z"}])
+    found = samples(directory, 1)
+    assert ([each["prompt"] for each in found.before], [each["prompt"] for each in found.after]) == (["a"], ["y"])

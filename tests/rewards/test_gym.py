@@ -1,0 +1,198 @@
+"""Reasoning Gym: problems that repeat, answers scored by its own rules, and model text that is never run."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
+from legato.core.workers import shared
+from legato.rewards.gym import WORKER, ReasoningGymScore, tagged_answer
+from legato.rewards.gym_worker import check_formula, evaluate_literal
+from legato.tasks.gym import ReasoningGym
+from legato.tasks.task import Task
+
+pytest.importorskip("reasoning_gym")
+
+# Draws of the global random state, tuples in the entry, hash order, sympy, eval: one family of each trap.
+FAMILIES = ["chain_sum", "list_functions", "rearc", "word_ladder", "simple_integration", "spiral_matrix", "survo"]
+
+
+def rollout(problem: Problem, text: str) -> Rollout:
+    whole = torch.zeros(1, dtype=torch.long)
+    return Rollout(
+        problem=problem,
+        rollout_id=0,
+        prompt_tokens=whole,
+        tokens=whole,
+        sampler_logprobs=torch.zeros(1),
+        version=whole,
+        text=text,
+        stop=StopReason.END_TOKEN,
+        temperature=1.0,
+        mask=torch.ones(1, dtype=torch.bool),
+        turn=whole,
+        author=whole,
+    )
+
+
+def draw(task: ReasoningGym, seed: int = 0) -> Problem:
+    return task.problem(random.Random(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_own_answer_scores_1_and_another_does_not(family: str) -> None:
+    task = ReasoningGym(dataset=family)
+    for seed in range(3):
+        problem = draw(task, seed)
+        assert ReasoningGymScore(seconds=60)(rollout(problem, f"let me see <answer>{problem.answer}</answer>")) == 1
+        assert ReasoningGymScore(seconds=60)(rollout(problem, "<answer>no idea</answer>")) < 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_problems_repeat_for_a_seed_and_differ_between_seeds(family: str) -> None:
+    task = ReasoningGym(dataset=family)
+    assert isinstance(task, Task)
+    assert draw(task, 1) == draw(task, 1)
+    assert draw(task, 1).prompt != draw(task, 2).prompt
+
+
+def test_problems_do_not_depend_on_the_hash_seed() -> None:
+    program = """
+import random
+from legato.tasks.gym import ReasoningGym
+for name in ("word_ladder", "ransom_note", "isomorphic_strings"):
+    print(ReasoningGym(dataset=name).problem(random.Random(3)))
+"""
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1
+
+
+def test_settings_reach_the_data_set_and_hash() -> None:
+    task = ReasoningGym(dataset="chain_sum", settings={"min_terms": 3, "max_terms": 3})
+    assert draw(task).fields["metadata"]["num_terms"] == 3
+    assert hash(task) == hash(ReasoningGym(dataset="chain_sum", settings=(("max_terms", 3), ("min_terms", 3))))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "chain_sums"}, "unknown dataset 'chain_sums'; did you mean 'chain_sum'?"),
+        ({"dataset": "chain_sum", "settings": {"terms": 3}}, "unexpected keyword argument 'terms'"),
+        ({"dataset": "chain_sum", "settings": {"min_terms": 9}}, "max_terms must be >= min_terms"),
+        ({"dataset": "chain_sum", "settings": {"seed": 9}}, "settings.seed is drawn for each problem"),
+        ({"dataset": "chain_sum", "settings": {"min_terms": {1}}}, "a mapping of names to text"),
+        ({"dataset": " "}, "a text that is not empty is"),
+    ],
+)
+def test_mistakes_are_told_when_the_task_is_made(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        ReasoningGym(**options)
+    assert message in str(refusal.value)
+
+
+def test_a_problem_from_elsewhere_cannot_be_scored() -> None:
+    verdict = ReasoningGymScore()(rollout(Problem(prompt="1+1=", answer="2"), "2"))
+    assert isinstance(verdict, Unscorable)
+    assert "not of reasoning-gym" in verdict.reason
+
+
+def test_what_is_extracted() -> None:
+    problem = draw(ReasoningGym(dataset="chain_sum"))
+    tagged = rollout(problem, f"<answer>0</answer> no, <answer> {problem.answer} </answer>.")
+    assert ReasoningGymScore(seconds=60)(tagged) == 1
+    assert ReasoningGymScore(seconds=60, extract="whole")(tagged) < 1
+    assert ReasoningGymScore(seconds=60, extract="whole")(rollout(problem, f" {problem.answer}\n")) == 1
+    assert ReasoningGymScore(longest=10)(rollout(problem, "9" * 11)) == 0
+    assert tagged_answer("no tag") == "no tag"
+    assert tagged_answer("</answer> <answer>open") == "</answer> <answer>open"
+
+
+@pytest.mark.parametrize("family", ["spiral_matrix", "string_insertion", "n_queens", "binary_matrix"])
+def test_an_answer_is_never_run(family: str, tmp_path: Path) -> None:
+    """Without the replacement of `eval` this makes the folder: seen."""
+    mark = tmp_path / "mark"
+    problem = draw(ReasoningGym(dataset=family))
+    text = f"[__import__('os').mkdir({str(mark)!r})]"
+    assert ReasoningGymScore(seconds=60)(rollout(problem, text)) < 0.5
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("family", ["countdown", "puzzle24", "simple_integration", "polynomial_multiplication"])
+def test_a_formula_is_never_run(family: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    problem = draw(ReasoningGym(dataset=family))
+    text = f"__import__('os').mkdir({str(mark)!r})"
+    assert ReasoningGymScore(seconds=60)(rollout(problem, text)) < 0.5
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["open(1)", "x.y", "().__class__", "exec(chr(1))", "'a'", "lambda: 1", "[1]", "3exec(1)", "x . y", "é"]
+)
+def test_what_is_no_formula(text: str) -> None:
+    with pytest.raises(ValueError, match="is no f"):
+        check_formula(text)
+
+
+@pytest.mark.parametrize("text", ["3*x**2 - 1/2*sin(x) + C", "2.5*exp(-x)", "(1 + 2)*3", "x^2", "asin(x)+sqrt(2)"])
+def test_what_is_a_formula(text: str) -> None:
+    check_formula(text)
+
+
+def test_literals_are_read_and_nothing_else() -> None:
+    assert evaluate_literal(" [[1, -2], ('a', {3: 0xa >> 1})]") == [[1, -2], ("a", {3: 5})]
+    for text in ("f()", "x", "[i for i in (1,)]", "'a'.join('b')", "f'{1}'", "lambda: 1", "(x := 1)"):
+        with pytest.raises(ValueError, match="is not allowed"):
+            evaluate_literal(text)
+
+
+def test_a_score_that_hangs_is_unscorable() -> None:
+    problem = draw(ReasoningGym(dataset="countdown"))
+    ReasoningGymScore(seconds=60)(rollout(problem, "1"))
+    assert ReasoningGymScore(seconds=0.5)(rollout(problem, "9**9**9**9")) == Unscorable("timed out after 0.5 s")
+    assert ReasoningGymScore(seconds=60)(rollout(problem, problem.answer)) == 1
+    assert len(shared(WORKER).processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "room"), [("ReasoningGym(dataset='chain_sum')", "tasks"), ("ReasoningGymScore()", "rewards")]
+)
+def test_without_the_package_it_says_what_to_install(what: str, room: str) -> None:
+    program = f"""
+import sys
+sys.modules["reasoning_gym"] = None
+from legato.{room}.gym import *
+try:
+    {what}
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert "pip install 'legato[gym]'" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_family_makes_problems_that_repeat_and_scores_its_own_answers() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    for family in sorted(set(DATASETS) - {"composite"}):
+        task = ReasoningGym(dataset=family)
+        problem = draw(task, 5)
+        assert problem == draw(task, 5), family
+        if problem.answer is not None:
+            verdict = ReasoningGymScore(seconds=60, extract="whole")(rollout(problem, problem.answer))
+            assert verdict == 1, family

@@ -1,0 +1,190 @@
+"""Mathematical equality, and answers made to hang whoever compares them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from legato.core.boxed import last_boxed
+from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
+from legato.core.workers import shared
+from legato.rewards.math import WORKER, MathVerify
+
+pytest.importorskip("math_verify")
+
+HANGS = [r"$9^{9^{9^9}}$", r"$((999999)!)!$", r"$\binom{10^9}{5\cdot 10^8}$", r"\boxed{2^{2^{100}}}"]
+
+
+def rollout(text: str, answer: str | None = "42") -> Rollout:
+    whole = torch.zeros(1, dtype=torch.long)
+    return Rollout(
+        problem=Problem(prompt="?", answer=answer),
+        rollout_id=0,
+        prompt_tokens=whole,
+        tokens=whole,
+        sampler_logprobs=torch.zeros(1),
+        version=whole,
+        text=text,
+        stop=StopReason.END_TOKEN,
+        temperature=1.0,
+        mask=torch.ones(1, dtype=torch.bool),
+        turn=whole,
+        author=whole,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        (r"so it is \boxed{0.5}", "1/2", 1),
+        (r"so it is $\frac{1}{2}$.", "0.5", 1),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        ("the answer is 1,234", "1234", 1),
+        (r"\boxed{x=5}", "5", 1),
+        (r"$(1, 2)$", "(1,2)", 1),
+        (r"$\{3, 1, 2\}$", r"\{1,2,3\}", 1),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
+        ("Evelyn", "Evelyn", 1),
+        (r"\boxed{41}", "42", 0),
+        (r"first \boxed{42}, no: \boxed{41}", "42", 0),
+        (r"\frac{1}{2}", "2", 0),
+        ("I do not know", "42", 0),
+        ("", "42", 0),
+        (r"\boxed{\frac{}", "42", 0),
+        ("(" * 3000, "42", 0),
+        ("\ud800\0\\boxed{", "42", 0),
+    ],
+)
+def test_what_means_the_answer_is_right_and_nothing_else(text: str, answer: str, expected: float) -> None:
+    assert MathVerify(seconds=60)(rollout(text, answer)) == expected
+
+
+@pytest.mark.parametrize(("answer", "reason"), [(None, "no answer"), ("###", "'###' cannot be read"), (" ", "empty")])
+def test_an_answer_that_cannot_be_read_is_a_fault_of_the_data(answer: str | None, reason: str) -> None:
+    verdict = MathVerify(seconds=60)(rollout("42", answer))
+    assert isinstance(verdict, Unscorable)
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize("text", HANGS)
+def test_an_answer_that_hangs_is_unscorable_in_time_and_the_next_is_scored(text: str) -> None:
+    assert MathVerify(seconds=60)(rollout("42")) == 1
+    start = time.monotonic()
+    assert MathVerify(seconds=0.5)(rollout(text)) == Unscorable("timed out after 0.5 s")
+    assert time.monotonic() - start < 10
+    assert MathVerify(seconds=60)(rollout("$43$")) == 0
+
+
+def test_a_long_answer_is_equal_to_itself_at_once() -> None:
+    long = "+".join(f"x_{{{n}}}^{{{n}}}" for n in range(2000))
+    verify = MathVerify(seconds=0.001)
+    assert verify(rollout(long, long)) == 1
+    assert verify(rollout(rf"therefore \boxed{{{long}}}", long)) == 1
+    assert verify(rollout(HANGS[0], HANGS[0])) == 1
+    assert "longest = 4096" in verify(rollout("5", long)).reason
+
+
+def test_only_the_end_of_a_response_is_read() -> None:
+    text = r"\boxed{42}" + " and so on" * 60
+    assert MathVerify(seconds=60, longest=1000)(rollout(text, "42.0")) == 1
+    assert MathVerify(seconds=60, longest=500)(rollout(text, "42.0")) == 0
+
+
+def test_threads_score_while_others_hang() -> None:
+    texts = [HANGS[0], "$84/2$", "$41$", HANGS[1], "$42.0$", r"$\sqrt{1764}$"]
+    MathVerify(seconds=60)(rollout("$1$"))
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda text: MathVerify(seconds=3)(rollout(text)), texts))
+    late = Unscorable("timed out after 3 s")
+    assert found == [late, 1, 0, late, 1, 1]
+
+
+def test_it_works_off_the_main_thread_and_after_its_worker_was_killed() -> None:
+    found: list[object] = []
+    verify = MathVerify(seconds=60)
+    verify(rollout("$1$"))
+    for process in shared(WORKER).processes:
+        os.kill(process, signal.SIGKILL)
+    thread = threading.Thread(target=lambda: found.append(verify(rollout("$42.0$"))))
+    thread.start()
+    thread.join()
+    assert found == [1]
+
+
+CHILD = """
+import multiprocessing, sys
+from legato.core.workers import shared
+from legato.rewards.math import WORKER
+
+def work(queue):
+    queue.put(shared(WORKER).ask("1/2", "$0.5$", seconds=60))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=work, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+
+
+def test_it_works_in_a_spawned_child(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.stderr) == ("right\n", "")
+
+
+def test_its_worker_does_not_load_torch() -> None:
+    program = """
+import sys
+from legato.rewards.math_worker import compare, prepare
+prepare()
+print(compare("1/2", "$0.5$"), sorted({"torch", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "right []\n"
+
+
+def test_without_the_package_it_says_what_to_install() -> None:
+    program = """
+import sys
+sys.modules["math_verify"] = None
+from legato.rewards.math import MathVerify
+try:
+    MathVerify()
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert "pip install 'legato[math]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\begin{pmatrix}1\\{2}\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\end{pmatrix}"),
+        (r"\boxed {7}", "7"),
+        (r"so $\boxed 5$ it is", "5"),
+        (r"\fbox{8}", "8"),
+        (r"\boxed{1", None),
+        (r"\boxed{}", None),
+        (r"\boxedness{3}", None),
+        ("5", None),
+        (r"\boxed", None),
+        (r"\boxed{" * 100_000, None),
+    ],
+)
+def test_the_last_box_is_read_with_its_braces_balanced(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected

@@ -1,0 +1,315 @@
+"""Mistakes in recipes and words: one message that says what, where, the value and what is allowed."""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from legato.algorithms.catalogue import algorithm_names
+from legato.run.document import options
+from legato.run.load import dump, load
+
+ROOT = Path(__file__).parents[2]
+PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]
+
+
+def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[Any, Any] | None = None) -> str:
+    with pytest.raises(ValueError) as raised:
+        load(sources, words, overrides)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", ":1: the file holds no option"),
+        (b"# nothing\n", ":1: the file holds no option"),
+        (b"\xef\xbb\xbf[training]\nlr = 1\n", ":1: the file is UTF-8 with a byte order mark; save it as plain UTF-8"),
+        ("[training]\nlr = 1\n".encode("utf-16"), ":1: the file is UTF-16; save it as plain UTF-8"),
+        ("[training]\nlr = 1\n".encode("utf-16-le"), ":1: a NUL byte"),
+        (b"[training]\nlr = 1\0\n", ":2: a NUL byte"),
+        (b"[training]\n\n# \xe9\n", ":3: byte 0xe9 is not UTF-8"),
+        (b"[training]\nlr 1\n", ":2: not TOML: Expected '=' after a key in a key/value pair (column 4 of 'lr 1')"),
+        (b"[training]\nlr = 1\nlr = 2\n", ":3: not TOML: this key has been given before"),
+        (b"[training]\nlr = 1\n[training]\n", ":3: not TOML: this table has been opened before: ('training',) twice"),
+        (b"[training]\nlr = [1,\n", ":2: not TOML: Invalid value, but the file ends"),
+        (b"[training]\nlr = " + b"[" * 100_000, " is nested too deeply"),
+        (b"a." * 1000 + b"b = 1\n", " is nested more than 24 deep"),
+        (b"x = 1" + b"0" * 5000, ":1: not TOML: Exceeds the limit"),
+        (b"[training]\nseed = 0x" + b"f" * 5000, ":2) is not allowed; a whole number >= 0 and below 2**63 is"),
+        (b"#" * 1_000_001, " is larger than 1000000 bytes"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(content)
+    told = refusal([path])
+    assert f"{path}{message}" in told
+    assert "\n" not in told
+
+
+def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
+    assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'} does not exist; a TOML file is needed"
+    assert refusal([tmp_path]) == f"{tmp_path} is a folder; a TOML file is needed"
+    assert refusal([Path("/dev/zero")]) == "/dev/zero is not a regular file; a TOML file is needed"
+    assert "cannot be read: " in refusal([Path("x" * 5000)])
+    assert "cannot be read: " in refusal([Path("/etc/passwd/a.toml")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nsteps = 1\nlearning_rate = 1", "training.learning_rate (FILE:3) does not exist; known: seed, steps"),
+        ("[training]\nstepps = 1", "training.stepps (FILE:2) does not exist; did you mean 'steps'? Known: seed, steps"),
+        ("[trainin]\nlr = 1", "trainin (FILE:1) does not exist; did you mean 'training'? Known: algorithm, task"),
+        ("lr = 1", "lr (FILE:1) does not exist; did you mean 'training.lr'?"),
+        ("[rollouts]\nlr = 1", "rollouts.lr (FILE:2) does not exist; did you mean 'training.lr'?"),
+        ("[policy.lora]\nrnk = 1", "policy.lora.rnk (FILE:2) does not exist; did you mean 'rank'? Known: rank, alpha"),
+        ('[training]\nlr = "1e-6 "', "training.lr = '1e-6 ' (FILE:2) is not allowed; a finite number > 0 is"),
+        ("[training]\nlr = nan", "training.lr = nan (FILE:2) is not allowed; a finite number > 0 is"),
+        ("[training]\nlr = inf", "training.lr = inf (FILE:2) is not allowed"),
+        ("[training]\nlr = true", "training.lr = true (FILE:2) is not allowed"),
+        ("[training]\nlr = 0", "training.lr = 0 (FILE:2) is not allowed; a finite number > 0 is"),
+        ("[training]\nlr = 1979-05-27", "training.lr = datetime.date(1979, 5, 27) (FILE:2) is not allowed"),
+        ("[training]\nsteps = true", "training.steps = true (FILE:2) is not allowed; a whole number >= 1 is"),
+        ("[training]\nsteps = 1.0", "training.steps = 1.0 (FILE:2) is not allowed; a whole number >= 1 is"),
+        ("[training]\nsteps = false", "training.steps = false (FILE:2) is not allowed"),
+        (
+            "[training]\nbetas = [0.9]",
+            "training.betas = [0.9] (FILE:2) is not allowed; a list of 2, each a finite number >= 0",
+        ),
+        ("[training]\nbetas = [0.9, 1]", "training.betas = [0.9, 1] (FILE:2) is not allowed"),
+        ('[training]\nschedule = "cos"', 'training.schedule = \'cos\' (FILE:2) is not allowed; one of "constant", "linear"'),
+        ("training = 3", "training = 3 (FILE:1) is not allowed; a table is"),
+        ("[[training]]\nlr = 1", "training = [{'lr': 1}] (FILE:1) is not allowed; a table is"),
+        (
+            "[rollouts]\nsamples_per_prompt = 1",
+            "rollouts.samples_per_prompt = 1 (FILE:2) is not allowed; a whole number >= 2 is",
+        ),
+        ("[rollouts]\ntop_p = 0", "rollouts.top_p = 0 (FILE:2) is not allowed; a finite number > 0 and <= 1 is"),
+        ('[rollouts]\nstop = "a"', "rollouts.stop = 'a' (FILE:2) is not allowed; a list of strings is"),
+        ("[rollouts]\nstop = [1]", "rollouts.stop = [1] (FILE:2) is not allowed; a list of strings is"),
+        ('[policy]\nmodel = ""', "policy.model = '' (FILE:2) is not allowed; a string that is not empty is"),
+        ("[policy]\nlora = 3", "policy.lora = 3 (FILE:2) is not allowed; a table or absent is"),
+        ("[policy.chat_template_kwargs]\na = [{b = nan}]", "policy.chat_template_kwargs.a.b = nan (FILE:2) is not allowed"),
+        ("[task]\nleft_digits = 0", "task.left_digits (FILE:2): task 'arithmetic': left_digits = 0 is not allowed; a whole"),
+        ("[task]\nheld_uot = 1", "task.held_uot (FILE:2) is no option of task 'arithmetic'; did you mean 'held_out'?"),
+        (
+            '[task]\nkind = "revarsal"',
+            "task.kind (FILE:2): unknown task 'revarsal'; did you mean 'reversal'? Known: arithmetic",
+        ),
+        ('[task]\nkind = "a b:c"', "task.kind (FILE:2): unknown task 'a b:c'"),
+        ('[task]\nkind = "jsonl"', "task (FILE:1): data 'jsonl' needs the option 'path'"),
+        ("[task]\nkind = 3\nx = 1", "task.kind = 3 (FILE:2) is not allowed; a string that is not empty is"),
+        ("[task.second]\nx = 1", "task.second.kind must be given (FILE:1)"),
+        ('[reward]\nkind = "nmber"', "reward.kind (FILE:2): unknown reward 'nmber'; did you mean 'number'?"),
+        (
+            '[reward]\nkind = "format"\npattern = "("',
+            "reward.pattern (FILE:3): reward 'format': pattern = '(' is not allowed",
+        ),
+        ('[reward]\nkind = "exact"\ncomponents.a.kind = "number"', "reward.kind and reward.components are both given"),
+        ("[reward.components.a]\nweight = 1", "reward.components.a.kind must be given (FILE:1)"),
+        ('[reward.components.a]\nkind = "exact"\nweight = nan', "reward.components.a.weight = nan (FILE:3) is not allowed"),
+        ('[reward]\ntolerance = 1\ncomponents.a.kind = "exact"', "reward.tolerance (FILE:2) does not exist"),
+        ("[reward]\ncomponents.a = 3", "reward.components.a = 3 (FILE:2) is not allowed; a table is"),
+        ("[reward]\nkind = false", "reward.kind is off (FILE:2) and there are no reward.components"),
+        ('algorithm = "gsp"', "algorithm.name (FILE:1): unknown algorithm 'gsp'; did you mean 'gspo'?"),
+        ("algorithm = 3", "algorithm.name = 3 (FILE:1) is not allowed; a name (gspo,"),
+        ("[algorithm]\ntrust.clip.low = 1", "override path 'trust.clip.low' does not exist; did you mean 'objective.trust"),
+        ("[algorithm.objective.trust.clip]\nlow = -1", "algorithm.objective.trust.clip.low (FILE:2): override of objective"),
+        ("[algorithm.objective.trust.clip]\nlow = nan", "low = nan is not allowed; a number >= 0 is"),
+        ("[algorithm.objective.penalties.kl]", "algorithm.objective.penalties.kl (FILE:1) is an empty table"),
+        ("[algorithm.settings.training]\nlr = 1", "algorithm.settings (FILE:1) is not set here"),
+        ('algorithm = "fspo"', "algorithm.objective.trust.log-clip.log_low must be given"),
+        ("[algorithm]\nadvantage = 3", "algorithm.advantage (FILE:2): advantage = 3 is not allowed; the name of a"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    told = refusal([path]).replace(str(path), "FILE")
+    assert message in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.lr"], "word 1, 'training.lr', is not an option; path=value is, as in training.lr=1e-6"),
+        (["training.seed=1", "training.lr=0"], "training.lr = 0 (word 2: training.lr=0) is not allowed"),
+        (["training.lr=1."], "training.lr = '1.' (word 1: training.lr=1.) is not allowed; a finite number > 0 is"),
+        (["training.lr=null"], "training.lr = null (word 1: training.lr=null) is not allowed"),
+        (["=1"], "the path '' (word 1: =1) is not a dotted path, as in training.lr"),
+        (["training..lr=1"], "the path 'training..lr' (word 1: training..lr=1) is not a dotted path"),
+        (["a." * 50 + "b=1"], "a path of 51 words"),
+        (["policy.model=\udcff"], "'\\udcff' is not valid Unicode"),
+        (["training.prompts_per_step=3"], "is below training.updates_per_step = 4 (algorithm gspo); an update takes whole"),
+        (["training.steps=10", "training.warm_up_updates=40"], "is not below the 40 updates of the run"),
+        (["training.final_lr_share=0.1"], "has no effect with training.schedule = 'constant' (default)"),
+        (["training.value_lr=0.1"], "has no effect: gspo trains no value head; ppo does"),
+        (["task.stages=2"], "task.stages = 2 (word 1: task.stages=2) needs task.second"),
+        (["task.stages=3"], "a whole number >= 1 and <= 2 is"),
+        (["task.second.kind=sorting"], "task.second (word 1: task.second.kind=sorting) has no effect with task.stages = 1"),
+        (["algorithm=srpo", "task.second.kind=sorting"], "task.stages = 2 (algorithm srpo) needs task.second_after_steps"),
+        (
+            ["algorithm=srpo", "task.second.kind=sorting", "task.second_after_steps=400"],
+            "(word 3: task.second_after_steps=400) is not below training.steps = 400 (default)",
+        ),
+        (["task.kind=gsm8k", "task.problems_per_epoch=9"], "is for tasks made in code; an epoch of task.kind = 'gsm8k'"),
+        (["reward.components.a={kind='exact', judges=false}"], "none of them judges the answer"),
+        (["policy.tiny.heads=3"], "policy.tiny.heads = 3 (word 1: policy.tiny.heads=3) does not divide policy.tiny.hidden"),
+        (["policy.tiny.experts=1"], "policy.tiny.experts_per_token = 2 (default) exceeds policy.tiny.experts = 1"),
+        (["evaluation.greedy=false", "evaluation.target_greedy=1"], "needs evaluation.greedy = true"),
+        (["evaluation.every_steps=0", "evaluation.target=1"], "is never looked at with evaluation.every_steps = 0"),
+        (["output.name=a/b"], "output.name = 'a/b' (word 1: output.name=a/b) is not the name of a folder"),
+        (["algorithm.advantage=pass-at-k", "rollouts.samples_per_prompt=3"], "needs groups of at least 4"),
+    ],
+)
+def test_a_mistake_in_a_word_is_told(words: list[str], message: str) -> None:
+    assert message in refusal([], tuple(words))
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    told = refusal([], ("training.lr=x", "rollouts.top_k=-1", "task.digits=1", "algorithm.filters=3"))
+    assert [line.split(" ")[0] for line in told.splitlines()] == [
+        "algorithm.filters",
+        "task.digits",
+        "rollouts.top_k",
+        "training.lr",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"training.lr": math.nan}, "training.lr = nan (override 'training.lr') is not allowed"),
+        ({"training.lr": object}, "training.lr = <class 'object'>"),
+        ({"training": {3: 1}}, "the name 3 is not a string"),
+        ({"training": None}, "training = null"),
+        ({"policy.chat_template_kwargs": {"a": object()}}, "a string, a number, true or false, a list or a table is"),
+        ({"policy.chat_template_kwargs": {"a": None}}, "policy.chat_template_kwargs.a = null"),
+        ({"task.kind": "mine:Task", "task.a": {1, 2}}, "task.a = {1, 2} (override 'task.a') is not allowed"),
+        ({"algorithm.objective.trust.clip.low": 10**400}, "algorithm.objective.trust.clip.low"),
+        ({"task.left_digits": 10**5000, "task.kind": "mine:Task", "training.seed": 10**5000}, "thousands of digits"),
+    ],
+)
+def test_a_mistake_in_a_value_given_in_python_is_told(overrides: dict[Any, Any], message: str) -> None:
+    assert message in refusal([], overrides=overrides)
+
+
+def test_a_value_that_holds_itself_is_told() -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    assert "nested more than" in refusal([], overrides={"policy.chat_template_kwargs": endless})
+
+
+FAIR = {
+    "algorithm": st.sampled_from([name for name in algorithm_names() if name != "fspo"]),
+    "algorithm.objective.penalties.kl.beta": st.floats(0, 1),
+    "algorithm.objective.trust.clip.low": st.floats(0, 1) | st.just(math.inf),
+    "algorithm.objective.corrections": st.sampled_from(["[]", '["tis"]']),
+    "algorithm.objective.ratio.limit": st.sampled_from(["null", "false", "3.5"]),
+    "algorithm.aggregate": st.sampled_from(["token-mean", "sequence-sum-over-constant"]),
+    "task.kind": st.sampled_from(["reversal", "countdown", "gsm8k", "mine:Task"]),
+    "task.system_prompt": st.text(min_size=1).map(lambda text: tomli_w.dumps({"a": text})[4:]),
+    "task.problems_per_epoch": st.integers(1, 99),
+    "reward.overlong": st.sampled_from(["true", "false", "{factor = 2}"]),
+    "reward.components": st.sampled_from(["{}", "{a = {kind = 'exact'}, 'b.c' = {kind = 'my.py:f', x = [1, {y = 2}]}}"]),
+    "reward.timeout_seconds": st.integers(1, 5),
+    "policy.lora": st.sampled_from(["true", "false", "{alpha = 3, targets = ['q', 'v']}"]),
+    "policy.chat_template_kwargs": st.sampled_from(["{}", "{a = 1979-05-27, 'b c' = [[], {}], d.e = 'é'}"]),
+    "policy.warm_up.lr": st.floats(1e-9, 1),
+    "rollouts.stop": st.sampled_from(["[]", '["\\n", "\\u0000"]']),
+    "training.lr": st.floats(1e-300, 1e300),
+    "training.seed": st.integers(0, 2**63 - 1),
+    "training.updates_per_step": st.integers(1, 32),
+    "evaluation.target": st.floats(0.01, 1) | st.just("false"),
+    "output.name": st.sampled_from(["a", "b c", "null"]),
+}
+
+
+@given(data=st.data())
+def test_what_is_written_down_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(sorted(FAIR)), unique=True, max_size=8))
+    words = [f"{path}={data.draw(FAIR[path])}" for path in chosen]
+    try:
+        resolved = load([], words)
+    except ValueError as error:  # problems_per_epoch with gsm8k, a limit that a ratio has not: still told in words
+        assert "word " in str(error)
+        return
+    path = tmp_path_factory.mktemp("dumped") / "config.toml"
+    path.write_text(dump(resolved), encoding="utf-8")
+    again = load([path])
+    assert again.config == resolved.config
+    assert again.algorithm == resolved.algorithm
+    assert again.deviations == resolved.deviations
+    assert set(again.provenance) == set(resolved.provenance)
+    assert dump(again) == dump(resolved)
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from([10**400, -1, 0, 1e-320, "", "gspo", "number", "a:b", [], {}, [{}], {"kind": "exact"}, {"a": {"b": 1}}]),
+    st.lists(st.integers() | st.text(max_size=2), max_size=3),
+    st.dictionaries(st.text(max_size=4), st.integers() | st.floats(), max_size=3),
+)
+ODD_PATHS = st.sampled_from(
+    [
+        *PATHS,
+        *(path.rpartition(".")[0] for path in PATHS),
+        "algorithm",
+        "algorithm.objective",
+        "algorithm.objective.trust",
+        "algorithm.objective.trust.clip.low",
+        "algorithm.advantage.k",
+        "algorithm.filters.x.y",
+        "task.left_digits",
+        "reward.pattern",
+    ]
+)
+
+
+@given(overrides=st.dictionaries(ODD_PATHS | st.text(max_size=6), ODD, max_size=5))
+def test_values_of_any_kind_are_taken_or_told(overrides: dict[str, Any]) -> None:
+    try:
+        assert dump(load([], (), overrides))
+    except ValueError as error:
+        assert str(error)
+
+
+@given(words=st.lists(st.builds("{}={}".format, ODD_PATHS | st.text(max_size=6), ODD) | st.text(max_size=9), max_size=5))
+@example(words=["reward.kind=format", "reward.pattern=x{99999999999999999999}"])
+def test_words_of_any_kind_are_taken_or_told(words: list[str]) -> None:
+    try:
+        assert tomllib.loads(dump(load([], words)))
+    except ValueError as error:
+        assert str(error)
+
+
+TEXTS = [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.toml"))]
+
+
+@given(data=st.data())
+def test_a_mutated_file_is_taken_or_told(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    text = bytearray(data.draw(st.sampled_from(TEXTS)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.integers(0, 12)))
+        piece = data.draw(
+            st.sampled_from([b"", b"[", b"]", b"=", b'"', b"'''", b"{", b"}", b"\n", b"nan", b"-1", b"\xff", b"."])
+        )
+        text[start:end] = piece
+    path = tmp_path_factory.mktemp("mutated") / "a.toml"
+    path.write_bytes(bytes(text))
+    try:
+        load([path])
+    except ValueError as error:
+        assert str(path) in str(error) or "training." in str(error)

@@ -1,0 +1,296 @@
+"""The configuration of a run: where values come from, that it can be written down, and how it is documented."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+import legato
+from legato.core.parts import Part, lookup, names
+from legato.run import kinds, schema
+from legato.run.document import docstrings, document, options
+from legato.run.layers import read_word
+from legato.run.load import dump, load
+from legato.run.locate import locate
+from legato.run.resolved import part_tree
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def file(folder: Path, text: str, name: str = "a.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_says_what_it_is(path: Path) -> None:
+    resolved = load([path])
+    header = path.read_text().split("\n\n")[0]
+    assert f"legato train recipes/{path.name}" in header
+    assert "# Machine: " in header
+    deviations = {"smollm2": ("training.updates_per_step = 2 (gspo: 4)",)}
+    assert resolved.deviations == deviations.get(path.stem, ())
+
+
+def test_the_recipes_that_are_promised_are_there() -> None:
+    promised = {"tiny", "tiny-moe", "smollm2", "qwen3-0.6b-gsm8k", "qwen3-1.7b-gsm8k", "qwen3-30b-a3b"}
+    assert promised <= {path.stem for path in RECIPES}
+
+
+def test_without_sources_everything_is_a_default() -> None:
+    resolved = load([])
+    assert dataclasses.replace(resolved.config, task=schema.Task(), reward=schema.Reward()) == schema.Config()
+    assert resolved.config.task.options == {"operation": "add", "left_digits": 2, "right_digits": 1}
+    assert resolved.algorithm == legato.algorithm("gspo")
+    assert set(resolved.provenance.values()) == {"default", "algorithm gspo"}
+    assert set(resolved.provenance) == set(resolved.values)
+
+
+def test_higher_sources_win(tmp_path: Path) -> None:
+    low = file(tmp_path, "[training]\nlr = 1e-1\nsteps = 1\nseed = 1\nupdates_per_step = 3\nepsilon = 0.5\n", "low.toml")
+    high = file(tmp_path, "[training]\nlr = 1e-2\nsteps = 2\nseed = 2\n", "high.toml")
+    training = load([low, high], ["training.lr=1e-3", "training.steps=3"], {"training.lr": 1e-4}).config.training
+    assert (training.lr, training.steps, training.seed, training.updates_per_step, training.epsilon) == (1e-4, 3, 2, 3, 0.5)
+
+
+def test_the_settings_of_the_algorithm_lie_between_the_defaults_and_the_files(tmp_path: Path) -> None:
+    path = file(tmp_path, 'algorithm = "dapo"\n[training]\nupdates_per_step = 8\n')
+    config = load([path]).config
+    assert config.task.resampling == "dynamic"
+    assert config.reward.overlong == schema.Overlong(cache_share=0.2)
+    assert config.training.updates_per_step == 8
+    # The name is taken from the highest source, so that the settings are those of the algorithm that is used.
+    assert load([path], ["algorithm=grpo"]).config.task.resampling == "none"
+
+
+def test_where_each_value_came_from_is_known(tmp_path: Path) -> None:
+    path = file(
+        tmp_path, "# a comment\n[training]\nlr = 1e-5\n\n[policy]\nlora = { rank = 8 }\n[algorithm.objective]\ntrust = []\n"
+    )
+    words = ["training.steps=7", "algorithm.objective.penalties.kl.beta=0.1", "algorithm.name=dr-grpo"]
+    found = load([path], words, {"output.name": "x"}).provenance
+    assert found["training.lr"] == f"{path}:3"
+    assert found["policy.lora.rank"] == f"{path}:6"
+    assert found["policy.lora.alpha"] == "default"
+    assert found["training.steps"] == "word 1: training.steps=7"
+    assert found["training.updates_per_step"] == "algorithm dr-grpo"
+    assert found["output.name"] == "override 'output.name'"
+    assert found["task.left_digits"] == "default"
+    assert found["algorithm.name"] == "word 3: algorithm.name=dr-grpo"
+    assert found["algorithm.objective.trust"] == f"{path}:8"
+    assert found["algorithm.objective.penalties.kl.beta"] == found["algorithm.objective.penalties"]
+    assert found["algorithm.objective.penalties.kl.beta"].startswith("word 2")
+    assert found["algorithm.objective.penalties.kl.limit"] == "default"
+    assert found["algorithm.advantage"] == "algorithm dr-grpo"
+    assert found["algorithm.aggregate.constant"] == "rollouts.max_response_tokens"
+
+
+def test_a_slot_that_is_filled_anew_forgets_what_was_set_in_it(tmp_path: Path) -> None:
+    path = file(tmp_path, "[algorithm.objective.trust.clip]\nlow = 0.01\n")
+    assert load([path]).provenance["algorithm.objective.trust.clip.low"] == f"{path}:2"
+    resolved = load([path], ['algorithm.objective.trust=["clip"]'])
+    assert resolved.values["algorithm.objective.trust.clip.low"] == 0.2
+    assert resolved.provenance["algorithm.objective.trust.clip.low"] == "default"
+
+
+def test_what_is_absent_by_choice_is_written_as_false(tmp_path: Path) -> None:
+    resolved = load([], ["task.kind=jsonl", "task.path=a.jsonl", "task.answer=false"])
+    assert resolved.config.task.options == {"path": "a.jsonl", "prompt": "prompt", "answer": None}
+    assert load([file(tmp_path, dump(resolved))]).config == resolved.config
+
+    @dataclasses.dataclass(frozen=True)
+    class Limited(Part):
+        limit: float | None = 20.0
+
+    assert part_tree("a", Limited(limit=None)) == {"a.limit": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "deviations"),
+    [
+        (["algorithm.objective.trust.clip.low=0.002"], ["objective.trust.clip.low = 0.002 (gspo: 0.0003)"]),
+        (["training.updates_per_step=2"], ["training.updates_per_step = 2 (gspo: 4)"]),
+        (["algorithm.objective.trust=[]"], ["objective.trust = none (gspo: clip)"]),
+        (["algorithm.objective.trust.clip=false"], ["objective.trust = none (gspo: clip)"]),
+        (["algorithm=srpo"], ["task.stages = 1 (srpo: 2): there is no task.second"]),
+        (["algorithm=srpo", "task.second.kind=sorting", "task.second_after_steps=9"], []),
+        (["algorithm=dapo", "reward.overlong=false"], ["reward.overlong.cache_share = off (dapo: 0.2)"]),
+        (["algorithm=dr-grpo"], []),
+        (
+            ["algorithm=dr-grpo", "algorithm.aggregate.constant=9"],
+            ["aggregate.constant = 9 (dr-grpo: the response budget, 64)"],
+        ),
+        (["algorithm=grpo", "algorithm.objective.ratio.limit=null"], ["objective.ratio.limit = off (grpo: 20)"]),
+    ],
+)
+def test_deviations_from_the_paper_are_told(tmp_path: Path, words: list[str], deviations: list[str]) -> None:
+    resolved = load([], words)
+    assert list(resolved.deviations) == deviations
+    assert load([file(tmp_path, dump(resolved))]).deviations == resolved.deviations
+
+
+def test_an_aggregate_without_a_constant_gets_the_response_budget() -> None:
+    resolved = load([], ["algorithm=dr-grpo", "rollouts.max_response_tokens=100"])
+    assert resolved.values["algorithm.aggregate.constant"] == 100.0
+
+
+def test_a_part_and_its_fields_can_be_set_in_one_file(tmp_path: Path) -> None:
+    text = '[algorithm]\naggregate = "token-mean"\n"objective.trust" = ["dual-clip"]\n"objective.trust.dual-clip.cap" = 4\n'
+    algorithm = load([file(tmp_path, text)]).algorithm
+    changes = {"aggregate": "token-mean", "objective.trust": ["dual-clip"], "objective.trust.dual-clip.cap": 4}
+    assert algorithm == legato.algorithm("gspo", changes)
+
+
+def test_an_algorithm_made_in_python_stands_for_itself(tmp_path: Path) -> None:
+    value = legato.algorithm("gspo", {"objective.trust.clip.low": 2e-3, "settings.training.updates_per_step": 2})
+    resolved = load([], ["algorithm.objective.trust.clip.high=0.5"], {"algorithm": value})
+    assert resolved.algorithm.objective == legato.algorithm(value, {"objective.trust.clip.high": 0.5}).objective
+    assert resolved.config.training.updates_per_step == 2
+    again = load([file(tmp_path, dump(resolved))])
+    assert (again.config, again.algorithm) == (resolved.config, resolved.algorithm)
+
+
+def test_another_kind_brings_its_own_options(tmp_path: Path) -> None:
+    path = file(tmp_path, '[task]\nleft_digits = 3\nheld_out = 9\n[reward]\nkind = "number"\ntolerance = 0.5\n')
+    config = load([path], ["task.kind=reversal", "reward.components.a.kind=exact"]).config
+    assert (config.task.options, config.task.held_out) == ({"length": 4, "symbols": "digits"}, 9)
+    assert config.reward.kind is None
+    assert config.reward.components == {"a": schema.Component(kind="exact", options={"ignore_case": False})}
+    assert load([path], ["task.kind=arithmetic"]).config.task.options["left_digits"] == 3
+    third = file(tmp_path, '[reward]\nkind = "exact"\n', "third.toml")
+    both = file(tmp_path, '[reward.components.a]\nkind = "format"\njudges = true\n', "both.toml")
+    assert load([path, both, third]).config.reward.components == {}
+
+
+def test_options_make_the_part() -> None:
+    task = load([], ["task.left_digits=3"]).config.task
+    assert kinds.make("task", task.kind, task.options) == lookup("task", "arithmetic")(left_digits=3)
+    with pytest.raises(ValueError, match="import path"):
+        kinds.make("task", "mine:Task", {})
+
+
+def test_code_named_in_a_configuration_is_not_imported() -> None:
+    config = load([], ["task.kind=no_such_module:Name", "task.size=3", "reward.kind=/no/such file.py:score"]).config
+    assert config.task.options == {"size": 3}
+    assert config.reward.options == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a=tiny", "tiny"),
+        ("a=1e-6 ", 1e-6),
+        ("a= 3", 3),
+        ("a=true", True),
+        ("a=null", None),
+        ('a="1"', "1"),
+        ("a=[1, 2]", [1, 2]),
+        ("a={b = 1}", {"b": 1}),
+        ("a=2024-01-02", "2024-01-02"),
+        ("a=1\nb = 2", "1\nb = 2"),
+        ("a=b=c", "b=c"),
+        ("a=", ""),
+        ("a=Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_word_is_toml_or_a_bare_string(word: str, value: object) -> None:
+    assert read_word(word) == ("a", value)
+
+
+def test_what_may_be_absent_is_switched_on_and_off() -> None:
+    on = load([], ["policy.lora=true", "policy.warm_up={}", "evaluation.target=0.5"]).config
+    assert (on.policy.lora, on.policy.warm_up, on.evaluation.target) == (schema.Lora(), schema.WarmUp(), 0.5)
+    assert on.policy.lora is not None and on.policy.lora.scale == 32.0
+    off = load([], ["policy.lora=true", "policy.lora=false", "evaluation.target=false"]).config
+    assert (off.policy.lora, off.evaluation.target) == (None, None)
+
+
+def test_python_values_are_taken_as_toml_would_give_them() -> None:
+    numpy = pytest.importorskip("numpy")
+    given_in_python = {
+        "training": {"steps": numpy.int64(5), "betas": (0.5, 0.6)},
+        "training.lr": numpy.float32(0.5),
+        "output.directory": Path("there"),
+        "rollouts.stop": ("a",),
+    }
+    config = load([], overrides=given_in_python).config
+    assert (config.training.steps, config.training.lr, config.training.betas) == (5, 0.5, (0.5, 0.6))
+    assert (config.output.directory, config.rollouts.stop) == ("there", ("a",))
+
+
+def test_every_option_is_documented() -> None:
+    page = document()
+    for name, section in vars(schema).items():
+        if dataclasses.is_dataclass(section) and section.__module__ == schema.__name__:
+            for field in dataclasses.fields(section):
+                assert docstrings()[name].get(field.name, "").endswith((".", ")")), f"{name}.{field.name}"
+    for path in load([], ["policy.lora=true", "policy.warm_up=true", "reward.overlong=true"]).values:
+        if not path.startswith("algorithm.") and path not in ("task.operation", "task.left_digits", "task.right_digits"):
+            assert f"| `{path}` |" in page or path in ("reward.which", "reward.tolerance"), path
+    assert all(option.kind and option.says for option in options())
+    assert all(line.count(" | ") == 3 for line in page.splitlines() if line.startswith("| `"))
+
+
+def test_no_part_has_an_option_that_its_section_takes() -> None:
+    kinds.register_all()
+    for family, section in (("task", schema.Task), ("reward", schema.Reward), ("reward", schema.Component)):
+        taken = {field.name for field in dataclasses.fields(section)} - {"system_prompt"}
+        for registry in kinds.FAMILIES[family]:
+            for name in names(registry):
+                assert not taken & set(kinds.option_names(lookup(registry, name))), name
+
+
+KEYS = st.text(min_size=1, max_size=6)
+LEAVES = st.none() | st.text(max_size=8) | st.integers(-5, 5) | st.floats(allow_nan=False) | st.booleans()
+TREES = st.dictionaries(
+    KEYS,
+    st.recursive(
+        LEAVES.filter(lambda leaf: leaf is not None),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=5,
+)
+
+
+@given(tree=TREES)
+def test_the_locator_finds_every_key_of_any_file(tree: dict[str, object]) -> None:
+    text = tomli_w.dumps(tree, multiline_strings=True)
+    lines = locate(text.replace("\r\n", "\n"))
+
+    def walk(table: dict[str, object], path: tuple[str, ...]) -> None:
+        for key, value in table.items():
+            assert (*path, key) in lines
+            if isinstance(value, dict):
+                walk(value, (*path, key))
+
+    walk(tree, ())
+    assert all(1 <= line <= text.count("\n") + 1 for line in lines.values())
+
+
+def test_the_locator_knows_the_whole_of_toml() -> None:
+    text = (
+        'a = """\nb = 1\n"""\nc = \'\'\'\n[x]\n\'\'\'  # d = 2\n[ t . "u.v" ]\n'
+        "'e' = [1, # f = 3\n  ']', {g = 1, h.i = 2}]\n"
+        "j = 1979-05-27 07:32:00\n[[k]]\nl = 1\n[[k]]\nl = 2\nm.n = '#'\n"
+    )
+    assert locate(text) == {
+        ("a",): 1,
+        ("c",): 4,
+        ("t",): 7,
+        ("t", "u.v"): 7,
+        ("t", "u.v", "e"): 8,
+        ("t", "u.v", "e", "g"): 9,
+        ("t", "u.v", "e", "h"): 9,
+        ("t", "u.v", "e", "h", "i"): 9,
+        ("t", "u.v", "j"): 10,
+        ("k",): 11,
+        ("k", "l"): 12,
+        ("k", "m"): 15,
+        ("k", "m", "n"): 15,
+    }

@@ -1,0 +1,146 @@
+"""Loggers of others: told early when they cannot start, switched off when they fail, never the end of a run."""
+
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger, scalars
+
+METRICS = {
+    "reward/mean": 0.5,
+    "clip/sequences@0": 0.25,
+    "nan": math.nan,
+    "none": None,
+    "word": "x",
+    "flag": True,
+    "updates": 4,
+}
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = 0
+        self.fails = False
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        if self.fails:
+            raise ConnectionError("gone")
+        self.logged.append((metrics, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(run=FakeRun(), given={}, refuses=False)
+
+    def init(**given: Any) -> FakeRun:
+        if found.refuses:
+            raise RuntimeError("api_key not configured")
+        found.given = given
+        return found.run
+
+    module = ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return found
+
+
+def wandb_logger(folder: Path, said: list[str]) -> Logger:
+    return WandbLogger(
+        project="p", name="n", tags=("a", "b"), config={"training": {"lr": 1e-3}}, folder=folder, say=said.append
+    )
+
+
+def scalars_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def test_only_finite_numbers_are_logged() -> None:
+    assert scalars(METRICS) == {"reward/mean": 0.5, "clip/sequences@0": 0.25, "updates": 4.0}
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    said: list[str] = []
+    logger = TensorBoardLogger(tmp_path / "events", say=said.append)
+    logger.log(1, METRICS)
+    logger.log(2, METRICS)
+    logger.close()
+    found = scalars_of(tmp_path / "events")
+    assert found == {key: [(1, value), (2, value)] for key, value in scalars(METRICS).items()}
+    assert said == []
+
+
+def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+    for first, value in ((0, 1.0), (2, 5.0)):
+        logger = TensorBoardLogger(tmp_path, say=print, first_step=first)
+        for step in range(max(1, first), 4):
+            logger.log(step, {"reward/mean": value})
+        logger.close()
+    assert scalars_of(tmp_path)["reward/mean"] == [(1, 1.0), (2, 5.0), (3, 5.0)]
+
+
+@pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb"])
+def test_a_package_that_is_not_there_is_told_with_the_command(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    extra = missing.rpartition(".")[2]
+    with pytest.raises(ValueError, match=rf"pip install 'legato\[{extra}\]'"):
+        if extra == "wandb":
+            wandb_logger(tmp_path, [])
+        else:
+            TensorBoardLogger(tmp_path, say=print)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"TensorBoard cannot write to .*file"):
+        TensorBoardLogger(tmp_path / "file" / "events", say=print)
+
+
+def test_wandb_gets_project_name_tags_config_and_numbers(tmp_path: Path, service: SimpleNamespace) -> None:
+    said: list[str] = []
+    logger = wandb_logger(tmp_path, said)
+    logger.log(3, METRICS)
+    logger.close()
+    assert service.given == {
+        "project": "p",
+        "name": "n",
+        "tags": ["a", "b"],
+        "config": {"training": {"lr": 1e-3}},
+        "dir": str(tmp_path),
+    }
+    assert service.run.logged == [(scalars(METRICS), 3)]
+    assert service.run.finished == 1
+    assert said == []
+
+
+def test_a_service_that_does_not_start_is_told_before_training(tmp_path: Path, service: SimpleNamespace) -> None:
+    service.refuses = True
+    with pytest.raises(ValueError, match=r"W&B did not start .*api_key not configured.*wandb login"):
+        wandb_logger(tmp_path, [])
+
+
+def test_a_failure_is_told_once_and_switches_off(tmp_path: Path, service: SimpleNamespace) -> None:
+    said: list[str] = []
+    logger = wandb_logger(tmp_path, said)
+    logger.log(1, METRICS)
+    service.run.fails = True
+    logger.log(2, METRICS)
+    service.run.fails = False
+    logger.log(3, METRICS)
+    logger.close()
+    assert len(said) == 1
+    assert "W&B failed and is switched off" in said[0]
+    assert "ConnectionError: gone" in said[0]
+    assert [step for _, step in service.run.logged] == [1]

@@ -1,0 +1,276 @@
+"""Problems from files and data sets: what is read, and what is refused in one sentence."""
+
+import gzip
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from legato.core.parts import lookup, names
+from legato.tasks.data import CompetitionMath, Gsm8k, Jsonl, NamedDataset, Parquet
+
+ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "2+2=", "answer": 4, "level": 2}]
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def write(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, object]]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def test_json_lines_become_problems(tmp_path: Path) -> None:
+    first, second = Jsonl(path=write(tmp_path / "a.jsonl", ROWS)).load()
+    assert (first.prompt, first.answer, first.fields) == ("1+1=", "2", {"level": 1})
+    assert second.answer == "4"
+
+
+def test_compressed_blank_windows_and_byte_marks_make_no_difference(tmp_path: Path) -> None:
+    plain = Jsonl(path=write(tmp_path / "a.jsonl", ROWS)).load()
+    data = b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(row).encode() for row in ROWS) + b"\r\n"
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
+    assert Jsonl(path=str(tmp_path / "b.jsonl.gz")).load() == plain
+
+
+def test_parquet_becomes_the_same_problems(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(700)]
+    assert (
+        Parquet(path=write_parquet(tmp_path / "a.parquet", rows)).load()
+        == Jsonl(path=write(tmp_path / "a.jsonl", rows)).load()
+    )
+
+
+def test_columns_may_have_other_names_and_answers_may_be_absent(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": 2.5, "answer": "other"}])
+    [problem] = Jsonl(path=path, prompt="q", answer="a").load()
+    assert (problem.prompt, problem.answer, problem.fields) == ("1+1=", "2.5", {"answer": "other"})
+    [problem] = Jsonl(path=path, prompt="q", answer=None).load()
+    assert (problem.answer, problem.fields) == (None, {"a": 2.5, "answer": "other"})
+
+
+def test_messages_are_prompts_and_a_system_message_goes_first(tmp_path: Path) -> None:
+    rows = [{"prompt": CHAT, "answer": "a"}, {"prompt": "hi", "answer": "b"}]
+    plain = Jsonl(path=write(tmp_path / "a.jsonl", rows)).load()
+    assert [problem.prompt for problem in plain] == [CHAT, "hi"]
+    system = {"role": "system", "content": "be brief"}
+    told = Jsonl(path=str(tmp_path / "a.jsonl"), system_prompt="be brief").load()
+    assert [problem.prompt for problem in told] == [[system, *CHAT], [system, {"role": "user", "content": "hi"}]]
+    # Parquet fills in keys that only some messages have.
+    mixed = [{"prompt": [{**CHAT[0], "name": None}], "answer": "a"}]
+    assert Parquet(path=write_parquet(tmp_path / "a.parquet", mixed)).load() == plain[:1]
+
+
+def test_of_equal_prompts_the_first_is_kept_and_the_others_are_counted(tmp_path: Path) -> None:
+    found = Jsonl(path=write(tmp_path / "a.jsonl", [*ROWS, {"prompt": "1+1=", "answer": "3"}, ROWS[0]])).read()
+    assert [problem.answer for problem in found.problems] == ["2", "4"]
+    assert found.duplicates == 2
+
+
+def line(**changes: object) -> bytes:
+    return json.dumps({"prompt": "x", "answer": "y"} | changes).encode()
+
+
+GOOD = line(prompt="good") + b"\n"
+
+BAD_LINES = {
+    b"": "holds no problems",
+    b"\n \n": "holds no problems",
+    GOOD + b"{": "line 2: is not JSON",
+    GOOD + b"\n[1]": "line 3: is a list; an object",
+    b"null": "line 1: is a NoneType; an object",
+    b"[" * 100_000: "line 1: is not JSON",
+    b'{"prompt": ' + b"9" * 5000 + b"}": "line 1: is not JSON",
+    GOOD + b'{"prompt": "\xff"}': "line 2: is not UTF-8 at byte 12",
+    GOOD + b"\0\0": "line 2: holds a NUL byte",
+    GOOD + b'{"question": "x", "answer": "y"}': "line 2: has no column 'prompt'; it has 'question', 'answer'",
+    b"{}": "line 1: has no column 'prompt'; it has none",
+    b'{"prompt": "x"}': "line 1: has no column 'answer'; it has 'prompt'",
+    line(prompt=None): "line 1: 'prompt' is null; text is needed",
+    line(prompt=7): "line 1: 'prompt' is 7; text is needed",
+    line(prompt=" \n"): "line 1: 'prompt' is empty",
+    line(prompt="a\0"): "line 1: 'prompt' holds a NUL character",
+    line(prompt="\ud800"): "line 1: 'prompt' holds half of a surrogate pair",
+    line(answer=None): "line 1: 'answer' is null; text or a finite number",
+    line(answer=""): "line 1: 'answer' is empty",
+    line(answer=["y"]): "line 1: 'answer' is a list; text or a finite number",
+    line(answer=True): "line 1: 'answer' is True; text or a finite number",
+    line(answer=float("nan")): "line 1: 'answer' is nan; text or a finite number",
+    line(prompt=[]): "line 1: 'prompt' is an empty list of messages",
+    line(prompt=["hi"]): "line 1: 'prompt[0]' is a str; a message with role and content",
+    line(prompt=[{"role": "me", "content": "x"}]): "'prompt[0]' has the role 'me'; one of system, user, assistant, tool is",
+    line(prompt=[{"content": "x"}]): "'prompt[0]' has the role None",
+    line(prompt=[*CHAT, {"role": "user"}]): "'prompt[1].content' is null; text is needed",
+    line(prompt=[*CHAT, {"role": "user", "content": ""}]): "'prompt[1].content' is empty",
+    line(prompt=[CHAT[0] | {"name": "Ann"}]): "'prompt[0]' has 'name'; a message has role and content",
+}
+
+
+@pytest.mark.parametrize("content", BAD_LINES, ids=BAD_LINES.values())
+def test_a_bad_line_is_told_with_its_place(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    refused(Jsonl(path=str(tmp_path / "a.jsonl")), BAD_LINES[content])
+
+
+def refused(data: object, message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        data.load()
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_line_of_ten_megabytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD + line(prompt="x" * 11_000_000)))
+    refused(Jsonl(path=str(tmp_path / "a.jsonl.gz")), "line 2: is longer than 10485760 bytes")
+
+
+def test_files_that_are_not_what_they_are_called_are_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(GOOD * 1000)
+    cases = {
+        "plain.jsonl.gz": (GOOD, "is no whole gzip file"),
+        "cut.jsonl.gz": (whole[:-20], "is no whole gzip file"),
+        "damaged.jsonl.gz": (whole[:20] + b"\xff\xff\xff" + whole[23:], "is no whole gzip file"),
+        "a.pkl": (pickle.dumps(1), ".pkl files can run code when they are read and are refused"),
+        "a.pt": (b"", ".pt files can run code"),
+        "a.csv": (b"prompt,answer", "a name that ends in .jsonl or .jsonl.gz is needed"),
+        "a.parquet": (b"PAR1", "a name that ends in .jsonl or .jsonl.gz is needed"),
+    }
+    for name, (content, message) in cases.items():
+        (tmp_path / name).write_bytes(content)
+        refused(Jsonl(path=str(tmp_path / name)), message)
+    refused(Jsonl(path=str(tmp_path / "none.jsonl")), "none.jsonl: there is no such file")
+    refused(Jsonl(path=str(tmp_path)), "is a folder; a .jsonl or .jsonl.gz file is needed")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refused(Jsonl(path=str(tmp_path / "pipe.jsonl")), "is no regular file")
+
+
+def test_bad_parquet_is_refused(tmp_path: Path) -> None:
+    for content in (b"", GOOD, b"PAR1" + b"\0" * 100 + b"PAR1"):
+        (tmp_path / "a.parquet").write_bytes(content)
+        refused(Parquet(path=str(tmp_path / "a.parquet")), "cannot be read as Parquet after row 0")
+    empty = pyarrow.schema([("prompt", pyarrow.string()), ("answer", pyarrow.string())]).empty_table()
+    pyarrow.parquet.write_table(empty, tmp_path / "b.parquet")
+    refused(Parquet(path=str(tmp_path / "b.parquet")), "holds no problems")
+    path = write_parquet(tmp_path / "c.parquet", [{"prompt": "x", "answer": "y"}, {"prompt": None, "answer": "y"}])
+    refused(Parquet(path=path), "c.parquet row 2: 'prompt' is null")
+    refused(Parquet(path=path, prompt="question"), "row 1: has no column 'question'; it has 'prompt', 'answer'")
+
+
+def test_two_system_messages_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "system", "content": "x"}, *CHAT], "answer": "y"}])
+    refused(Jsonl(path=path, system_prompt="be brief"), "has a system message already; leave system_prompt out")
+
+
+GSM8K = [
+    {"question": "Ducks?", "answer": "16 - 3 = <<16-3=13>>13\n#### 13"},
+    {"question": "Dollars?", "answer": "It is #### of them\n#### 1,234,000 "},
+]
+
+
+def test_gsm8k_takes_what_follows_the_hashes(tmp_path: Path) -> None:
+    first, second = Gsm8k(path=write(tmp_path / "train.jsonl", GSM8K)).load()
+    assert (first.prompt, first.answer) == ("Ducks?", "13")
+    assert first.fields == {"solution": "16 - 3 = <<16-3=13>>13\n#### 13"}
+    assert second.answer == "1234000"
+    refused(
+        Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "13"}])), "line 1: the answer '13' has no '####"
+    )
+    refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "a ####"}])), "line 1: the answer")
+    refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x"}])), "line 1: has no column 'answer'")
+
+
+def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", GSM8K)
+    write_parquet(tmp_path / "test-00000-of-00002.parquet", GSM8K[1:])
+    write_parquet(tmp_path / "test-00001-of-00002.parquet", GSM8K[:1])
+    assert [problem.answer for problem in Gsm8k(path=str(tmp_path)).load()] == ["13", "1234000"]
+    assert [problem.answer for problem in Gsm8k(path=str(tmp_path), split="test").load()] == ["1234000", "13"]
+    (tmp_path / "empty").mkdir()
+    refused(Gsm8k(path=str(tmp_path / "empty")), "has none of train.jsonl, train.jsonl.gz, train.parquet")
+
+
+def test_math_takes_what_the_last_box_holds(tmp_path: Path) -> None:
+    row = {
+        "problem": "Half?",
+        "solution": r"Not \boxed{1} but $\boxed{\frac{1}{2}}$.",
+        "level": "Level 1",
+        "type": "Algebra",
+    }
+    [problem] = CompetitionMath(path=write(tmp_path / "a.jsonl", [row])).load()
+    assert (problem.prompt, problem.answer) == ("Half?", r"\frac{1}{2}")
+    assert problem.fields == {"solution": row["solution"], "level": "Level 1", "type": "Algebra"}
+    refused(
+        CompetitionMath(path=write(tmp_path / "a.jsonl", [row, row | {"solution": "a half"}])), "line 2: the solution ends"
+    )
+
+
+def test_a_data_set_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library is real; what it would fetch is handed to it."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def fetch(*arguments: object, **options: object) -> object:
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list(GSM8K)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", fetch)
+    assert [problem.answer for problem in Gsm8k(split="test").load()] == ["13", "1234000"]
+    assert NamedDataset(dataset="a/b", config="c", split="train[:2]", prompt="question").load()[0].answer.endswith("13")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("a/b", "c"), {"split": "train[:2]"})]
+    refused(NamedDataset(dataset="a/b"), "data set 'a/b' split 'train' row 1: has no column 'prompt'")
+
+
+def test_a_data_set_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused(NamedDataset(dataset="../a/b"), "a name such as 'openai/gsm8k' is needed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    refused(NamedDataset(dataset="local"), "there is a file or folder of this name; give it as path")
+    program = """
+from legato.tasks.data import NamedDataset
+try:
+    NamedDataset(dataset="nobody/nothing-at-all").load()
+except ValueError as error:
+    print(error)
+"""
+    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=offline, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.startswith("data set 'nobody/nothing-at-all' split 'train': could not be loaded: ")
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["datasets", "pyarrow"])
+def test_without_the_package_it_says_what_to_install(package: str, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    program = f"""
+import sys
+from legato.tasks.data import NamedDataset, Parquet
+sys.modules[{package!r}] = None
+data = {{"datasets": NamedDataset(dataset="a/b"), "pyarrow": Parquet(path={str(tmp_path / "a.parquet")!r})}}
+try:
+    data[{package!r}].load()
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert "pip install 'legato[data]'" in done.stdout
+
+
+def test_the_kinds_of_data_by_name() -> None:
+    assert names("data") == ["dataset", "gsm8k", "jsonl", "math", "parquet"]
+    assert lookup("data", "math") is CompetitionMath
+    with pytest.raises(TypeError, match="path"):
+        Jsonl()
+    with pytest.raises(ValueError, match="data 'jsonl': path = '' is not allowed; a text that is not empty is"):
+        Jsonl(path="")
