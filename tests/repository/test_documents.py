@@ -15,11 +15,28 @@ def test_the_generated_page_is_current(path: str) -> None:
     assert (ROOT / path).read_text() == pages()[path], f"{path} is out of date: run make docs"
 
 
-def test_the_example_of_the_readme_runs_in_twelve_lines() -> None:
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert example is not None
-    assert len([line for line in example[1].splitlines() if line.strip()]) <= 12
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_every_example_of_the_readme_has_at_most_twelve_lines() -> None:
+    assert len(examples()) == 2
+    for example in examples():
+        assert len([line for line in example.splitlines() if line.strip()]) <= 12
+
+
+def test_the_loss_example_of_the_readme_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, object] = {}
-    exec(example[1], names)
+    exec(examples()[1], names)
     assert torch.isfinite(names["logits"].grad).all()
+
+
+def test_the_training_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(examples()[0], names)
+    run = names["run"]
+    assert 0 <= run.accuracy <= 1
+    assert (run.model_folder / "config.json").is_file()
+    assert (run.directory / "report.html").is_file()

@@ -1,7 +1,6 @@
 """`legato explain`: an algorithm or a part as a person would want it told."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import differences, flatten
 from legato.core.parts import Part, lookup, names, nearest
+from legato.run.layers import read_word
 from legato.surface import algorithm
 
 SLOTS = {
@@ -117,14 +117,8 @@ def _changed(name: str, changes: Sequence[str]) -> tuple[Entry, Algorithm]:
 
 
 def _parse(change: str) -> tuple[str, Any]:
-    """`path=value`; the value is JSON where it reads as such, otherwise a word."""
-    path, equals, text = change.partition("=")
-    if not equals:
-        raise ValueError(f"--set {change!r} is not an override; path=value is, as in objective.trust.clip.low=0.002")
-    try:
-        return path.strip(), json.loads(text)
-    except json.JSONDecodeError:
-        return path.strip(), text.strip()
+    """`path=value`, read as the words of a run are."""
+    return read_word(change, "--set")
 
 
 def _parts(value: Algorithm) -> list[tuple[str, Part]]:

@@ -5,6 +5,7 @@ a response is one rollout. "Clipped" means the trust region bounded or dropped t
 "outside" means out of the band whatever A is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,10 +126,15 @@ def document() -> str:
         "rho = exp(le). *Clipped*: the trust region bounded or dropped the term (zero gradient; under weight-clip held at the bound).",
         "*Outside*: out of the band whatever the sign of A. A metric is NaN where nothing was counted, so that keys stay the same.",
         "",
-        "| key | formula | range | combines | a bad value |",
-        "|---|---|---|---|---|",
+        *table(METRICS),
     ]
-    for metric in METRICS:
+    return "\n".join(lines) + "\n"
+
+
+def table(metrics: Iterable[Metric]) -> list[str]:
+    """Metrics as the lines of a table."""
+    lines = ["| key | formula | range | combines | a bad value |", "|---|---|---|---|---|"]
+    for metric in metrics:
         cells = (f"`{metric.key}`", metric.formula, metric.range, metric.combines, metric.bad)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines

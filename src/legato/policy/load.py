@@ -36,6 +36,7 @@ class Loading:
 
 def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: Path | None = None) -> Policy:
     """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from."""
+    _no_progress_bars()
     device = _device(loading.device)
     dtype = _dtype(loading.dtype, device)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
@@ -63,6 +64,13 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     if loading.value_head:
         policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
     return policy
+
+
+def _no_progress_bars() -> None:
+    """Loading and saving shards would write over a run's own display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any]:

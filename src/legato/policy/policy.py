@@ -56,7 +56,6 @@ class Policy:
 
     def __post_init__(self) -> None:
         attention.register()
-        _no_progress_bars()
         self._still()
 
     def _still(self) -> None:
@@ -174,13 +173,6 @@ class Head:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
-
-
-def _no_progress_bars() -> None:
-    """Saving and loading shards would write over a run's own display."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,7 +60,7 @@ class Task:
     """A task made in code, a kind of data, or "module:Name" of your own."""
     options: Options = field(default_factory=dict)
     """The kind's own options, in the same table: operation = "add"."""
-    held_out: Count = 512
+    held_out: Count = 128
     """How many held-out problems are evaluated."""
     held_out_share: Annotated[Number, Field(gt=0, lt=1)] = 0.2
     """The share of all problems, chosen by hash, that is never trained on."""
@@ -75,7 +75,7 @@ class Task:
     problems_per_epoch: Count | None = None
     """For tasks made in code: how many different problems make an epoch; absent: never the same list twice."""
     stages: Annotated[int, Strict(), Field(ge=1, le=2)] = 1
-    """2: after `second_after_steps` steps the problems come from `second`."""
+    """2: after `second_after_steps` steps the problems come from both tasks in turn."""
     second: SecondTask | None = None
     """The task of the second stage: a table with a kind and its options."""
     second_after_steps: Count | None = None
@@ -125,7 +125,7 @@ class Reward:
     overlong: Overlong | None = None
     """Punishes overlong responses; absent: not. It is no part of accuracy."""
     timeout_seconds: Positive | None = None
-    """A reward that takes longer leaves its rollout unscored; absent: it may take for ever."""
+    """For async rewards: one that takes longer leaves its rollout unscored; absent: it may take for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class Training:
     anchor: Literal["auto", "recompute", "sampler"] = "auto"
     """Where the old log-probs come from; auto decides by the measured noise floor and says so."""
     update_passes: Literal["auto", "one", "two"] = "auto"
-    """'two': coefficients of the whole update first, then gradients; 'one': both at once; auto: one where it is exact."""
+    """'one': every row forward and backward; 'two': rows without a gradient are found first and skipped; auto: the cheaper."""
     tokens_per_pack: Count = 16384
     """Tokens in one forward pass: more is faster and needs more memory. It changes no result."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from itertools import permutations
 
-from legato.core.parts import Part, choice, integer, part
+from legato.core.parts import Part, choice, flag, integer, part
 from legato.core.rollout import Problem
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -19,18 +19,30 @@ def _number(source: random.Random, digits: int) -> int:
 class Arithmetic(Part):
     """a+b, a-b or a*b with operands of a given number of digits: "37+5=" -> "42"."""
 
+    wording: str = choice(
+        "formula", "question", default="formula", says="'formula': 37+5=; 'question': What is 37 + 5? for chat models."
+    )
+    graded: bool = flag(
+        default=False, says="Draw each operand's digits from 1 to the number given; the sum is the problem's field `grade`."
+    )
+
     operation: str = choice("add", "subtract", "multiply", default="add", says="Which operation.")
     left_digits: int = integer(default=2, says="Digits of the first operand.", minimum=1)
     right_digits: int = integer(default=1, says="Digits of the second operand.", minimum=1)
 
     def problem(self, source: random.Random) -> Problem:
-        left, right = _number(source, self.left_digits), _number(source, self.right_digits)
+        digits = self.left_digits, self.right_digits
+        if self.graded:
+            digits = source.randint(1, self.left_digits), source.randint(1, self.right_digits)
+        left, right = _number(source, digits[0]), _number(source, digits[1])
         sign, value = {
             "add": ("+", left + right),
             "subtract": ("-", left - right),
             "multiply": ("*", left * right),
         }[self.operation]
-        return Problem(prompt=f"{left}{sign}{right}=", answer=str(value))
+        formula = f"{left}{sign}{right}="
+        prompt = formula if self.wording == "formula" else f"What is {left} {sign} {right}?"
+        return Problem(prompt=prompt, answer=str(value), fields={"grade": sum(digits)})
 
 
 @part("task", "reversal")

@@ -57,13 +57,11 @@ def anchor(
     later = [pack for update in updates if update.epoch == 0 and update.index > 0 for pack in update.packs]
     values = policy.value_head is not None
     if choice == "sampler" and not values:
-        device = tables.texts.tokens.device
-        old = batch.sampler_logprobs.to(device)
-        tables = replace(tables, old_logprobs=old, anchored=torch.ones(len(batch), dtype=torch.bool, device=device))
+        tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=torch.ones(len(batch), dtype=torch.bool))
     else:
         tables = _recomputed(tables, policy, _loud(later if skip_first and not values else packs, silent))
         if choice == "sampler":
-            tables = replace(tables, old_logprobs=batch.sampler_logprobs.to(tables.texts.tokens.device))
+            tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
         found = _recomputed(tables, reference, packs)
         tables = replace(tables, ref_logprobs=found.old_logprobs)
@@ -76,16 +74,16 @@ def _loud(packs: Sequence[Tensor], silent: Tensor | None) -> list[Tensor]:
 
 
 def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tensor]) -> Tables:
-    batch, device = tables.batch, tables.texts.tokens.device
+    batch, device = tables.batch, tables.device
     old = torch.zeros(batch.tokens.shape, dtype=_logprob_dtype(policy), device=device)
     values = torch.zeros_like(old) if isinstance(policy, Policy) and policy.value_head is not None else None
-    anchored = torch.zeros(len(batch), dtype=torch.bool, device=device)
-    for rows in packs:
-        rows = rows.to(device)
+    anchored = torch.zeros(len(batch), dtype=torch.bool)
+    for pack in packs:
+        anchored[pack] = True
+        rows = pack.to(device)
         channels = policy.score(tables.texts, rows)
         width = channels.logprobs.shape[1]
         old[rows, :width] = channels.logprobs
-        anchored[rows] = True
         if values is not None and channels.values is not None:
             values[rows, :width] = channels.values
     return replace(tables, old_logprobs=old, anchored=anchored, old_values=values)

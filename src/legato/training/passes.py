@@ -72,7 +72,7 @@ def update_gradient(
 
 def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts:
     """What normalises, over all rows of the update, those left out included."""
-    rows = update.rows.to(tables.texts.tokens.device)
+    rows = update.rows.to(tables.device)
     groups = tables.dense_groups(rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
     return algorithm.count(tables.signals(rows, groups, None), size)
@@ -89,17 +89,17 @@ class _Work:
 
     def groups(self, rows: Tensor) -> Tensor:
         """Group ids of some rows, in the numbering of the whole update."""
-        device = self.tables.texts.tokens.device
+        device = self.tables.device
         dense = self.tables.dense_groups(self.rows.to(device))
         return dense[torch.searchsorted(self.rows, rows).to(device)]
 
 
 def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
-    sums, without = Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.texts.tokens.device)
+    sums, without = Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.device)
     for rows in packs:
-        placed = rows.to(work.tables.texts.tokens.device)
+        placed = rows.to(work.tables.device)
         with work.policy.reading(pack(work.tables.texts, placed)) as channels:
-            signals = work.tables.signals(placed, work.groups(rows), channels)
+            signals = work.tables.signals(placed, work.groups(rows), channels, work.tables.anchors_itself(rows))
             outcome = work.algorithm.evaluate(signals, work.counts, work.state)
             sums = sums + measure(signals, outcome)
             without = without + (~_alive(outcome.field)).sum()
@@ -110,11 +110,11 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
 def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
     if not packs:
         return Sums(), 0
-    tables, device = work.tables, work.tables.texts.tokens.device
+    tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
     placed = rows.to(device)
     channels = _first_pass(work, packs)
-    signals = tables.signals(placed, work.groups(rows), channels)
+    signals = tables.signals(placed, work.groups(rows), channels, tables.anchors_itself(rows))
     outcome = work.algorithm.evaluate(signals, work.counts, work.state)
     sums = measure(signals, outcome)
     alive = _alive(outcome.field).cpu()
@@ -141,7 +141,7 @@ def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:
     width = int(work.tables.texts.lengths.max())
     found: list[Channels] = []
     for rows in packs:
-        channels = work.policy.score(work.tables.texts, rows.to(work.tables.texts.tokens.device))
+        channels = work.policy.score(work.tables.texts, rows.to(work.tables.device))
         found.append(_widen(channels, width))
     values = [c.values for c in found if c.values is not None]
     return Channels(

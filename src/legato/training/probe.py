@@ -64,21 +64,21 @@ def band(algorithm: Algorithm) -> float | None:
 
 def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int) -> Floor:
     """Score the first responses twice, in packs of the run's size and each prompt's alone, and beside the engine's word."""
-    batch, device = tables.batch, tables.texts.tokens.device
+    batch, device = tables.batch, tables.device
     groups = sorted(set(batch.group[:ROWS].tolist()))
     rows = torch.isin(batch.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
     together = _scored(policy, tables, [p[torch.isin(p, rows)] for p in packs(batch, groups, tokens_per_pack)])
     alone = _scored(policy, tables, [row.reshape(1) for row in rows])
     mask = Mask(batch.mask[rows].to(device), together.dtype)
     floor = {}
-    for name, other in (("packs", alone[rows]), ("engine", batch.sampler_logprobs.to(device)[rows])):
+    for name, other in (("packs", alone[rows]), ("engine", tables.sampler_logprobs[rows])):
         gap = (mask.sum(mask.difference(together[rows], other.to(together.dtype))) / mask.lengths.clamp(min=1)).abs()
         floor[f"{name}_max"], floor[f"{name}_rms"] = float(gap.max()), float(gap.square().mean().sqrt())
     return Floor(**floor, band=band(algorithm))
 
 
 def _scored(policy: Policy, tables: Tables, parts: list[Tensor]) -> Tensor:
-    device = tables.texts.tokens.device
+    device = tables.device
     table = torch.zeros(tables.batch.tokens.shape, dtype=policy.dtype, device=device)
     for rows in parts:
         if len(rows):

@@ -1,6 +1,5 @@
 """What is known of a step's rollouts on the trainer's side, and how a part of it becomes the signals of an objective."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,9 +23,12 @@ class Tables:
 
     batch: Batch
     texts: Texts
+    sampler_logprobs: Tensor
+    kept_logmass: Tensor | None
+    turn: Tensor
     old_logprobs: Tensor | None = None
     anchored: Tensor | None = None
-    """[B] bool: which rows of `old_logprobs` are filled."""
+    """[B] bool, on the CPU: which rows of `old_logprobs` are filled."""
     ref_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     advantages: Tensor | None = None
@@ -48,7 +50,21 @@ class Tables:
             group=batch.group,
             temperature=batch.temperature,
         )
-        return cls(batch=batch, texts=texts.to(device))
+        return cls(
+            batch=batch,
+            texts=texts.to(device),
+            sampler_logprobs=batch.sampler_logprobs.to(device),
+            kept_logmass=None if batch.kept_logmass is None else batch.kept_logmass.to(device),
+            turn=batch.turn.to(device),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.texts.tokens.device
+
+    def anchors_itself(self, rows: Tensor) -> bool:
+        """Whether these rows (on the CPU) have no old log-probs: their update is the first to move the policy."""
+        return self.old_logprobs is None or (self.anchored is not None and not bool(self.anchored[rows].all()))
 
     def with_advantages(self, algorithm: Algorithm) -> "Tables":
         """rewards -> advantages, and what the filters keep, over the whole step."""
@@ -92,30 +108,28 @@ class Tables:
         table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
         return replace(self, extra={**self.extra, "uniform": table.to(self.texts.tokens.device)})
 
-    def signals(self, rows: Tensor, group: Tensor | None, channels: Channels | None) -> Signals:
+    def signals(self, rows: Tensor, group: Tensor | None, channels: Channels | None, own_anchor: bool = False) -> Signals:
         """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
         assert self.advantages is not None
         width = self.batch.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
-        device = self.texts.tokens.device
+        device = self.device
         mask = self.texts.mask[rows, :width]
         dtype = self.batch.sampler_logprobs.dtype
         logprobs = torch.zeros((), dtype=dtype, device=device).expand(mask.shape) if channels is None else channels.logprobs
 
         def part(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[rows, :width].to(device)
+            return None if table is None else table[rows, :width]
 
-        old = part(self.old_logprobs)
-        if channels is not None and (old is None or (self.anchored is not None and not bool(self.anchored[rows].all()))):
-            # This update is the first to move the policy: what it computes now is what the policy was.
-            old = channels.logprobs.detach()
+        # The first update to move the policy: what it computes now is what the policy was.
+        old = channels.logprobs.detach() if channels is not None and own_anchor else part(self.old_logprobs)
         advantages = self.advantages[rows]
         return Signals(
             mask=Mask(mask, logprobs.dtype),
             logprobs=logprobs,
             advantages=advantages if advantages.shape[1] == 1 else advantages[:, :width],
             old_logprobs=old,
-            sampler_logprobs=part(self.batch.sampler_logprobs),
-            kept_logmass=part(self.batch.kept_logmass),
+            sampler_logprobs=part(self.sampler_logprobs),
+            kept_logmass=part(self.kept_logmass),
             ref_logprobs=part(self.ref_logprobs),
             entropy=None if channels is None else channels.entropy,
             values=None if channels is None else channels.values,
@@ -124,7 +138,7 @@ class Tables:
             uniform=part(self.extra.get("uniform")),
             keep=None if self.keep is None else self.keep[rows],
             group=group,
-            turn=part(self.batch.turn),
+            turn=part(self.turn),
         )
 
     def dense_groups(self, rows: Tensor) -> Tensor:
@@ -139,8 +153,3 @@ def _exact(table: Tensor | None) -> Tensor | None:
 def needs(algorithm: Algorithm) -> set[str]:
     """Every signal that some part of the objective reads."""
     return {signal for signals in algorithm.objective.needs().values() for signal in signals}
-
-
-def empty(batch: Batch, rows: Iterable[int]) -> bool:
-    """Whether there is nothing to train on."""
-    return not any(batch.lengths[row] > 0 for row in rows)

@@ -1,0 +1,55 @@
+"""What a run records beside the metrics of its objective (`metrics.py`): one definition per key, for people and for tests."""
+
+from legato.diagnostics.metrics import Metric, table
+
+RUN_METRICS: tuple[Metric, ...] = (
+    Metric("reward/mean", "mean reward of all scored rollouts of the step, dropped groups included", "any", "falling over many steps: look at samples"),
+    Metric("reward/deviation", "population std of the same", ">= 0", "0: every response scores alike, nothing can be learnt"),
+    Metric("reward/NAME", "mean of the reward's component NAME", "any", "a shaping term that grows while accuracy does not"),
+    Metric("accuracy/mean", "mean unshaped accuracy of the same rollouts", "[0, 1]", "near 0 or 1: problems too hard or too easy"),
+    Metric("length/truncated", "responses cut at the length limit / responses", "[0, 1]", "rising: the limit is too low, or responses run away"),
+    Metric("groups/zero_variance", "groups whose responses all score alike / groups sampled", "[0, 1]", "near 1: most of the work teaches nothing"),
+    Metric("groups/all_right", "groups with every response right / groups sampled", "[0, 1]", "near 1: the task is solved; go to a harder one"),
+    Metric("groups/all_wrong", "groups with every response wrong / groups sampled", "[0, 1]", "near 1: the task is too hard for this policy"),
+    Metric("groups/rounds", "rounds of sampling (dynamic sampling refills)", ">= 1", "at its bound: the step goes on with fewer groups"),
+    Metric("groups/too_few_scored", "groups dropped because fewer than two responses could be scored", ">= 0", "above 0: the reward fails"),
+    Metric("rollouts/unscorable", "rollouts that could not be scored / rollouts", "[0, 1]", "above 0: look at the reasons that were printed"),
+    Metric("prompts/too_long", "problems left out because of policy.max_prompt_tokens", ">= 0", "many: the limit is too low"),
+    Metric("tokens/response", "response tokens sampled", ">= 0", "-"),
+    Metric("tokens/per_second", "response tokens / seconds of the whole step", ">= 0", "falling: see the times"),
+    Metric("gradient/norm", "mean over updates of the gradient norm before clipping", ">= 0", "a spike: one batch dominates"),
+    Metric("gradient/norm_max", "the largest of them", ">= 0", "as above"),
+    Metric("optimizer/lr", "learning rate of the next update", ">= 0", "-"),
+    Metric("update/applied", "updates whose gradient was finite / updates", "[0, 1]", "below 1: non-finite gradients were dropped"),
+    Metric("update/silent_rows", "rows left out of an update beforehand (advantage 0, no penalty) / rows; objective metrics are over the others", "[0, 1]", "near 1: see groups/zero_variance"),
+    Metric("update/skipped_rows", "rows whose backward was skipped / rows", "[0, 1]", "near 1: the trust region leaves nothing"),
+    Metric("update/two_pass", "updates done in two passes / updates", "[0, 1]", "-"),
+    Metric("noise/packs_max", "largest |log s| of a response scored twice by one policy in different packs", ">= 0", "above a third of the clip band: the clip sees rounding"),
+    Metric("noise/packs_rms", "root mean square of the same", ">= 0", "as above"),
+    Metric("noise/engine_max", "largest |log s| between what the engine reported and what the trainer computes", ">= 0", "as above: the anchor must be recomputed"),
+    Metric("noise/engine_rms", "root mean square of the same", ">= 0", "as above"),
+    Metric("eval/accuracy_sampled", "mean accuracy on held-out problems at evaluation.temperature; suffixes _low _high: 95 % interval", "[0, 1]", "falling while the reward rises: the reward is being gamed"),
+    Metric("eval/accuracy_greedy", "the same, greedy", "[0, 1]", "as above"),
+    Metric("eval/length_sampled", "mean length of those responses", ">= 0", "-"),
+    Metric("eval/length_greedy", "mean length of those responses", ">= 0", "-"),
+    Metric("eval/problems", "held-out problems", ">= 1", "few: the interval is wide"),
+    Metric("time/rollouts_seconds", "sampling and scoring", ">= 0", "-"),
+    Metric("time/anchor_seconds", "planning, probe, old and reference log-probs, advantages", ">= 0", "-"),
+    Metric("time/update_seconds", "forwards, backwards and optimizer steps", ">= 0", "-"),
+    Metric("time/step_seconds", "the sum of the three", ">= 0", "-"),
+)  # fmt: skip
+
+
+def document() -> str:
+    """The second part of `docs/metrics.md`."""
+    return "\n".join(
+        [
+            "",
+            "## Of a run",
+            "",
+            "Recorded once per step in `metrics.jsonl`. Metrics of the objective above are over all updates of the step; those",
+            "marked `@0`, `@1` ... are of the updates with that index within the step. Losses are means over the updates.",
+            "",
+            *table(RUN_METRICS),
+        ]
+    )

@@ -1,0 +1,201 @@
+"""Bad problems and places to write: exit code 2, one clear line that says where, and what was there stays as it was."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.core.rollout import Problem
+from legato.tasks.task import held_out
+from proof.command import Command, refused
+from proof.runs import small, words
+
+GOOD = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
+
+
+@pytest.fixture
+def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd)
+
+
+def of_file(folder: Path, path: Path, options: dict[str, Any] | None = None) -> list[str]:
+    """A small run on a file of problems."""
+    changes = {"task.kind": "jsonl", "task.path": str(path), "training.steps": 1, **(options or {})}
+    return [word for word in words(folder / "runs", changes) if not word.startswith("task.left_digits")]
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_a_good_file_is_trained_on(legato: Command, tmp_path: Path) -> None:
+    code, _, error = legato("train", *of_file(tmp_path, lines(tmp_path / "good.jsonl", GOOD)))
+    assert code == 0, error
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step-000001").is_dir()
+
+
+BAD: dict[str, tuple[list[Any], tuple[str, ...]]] = {
+    "empty": ([], ("no problems",)),
+    "blank lines": (["", "  "], ("no problems",)),
+    "broken on line 3": ([*GOOD[:2], '{"prompt": ', *GOOD[2:]], (":3", "bad.jsonl")),
+    "an array on line 2": ([GOOD[0], "[1, 2]", *GOOD[1:]], (":2", "bad.jsonl")),
+    "no prompt on line 4": ([*GOOD[:3], {"question": "1+1=", "answer": "2"}, *GOOD[3:]], (":4", "'prompt'")),
+    "no answer on line 1": ([{"prompt": "1+1="}, *GOOD], (":1", "'answer'")),
+    "an answer of null on line 2": ([GOOD[0], {"prompt": "1+1=", "answer": None}, *GOOD[1:]], (":2", "'answer'", "null")),
+    "an empty prompt on line 1": ([{"prompt": " ", "answer": "1"}, *GOOD], (":1", "'prompt'", "empty")),
+    "one problem": (GOOD[:1], ("problem",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused_with_file_and_line(case: str, legato: Command, tmp_path: Path) -> None:
+    rows, wanted = BAD[case]
+    said = refused(
+        legato("train", *of_file(tmp_path, lines(tmp_path / "bad.jsonl", rows))), *(w for w in wanted if w[0] != ":")
+    )
+    for place in (w for w in wanted if w[0] == ":"):
+        assert place in said or f"line {place[1:]}" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_not_there_is_refused(legato: Command, tmp_path: Path) -> None:
+    refused(legato("train", *of_file(tmp_path, tmp_path / "none.jsonl")), str(tmp_path / "none.jsonl"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_no_text_is_refused(legato: Command, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(bytes(range(256)))
+    refused(legato("train", *of_file(tmp_path, tmp_path / "bad.jsonl")), "bad.jsonl")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prompt_that_is_too_long_ends_the_run_where_that_is_asked_for(legato: Command, tmp_path: Path) -> None:
+    rows = [*GOOD, *({"prompt": f"{number}" + "1" * 400, "answer": "1"} for number in range(400))]
+    path = lines(tmp_path / "long.jsonl", rows)
+    code, _, error = legato("train", *of_file(tmp_path, path, {"policy.too_long": "error"}))
+    assert code == 2
+    refused((code, "", error.splitlines()[-1]), "policy.max_prompt_tokens = 16", "tokens", "policy.too_long")
+
+
+def test_a_prompt_that_is_too_long_is_dropped_and_counted(tmp_path: Path) -> None:
+    problems = [*GOOD, *({"prompt": f"{number}" + "1" * 400, "answer": "1"} for number in range(40))]
+    run = small(tmp_path, {"task.left_digits": 1, "training.steps": 2}, problems=problems)
+    seen = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["prompts/too_long"] for record in seen if record["kind"] == "step") > 0
+
+
+# An evaluation must not be lost to a prompt either: held-out problems are prompts too
+
+
+def test_a_held_out_prompt_that_is_too_long_does_not_enter_the_model(tmp_path: Path) -> None:
+    """max_prompt_tokens holds for held-out problems as for others: a longer one may not fit the context at all."""
+    long = [{"prompt": f"{number}" + "1" * 40, "answer": "1"} for number in range(10)]
+    options = {"task.held_out_share": 0.5, "training.steps": 1, "task.held_out": 50}
+    run = small(tmp_path, options, problems=[*long, *GOOD])
+    records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    evaluated = next(record for record in records if record["kind"] == "evaluation")["eval/problems"]
+    short = [problem for problem in map(_problem, GOOD) if held_out(problem, 0.5)]
+    assert any(held_out(_problem(row), 0.5) for row in long)
+    assert evaluated == len(short)
+
+
+def _problem(row: dict[str, str]) -> Problem:
+    return Problem(prompt=row["prompt"], answer=row["answer"])
+
+
+# Where to write
+
+
+def test_an_existing_run_is_never_overwritten(legato: Command, tmp_path: Path) -> None:
+    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = refused(legato("train", *words(tmp_path)), str(run), "never overwritten")
+    assert "legato resume" in said
+    assert "output.name" in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_an_empty_folder_of_that_name_is_not_taken(legato: Command, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    refused(legato("train", *words(tmp_path)), "never overwritten")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_told(legato: Command, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    refused(legato("train", *words(tmp_path / "runs")), str(tmp_path / "runs"))
+    refused(legato("train", *words(tmp_path / "runs" / "deeper")), str(tmp_path / "runs"))
+    assert (tmp_path / "runs").read_text() == "mine"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no /proc")
+def test_a_place_that_cannot_be_written_is_told(legato: Command) -> None:
+    """Root writes everywhere but into the kernel's own tree."""
+    refused(legato("train", *words(Path("/proc/legato"))), "/proc/legato")
+
+
+def test_a_name_that_is_no_name_is_told(legato: Command, tmp_path: Path) -> None:
+    for name in ("..", "a/b", "."):
+        refused(legato("train", *words(tmp_path / "runs", {"output.name": name})), "output.name")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    told = legato("train", *words(tmp_path))
+    said = refused((told[0], told[1], told[2].splitlines()[-1]), "no room", "checkpoints")
+    assert "resume" in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+# Runs that are not there
+
+
+@pytest.mark.parametrize("verb", ["resume", "report"])
+def test_a_run_that_is_not_there_is_told(verb: str, legato: Command, tmp_path: Path) -> None:
+    refused(legato(verb, str(tmp_path / "none")), str(tmp_path / "none"), "no such folder")
+    refused(legato(verb, str(tmp_path)), "is not a run directory")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample"])
+def test_a_target_that_is_nothing_is_told(verb: str, legato: Command, tmp_path: Path) -> None:
+    extra = ["2+3="] if verb == "sample" else []
+    refused(legato(verb, str(tmp_path / "none"), *extra), str(tmp_path / "none"))
+
+
+def test_a_run_without_a_checkpoint_is_told(legato: Command, tmp_path: Path) -> None:
+    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    shutil.rmtree(run / "checkpoints")
+    for told in (legato("resume", str(run)), legato("eval", str(run)), legato("export", str(run), str(tmp_path / "out"))):
+        refused(told, "checkpoint")
+    assert not (tmp_path / "out").exists()
+
+
+def test_words_that_are_none_are_told(legato: Command, tmp_path: Path) -> None:
+    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    refused(legato("resume", str(run), "training.stepps=3"), "training.stepps", "did you mean 'steps'")
+    refused(legato("eval", str(run), "nonsense"), "nonsense")
+
+
+def test_a_fault_of_our_own_is_exit_code_1_with_a_report_file(
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Design, section 6: "1 our own fault (with a report file)"."""
+
+    def fault(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr("legato.training.trainer.Trainer.step", fault)
+    monkeypatch.chdir(tmp_path)
+    code, out, error = legato("train", *words(tmp_path))
+    assert code == 1
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and b"ZeroDivisionError" in path.read_bytes()]
+    assert error or out

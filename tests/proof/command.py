@@ -1,0 +1,50 @@
+"""`legato WORDS` in this process: a fresh one takes seconds to import torch."""
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+import legato
+
+Told = tuple[int, str, str]
+"""Exit code, standard output, standard error."""
+
+
+class Command:
+    """The door as a process would see it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
+        # Loaded from its file: typer hands over what it likes, so that the door cannot stand under the shape checks.
+        spec = spec_from_file_location("door_without_checks", Path(legato.__file__).parent / "cli" / "main.py")
+        assert spec is not None and spec.loader is not None
+        self._door = module_from_spec(spec)
+        spec.loader.exec_module(self._door)
+        self._patch, self._capture = monkeypatch, capture
+
+    def __call__(self, *arguments: str, typed: str = "") -> Told:
+        self._patch.setattr(sys, "argv", ["legato", *arguments])
+        self._patch.setattr(sys, "stdin", StringIO(typed))
+        self._capture.readouterr()
+        code = 0
+        try:
+            self._door.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        written = self._capture.readouterr()
+        return code, written.out, written.err
+
+
+def refused(told: Told, *wanted: str) -> str:
+    """One line on standard error that holds what is wanted, and exit code 2."""
+    code, _, error = told
+    assert code == 2, error
+    lines = error.strip().splitlines()
+    assert len(lines) == 1, error
+    assert lines[0].startswith("legato: ")
+    assert "Traceback" not in error
+    for each in wanted:
+        assert each in lines[0], error
+    return lines[0]

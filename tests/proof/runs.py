@@ -1,0 +1,177 @@
+"""Whole runs of the smallest kind, and what of a run must be equal to the bit."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from legato.diagnostics.format import RunDirectory
+from legato.run.train import Run, train
+
+SMALL: dict[str, Any] = {
+    "policy.tiny.hidden": 32,
+    "policy.tiny.layers": 1,
+    "policy.tiny.heads": 2,
+    "policy.max_prompt_tokens": 16,
+    "task.left_digits": 1,
+    "task.held_out": 4,
+    "rollouts.samples_per_prompt": 4,
+    "rollouts.max_response_tokens": 3,
+    "training.prompts_per_step": 4,
+    "training.updates_per_step": 2,
+    "training.lr": 3e-3,
+    "training.steps": 4,
+    "evaluation.every_steps": 2,
+    "output.checkpoint_every_steps": 1,
+    "output.keep_last": 100,
+    "output.rollouts_every_steps": 1,
+    "output.name": "run",
+}
+"""Four steps of four prompts: about a tenth of a second each."""
+
+TIMES = {"started", "seconds", "tokens/per_second"}
+"""Keys of metrics.jsonl that tell of the clock and of nothing else; and all below time/."""
+
+
+class Listener:
+    """A watcher that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.titles: list[str] = []
+        self.messages: list[str] = []
+        self.warm_ups: list[int] = []
+        self.steps: list[int] = []
+        self.closed = 0
+
+    def start(self, title: str, notes: Sequence[str]) -> None:
+        self.titles.append(title)
+        self.messages.extend(notes)
+
+    def warm_up(self, step: int, steps: int, loss: float) -> None:
+        self.warm_ups.append(step)
+
+    def step(
+        self,
+        step: int,
+        steps: int,
+        metrics: Mapping[str, float],
+        evaluation: Mapping[str, float] | None,
+        seconds_left: float | None,
+    ) -> None:
+        self.steps.append(step)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.messages)
+
+
+def small(folder: Path, options: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
+    """A run of the smallest kind in `folder`/run, with options changed and what `train` takes besides."""
+    return train(**arguments, **{**SMALL, "output.directory": str(folder), **(options or {})})
+
+
+def words(folder: Path, options: Mapping[str, Any] | None = None) -> list[str]:
+    """The same options as words of a command line."""
+    chosen = {**SMALL, "output.directory": str(folder), **(options or {})}
+    return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in chosen.items()]
+
+
+def records(run: Path, *, checkpoints: bool = True) -> list[dict[str, Any]]:
+    """metrics.jsonl without the clock; where saves differ (a signal), without their lines too."""
+    found = RunDirectory.open(run).metrics()
+    kept = [record for record in found if checkpoints or record["kind"] != "checkpoint"]
+    return [{k: v for k, v in record.items() if k not in TIMES and not k.startswith("time/")} for record in kept]
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    """The records of the steps."""
+    return [record for record in records(run) if record["kind"] == "step"]
+
+
+def tensors(path: Path) -> dict[str, str]:
+    """A safetensors file as names and digests of dtype, shape and bytes: independent of the order in the file."""
+    found = {}
+    for name, tensor in load_file(path).items():
+        raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + raw).hexdigest()
+    return found
+
+
+def state(checkpoint: Path) -> dict[str, Any]:
+    """Everything a checkpoint holds, in a form that can be compared; the position in a file that tells the time is not."""
+    memory = json.loads((checkpoint / "trainer.json").read_text())
+    memory.pop("metrics_position")
+    # The shape checks of the tests draw from Python's own generator; test_checkpoint.py looks at it without them.
+    memory["generators"].pop("python")
+    found: dict[str, Any] = {f"trainer.json/{key}": value for key, value in memory.items()}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        found[str(path.relative_to(checkpoint))] = tensors(path)
+    return found
+
+
+def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
+    """What must be equal between two runs that should be one: metrics, rollouts, and the last state."""
+    directory = RunDirectory.open(run)
+    last = directory.checkpoint_path(directory.checkpoint_steps()[-1])
+    rollouts = {str(step): directory.rollouts_path(step).read_bytes() for step in directory.rollout_steps()}
+    return {"metrics": records(run, checkpoints=checkpoints), "rollouts": rollouts, "last": last.name, **state(last)}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of what differs."""
+    return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+
+
+def cut(straight: Path, folder: Path, step: int) -> Path:
+    """A copy of a run as a crash some time after a step would have left it: later metrics are there, later saves are not."""
+    copy = folder / "run"
+    shutil.copytree(straight, copy)
+    directory = RunDirectory.open(copy)
+    for later in (s for s in directory.checkpoint_steps() if s > step):
+        shutil.rmtree(directory.checkpoint_path(later))
+    for later in (s for s in directory.rollout_steps() if s > step):
+        directory.rollouts_path(later).unlink()
+    return copy
+
+
+def seal(checkpoint: Path) -> None:
+    """Write the manifest anew, so that what a test altered is taken for whole."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    known = {
+        str(path.relative_to(checkpoint)): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in files
+    }
+    record = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**record, "files": known}))
+
+
+def alter_memory(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change trainer.json and seal the checkpoint again."""
+    path = checkpoint / "trainer.json"
+    memory = json.loads(path.read_text())
+    change(memory)
+    path.write_text(json.dumps(memory))
+    seal(checkpoint)
+
+
+def alter_tensors(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a safetensors file and seal the checkpoint again."""
+    path = checkpoint / name
+    found = load_file(path)
+    change(found)
+    save_file(found, path)
+    seal(checkpoint)

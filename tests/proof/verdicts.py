@@ -1,0 +1,32 @@
+"""Rewards that a run names by path: decided by the tokens alone, so that an untrained model gets some of both."""
+
+import os
+import time
+from typing import Any
+
+import numpy
+import torch
+
+
+def odd(rollout: Any) -> float:
+    """One half of all responses are right, whatever the policy knows."""
+    return float(int(rollout.tokens.sum()) % 2)
+
+
+def early(rollout: Any) -> float:
+    """Tokens of the first half of the vocabulary are good: something to learn in a few updates."""
+    return float((rollout.tokens < 40).float().mean())
+
+
+def dice(rollout: Any) -> float:
+    """A reward that draws from global generators: only a run that restores them repeats it."""
+    return float(odd(rollout) + numpy.random.random() + torch.rand(()).item())
+
+
+def slow(rollout: Any) -> float:
+    """Makes a step last long enough for a signal to come in the middle of it."""
+    time.sleep(float(os.environ.get("LEGATO_TEST_SLEEP", "0.02")))
+    return odd(rollout)
+
+
+NOT_CALLABLE = 3

@@ -1,0 +1,312 @@
+"""The same seed twice, and a run that was cut and resumed: equal to the bit. And that the comparison would see a fault."""
+
+import random
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.diagnostics.format import RunDirectory
+from legato.run.train import resume, train
+from proof import verdicts
+from proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
+
+ODD = f"{verdicts.__file__}:odd"
+EARLY = f"{verdicts.__file__}:early"
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gspo": {
+        "reward.kind": EARLY,
+        "training.schedule": "cosine",
+        "training.warm_up_updates": 3,
+        "training.probe_every_steps": 2,
+        "training.steps": 5,
+    },
+    "dapo": {"algorithm": "dapo", "reward.kind": ODD, "rollouts.samples_per_prompt": 2, "task.max_refills": 3},
+    "srpo": {
+        "algorithm": "srpo",
+        "reward.kind": ODD,
+        "rollouts.samples_per_prompt": 2,
+        "task.problems_per_epoch": 8,
+        "training.steps": 5,
+    },
+    "ppo": {"algorithm": "ppo", "reward.kind": EARLY, "training.value_lr": 1e-2},
+    "grpo-kl": {
+        "algorithm": "grpo",
+        "algorithm.objective.penalties.kl.beta": 0.1,
+        "policy.warm_up": {"steps": 2, "examples_per_step": 8},
+        "reward.kind": EARLY,
+    },
+    "lora": {"policy.lora.rank": 2, "reward.kind": EARLY, "training.weight_decay": 0.1},
+    "lora-kl": {
+        "algorithm": "grpo",
+        "algorithm.objective.penalties.kl.beta": 0.1,
+        "policy.lora.rank": 2,
+        "reward.kind": EARLY,
+    },
+    "adaptive": {
+        "algorithm.objective.penalties.adaptive-entropy": {"target": 100.0, "step": 0.05},
+        "reward.kind": EARLY,
+    },
+    "random-part": {
+        "algorithm": "grpo",
+        "algorithm.objective.trust.clip-cov": {"fraction": 0.3, "low": -100.0, "high": 100.0},
+        "reward.kind": EARLY,
+    },
+    "half-precision": {"policy.dtype": "bfloat16", "reward.kind": EARLY, "training.lr": 1e-2},
+    "offloaded": {"training.offload_optimizer": True, "reward.kind": EARLY},
+    "epochs": {"training.epochs_per_step": 2, "task.shuffle": False, "reward.kind": EARLY, "training.anchor": "recompute"},
+    "moe": {"policy.model": "tiny-moe", "policy.tiny.experts": 4, "reward.kind": EARLY},
+    "two-stages": {
+        "task.stages": 2,
+        "task.second": {"kind": "reversal"},
+        "task.second_after_steps": 2,
+        "reward.kind": EARLY,
+    },
+    "generators": {"reward.kind": f"{verdicts.__file__}:dice"},
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Each kind of run, from its first step to its last, made once."""
+
+    @cache
+    def made(kind: str) -> Path:
+        # What the process did before must not matter to a run with generators of its own; one that draws from the
+        # global ones needs them as they were.
+        random.seed(1)
+        torch.manual_seed(1)
+        return small(tmp_path_factory.mktemp(kind), KINDS[kind]).directory
+
+    return made
+
+
+def last_step(run: Path) -> int:
+    return RunDirectory.open(run).checkpoint_steps()[-1]
+
+
+# The same seed twice
+
+
+def test_the_same_seed_twice_is_equal_to_the_bit(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    random.seed(99)
+    again = small(tmp_path, KINDS["gspo"]).directory
+    assert differences(without_generators(outcome(straight("gspo"))), without_generators(outcome(again))) == []
+
+
+def without_generators(found: dict[str, Any]) -> dict[str, Any]:
+    """The global generators are kept for rewards that use them; where they stand before a run is not the run's affair."""
+    return {name: value for name, value in found.items() if name not in ("trainer.json/generators", "random.safetensors")}
+
+
+def test_another_seed_is_another_run(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    other = small(tmp_path, {**KINDS["gspo"], "training.seed": 1}).directory
+    differs = differences(outcome(straight("gspo")), outcome(other))
+    assert {"metrics", "rollouts", "model/model.safetensors", "optimizer.safetensors"} <= set(differs)
+
+
+def test_the_stored_recipe_repeats_the_run(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    again = train(recipe=straight("gspo") / "config.toml", **{"output.directory": str(tmp_path)}).directory
+    assert differences(without_generators(outcome(straight("gspo"))), without_generators(outcome(again))) == []
+
+
+def test_how_often_is_evaluated_saved_and_written_changes_no_weight(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    rarely = {"evaluation.every_steps": 0, "output.checkpoint_every_steps": 0, "output.rollouts_every_steps": 0}
+    other = small(tmp_path, {**KINDS["gspo"], **rarely}).directory
+    one, two = outcome(straight("gspo")), outcome(other)
+    assert one["model/model.safetensors"] == two["model/model.safetensors"]
+    assert one["optimizer.safetensors"] == two["optimizer.safetensors"]
+
+
+def test_the_runs_do_what_they_are_there_for(straight: Callable[[str], Path]) -> None:
+    """A run in which nothing happened would resume to anything."""
+    for kind in KINDS:
+        run = straight(kind)
+        first, last = state(run / "checkpoints/step-000001"), state(run / "checkpoints" / f"step-{last_step(run):06d}")
+        weights = "model/adapter_model.safetensors" if kind.startswith("lora") else "model/model.safetensors"
+        assert first[weights] != last[weights], kind
+        assert all(record["update/applied"] == 1 for record in steps(run)), kind
+    assert max(record["groups/rounds"] for record in steps(straight("dapo"))) > 1
+    assert outcome(straight("srpo"))["trainer.json/trainer"]["collector"]["solved"]
+    assert (straight("grpo-kl") / "reference" / "model.safetensors").is_file()
+    assert outcome(straight("adaptive"))["trainer.json/trainer"]["state"]["adaptive-entropy"]["coefficient"] > 0
+    assert any(record["update/two_pass"] > 0 for record in steps(straight("gspo")))
+    assert "value_head.safetensors" in outcome(straight("ppo"))
+    masters = outcome(straight("half-precision"))["optimizer.safetensors"]
+    assert any(name.startswith("master|") for name in masters)
+
+
+# Cut and resumed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_the_straight_one(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight(kind), tmp_path, 2)
+    resume(run)
+    assert differences(outcome(straight(kind)), outcome(run)) == []
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_it_may_be_resumed_at_any_step(step: int, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight("gspo"), tmp_path, step)
+    listener = Listener()
+    ended = resume(run, watcher=listener)
+    assert listener.titles == [f"run: resumed at step {step} from step-{step:06d}"]
+    assert listener.steps == list(range(step + 1, 6))
+    assert ended.reason == "all steps done"
+    assert differences(outcome(straight("gspo")), outcome(run)) == []
+
+
+def test_it_may_be_resumed_at_a_step_drawn_at_random(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    kind, step = random.Random().choice(["dapo", "srpo", "ppo"]), random.Random().randrange(1, 5)
+    run = cut(straight(kind), tmp_path, step)
+    resume(run)
+    assert differences(outcome(straight(kind)), outcome(run)) == [], (kind, step)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "srpo", "adaptive"])
+def test_it_may_be_resumed_again_and_again(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight(kind), tmp_path, 1)
+    for step in (1, 1, 2, 3):
+        end_after = step + 1
+
+        def stop(report: Any, end: int = end_after) -> None:
+            if report.step == end:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            resume(run, callback=stop)
+    resume(run)
+    resume(run)
+    assert differences(outcome(straight(kind)), outcome(run)) == []
+
+
+def test_a_resume_that_dies_before_its_first_step_changes_nothing(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight("gspo"), tmp_path, 2)
+
+    class Dies(Listener):
+        def start(self, title: str, notes: Any) -> None:
+            raise MemoryError
+
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            resume(run, watcher=Dies())
+    resume(run)
+    assert differences(outcome(straight("gspo")), outcome(run)) == []
+
+
+def test_a_run_may_be_moved_before_it_is_resumed(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight("gspo"), tmp_path, 3)
+    moved = tmp_path / "another place" / "übung\n2"
+    shutil.copytree(run, moved)
+    resume(moved)
+    one, two = outcome(straight("gspo")), outcome(moved)
+    assert differences(one, two) == []
+
+
+def test_more_steps_than_planned_equal_a_run_planned_so(tmp_path: Path) -> None:
+    options = {"reward.kind": EARLY}
+    short = small(tmp_path / "short", {**options, "training.steps": 3}).directory
+    long = small(tmp_path / "long", {**options, "training.steps": 5}).directory
+    resume(short, ["training.steps=5"])
+    one, two = outcome(long), outcome(short)
+    assert one["model/model.safetensors"] == two["model/model.safetensors"]
+    assert one["optimizer.safetensors"] == two["optimizer.safetensors"]
+    assert [r for r in records(long) if r["kind"] == "step"] == [r for r in records(short) if r["kind"] == "step"]
+
+
+def test_a_finished_run_that_is_resumed_knows_its_accuracy(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    last = [record for record in records(straight("gspo")) if record["kind"] == "evaluation"][-1]
+    again = resume(cut(straight("gspo"), tmp_path, 5))
+    assert (again.accuracy, again.accuracy_greedy) == (last["eval/accuracy_sampled"], last["eval/accuracy_greedy"])
+    assert again.exit_code == 0
+
+
+def test_metrics_torn_by_a_crash_are_written_again(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    run = cut(straight("gspo"), tmp_path, 2)
+    data = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(data[:-20])
+    resume(run)
+    assert differences(outcome(straight("gspo")), outcome(run)) == []
+
+
+# Negative controls: what is saved is needed, and the comparison sees that it is missing
+
+
+def forget(*path: str, value: Any) -> Callable[[Path], None]:
+    def change(memory: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            memory = memory[key]
+        assert path[-1] in memory
+        assert memory[path[-1]] != value, "the saved value is what a fresh run has: nothing is proven"
+        memory[path[-1]] = value
+
+    return lambda checkpoint: alter_memory(checkpoint, change)
+
+
+def forget_tensors(file: str, prefix: str) -> Callable[[Path], None]:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        names = [name for name in found if name.startswith(prefix)]
+        assert names
+        for name in names:
+            found[name] = torch.zeros_like(found[name])
+
+    return lambda checkpoint: alter_tensors(checkpoint, file, change)
+
+
+def generator(name: str) -> Callable[[Path], None]:
+    def numpy(memory: dict[str, Any]) -> None:
+        memory["generators"]["numpy"][1] = memory["generators"]["numpy"][1][::-1]
+
+    def of_torch(found: dict[str, torch.Tensor]) -> None:
+        found["torch"] = torch.Generator().manual_seed(5).get_state()
+
+    if name == "torch":
+        return lambda checkpoint: alter_tensors(checkpoint, "random.safetensors", of_torch)
+    return lambda checkpoint: alter_memory(checkpoint, numpy)
+
+
+def base_in_place_of_reference(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint.parents[1] / "reference")
+
+
+CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "first moments": ("gspo", forget_tensors("optimizer.safetensors", "exp_avg|")),
+    "second moments": ("gspo", forget_tensors("optimizer.safetensors", "exp_avg_sq|")),
+    "steps of adam": ("gspo", forget_tensors("optimizer.safetensors", "step|")),
+    "updates": ("gspo", forget("optimizer", "updates", value=0)),
+    "steps done": ("gspo", forget("trainer", "steps_done", value=0)),
+    "skipped": ("gspo", forget("trainer", "skipped", value={})),
+    "anchor choice": ("adaptive", forget("trainer", "anchor_choice", value="recompute")),
+    "cursor": ("gspo", forget("trainer", "collector", "cursor", value=0)),
+    "policy version": ("gspo", forget("trainer", "collector", "version", value=0)),
+    "solved": ("srpo", forget("trainer", "collector", "solved", value=[])),
+    "part state": ("adaptive", forget("trainer", "state", value={"adaptive-entropy": {"coefficient": 0.0, "active": 0.0}})),
+    "updates of a random part": ("random-part", forget("optimizer", "updates", value=0)),
+    "best": ("gspo", forget("best", value=None)),
+    "value head": ("ppo", forget_tensors("value_head.safetensors", "")),
+    "masters": ("half-precision", forget_tensors("optimizer.safetensors", "master|")),
+    "adapters": ("lora", forget_tensors("model/adapter_model.safetensors", "")),
+    "weights": ("gspo", forget_tensors("model/model.safetensors", "")),
+    "reference": ("grpo-kl", base_in_place_of_reference),
+    "numpy's generator": ("generators", generator("numpy")),
+    "torch's generator": ("generators", generator("torch")),
+}
+
+
+@pytest.mark.parametrize("component", CONTROLS)
+def test_a_component_that_is_lost_is_missed(component: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+    kind, lose = CONTROLS[component]
+    run = cut(straight(kind), tmp_path, 2)
+    lose(run / "checkpoints/step-000002")
+    try:
+        resume(run)
+    except ValueError:
+        return
+    assert differences(outcome(straight(kind)), outcome(run)) != []

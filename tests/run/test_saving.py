@@ -1,0 +1,318 @@
+"""What happens while a checkpoint is written: crashes, full disks, states that must not be saved, and which ones stay."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.diagnostics.format import RunDirectory
+from legato.run import wire
+from legato.run.load import load
+from legato.run.train import resume
+from legato.training import checkpoint
+from legato.training.trainer import Trainer
+from proof import verdicts
+from proof.runs import Listener, cut, differences, outcome, records, small, state
+
+EARLY = f"{verdicts.__file__}:early"
+
+
+class Crash(BaseException):
+    """The process is gone: nothing catches this."""
+
+
+def full(*_: Any) -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"training.steps": 3, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
+    return small(tmp_path_factory.mktemp("straight"), options).directory
+
+
+Patch = Callable[[pytest.MonkeyPatch, BaseException], None]
+
+
+def in_save_file(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(tensors: Any, path: Path, *_: Any, **__: Any) -> None:
+        Path(path).write_bytes(b"torn")
+        raise error
+
+    patch.setattr(checkpoint, "save_file", fails)
+
+
+def in_the_model(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(policy: Any, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"torn")
+        raise error
+
+    patch.setattr(checkpoint, "save_model", fails)
+
+
+def in_rename(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    patch.setattr(Path, "rename", fails)
+
+
+def in_fsync(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fails(path: Path) -> None:
+        raise error
+
+    patch.setattr(checkpoint, "_flush", fails)
+
+
+def in_the_manifest(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    write = Path.write_text
+
+    def fails(path: Path, text: str, *rest: Any, **more: Any) -> int:
+        if path.name == "manifest.json":
+            write(path, text[:20])
+            raise error
+        return write(path, text, *rest, **more)
+
+    patch.setattr(Path, "write_text", fails)
+
+
+def in_the_numbers(patch: pytest.MonkeyPatch, error: BaseException) -> None:
+    write = Path.write_text
+
+    def fails(path: Path, text: str, *rest: Any, **more: Any) -> int:
+        if path.name == "trainer.json":
+            write(path, text[:20])
+            raise error
+        return write(path, text, *rest, **more)
+
+    patch.setattr(Path, "write_text", fails)
+
+
+PLACES: list[Patch] = [in_save_file, in_the_model, in_rename, in_fsync, in_the_manifest, in_the_numbers]
+
+
+@contextmanager
+def failing(run: Path, place: Patch, error: BaseException) -> Iterator[None]:
+    """Resume until the save after step 2, which fails."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def arm(report: Any) -> None:
+            if report.step == 2:
+                place(patch, error)
+
+        yield resume(run, callback=arm)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight: Path, tmp_path: Path) -> None:
+    run = cut(straight, tmp_path, 1)
+    with pytest.raises(Crash), failing(run, place, Crash()):
+        pass
+    assert RunDirectory.open(run).checkpoint_steps() == [1]
+    folder, warnings = checkpoint.latest(run / "checkpoints")
+    assert (folder.name, warnings) == ("step-000001", [])
+    resume(run)
+    assert differences(outcome(straight), outcome(run)) == []
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_disk_that_is_full_while_saving_is_told_in_a_line(place: Patch, straight: Path, tmp_path: Path) -> None:
+    run = cut(straight, tmp_path, 1)
+    with pytest.raises(ValueError, match="No space left on device") as raised, failing(run, place, full()):
+        pass
+    assert "\n" not in str(raised.value)
+    assert "step-000002" in str(raised.value)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
+    resume(run)
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_metrics_on_a_full_disk_are_told_in_a_line(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = cut(straight, tmp_path, 1)
+    opened = Path.open
+
+    def fails(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if path.name == "metrics.jsonl" and "a" in mode:
+            raise full()
+        return opened(path, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(ValueError, match="the disk is full"):
+        resume(run)
+    monkeypatch.undo()
+    resume(run)
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_too_little_room_is_told_before_anything_is_written(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cut(straight, tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(ValueError, match="no room for a checkpoint") as raised:
+        resume(run)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
+    monkeypatch.undo()
+    resume(run)
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_a_crash_at_any_flush_leaves_the_old_one_or_the_new_one_whole(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = load([straight / "config.toml"])
+    policy = wire.policy_of(resolved, wire.Given())
+    source = wire.source_of(resolved.config, wire.Given())
+    collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
+    trainer = wire.trainer_of(resolved, policy, collector, None)
+    place = tmp_path / "checkpoints"
+    shutil.copytree(straight / "checkpoints" / "step-000001", place / "step-000001")
+    flush, calls = os.fsync, [0]
+
+    def counted(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == die_at:
+            raise Crash
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    die_at = 0
+    checkpoint.save(place / "step-000002", policy, trainer.optimizer, {})
+    total = calls[0]
+    # Every file, the folders they are in, and the folder of checkpoints after the rename.
+    assert total >= len([path for path in (place / "step-000002").rglob("*") if path.is_file()]) + 2
+    for number in range(1, total + 1):
+        shutil.rmtree(place / "step-000002", ignore_errors=True)
+        die_at, calls[0] = number, 0
+        with pytest.raises(Crash):
+            checkpoint.save(place / "step-000002", policy, trainer.optimizer, {})
+        folder, warnings = checkpoint.latest(place)
+        assert warnings == []
+        # Only the last flush comes after the rename.
+        assert folder.name == ("step-000002" if number == total else "step-000001")
+
+
+# States that must not be saved
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Trainer], None]) -> None:
+    """After step 2 something is not finite."""
+    step = Trainer.step
+
+    def stepped(trainer: Trainer) -> Any:
+        report = step(trainer)
+        if report.step == 2:
+            poison(trainer)
+        return report
+
+    monkeypatch.setattr(Trainer, "step", stepped)
+
+
+@torch.no_grad()
+def a_weight(trainer: Trainer) -> None:
+    next(iter(trainer.policy.parameters().values())).view(-1)[0] = torch.nan
+
+
+@torch.no_grad()
+def a_moment(trainer: Trainer) -> None:
+    next(iter(trainer.optimizer.inner.state.values()))["exp_avg"].view(-1)[0] = torch.inf
+
+
+@pytest.mark.parametrize("poison", [a_weight, a_moment])
+def test_a_state_that_is_not_finite_is_not_saved(
+    poison: Callable[[Trainer], None], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cut(straight, tmp_path, 1)
+    poisoned(monkeypatch, poison)
+    with pytest.raises(ValueError, match="not finite"):
+        resume(run, ["training.steps=2", "evaluation.every_steps=0"])
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
+
+
+# Which ones stay
+
+
+def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
+    options = {"training.steps": 6, "reward.kind": EARLY, "evaluation.every_steps": 1, "output.keep_last": 2}
+    run = small(tmp_path, {**options, "training.lr": 3e-2}).directory
+    accuracy = {r["step"]: r["eval/accuracy_sampled"] for r in records(run) if r["kind"] == "evaluation" and r["step"]}
+    best = max(accuracy, key=lambda step: (accuracy[step], -step))
+    assert RunDirectory.open(run).checkpoint_steps() == sorted({best, 5, 6})
+
+
+def test_the_best_is_kept_while_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = iter([0.0, 0.5, 0.9, 0.1, 0.2, 0.9, 0.3])
+
+    def measured(name: str, answered: Any) -> dict[str, float]:
+        return {f"eval/accuracy_{name}": next(worse)} if name == "sampled" else {}
+
+    monkeypatch.setattr("legato.run.execute.accuracy_metrics", measured)
+    options = {"training.steps": 6, "evaluation.every_steps": 1, "evaluation.greedy": False, "output.keep_last": 1}
+    run = small(tmp_path, options).directory
+    assert RunDirectory.open(run).checkpoint_steps() == [2, 6]
+    worse = iter([0.4, 0.95, 0.5])
+    resume(run, ["training.steps=9"])
+    assert RunDirectory.open(run).checkpoint_steps() == [8, 9]
+
+
+def test_one_is_kept_at_any_time(tmp_path: Path) -> None:
+    seen = []
+
+    def look(report: Any) -> None:
+        if report.step > 1:
+            seen.append(checkpoint.latest(tmp_path / "run" / "checkpoints")[0].name)
+
+    small(tmp_path, {"output.keep_last": 1, "evaluation.every_steps": 0}, callback=look)
+    assert seen == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_a_checkpoint_deleted_by_someone_else_stops_nothing(tmp_path: Path) -> None:
+    def delete(report: Any) -> None:
+        if report.step == 3:
+            shutil.rmtree(tmp_path / "run" / "checkpoints")
+
+    run = small(tmp_path, {"evaluation.every_steps": 0}, callback=delete)
+    assert run.exit_code == 0
+    assert RunDirectory.open(run.directory).checkpoint_steps() == [3, 4]
+
+
+def test_damaged_ones_do_not_push_out_the_whole_ones(straight: Path, tmp_path: Path) -> None:
+    """Two newer ones are damaged: what is saved next must not be what is deleted next."""
+    run = cut(straight, tmp_path, 1)
+    for step in (8, 9):
+        shutil.copytree(run / "checkpoints" / "step-000001", run / "checkpoints" / f"step-{step:06d}")
+        (run / "checkpoints" / f"step-{step:06d}" / "trainer.json").unlink()
+
+    def stop(report: Any) -> None:
+        if report.step == 3:
+            raise Crash
+
+    listener = Listener()
+    with pytest.raises(Crash):
+        resume(run, ["output.keep_last=2", "evaluation.every_steps=0"], callback=stop, watcher=listener)
+    assert listener.said.count("is damaged and is not used") == 2
+    assert checkpoint.latest(run / "checkpoints")[0].name == "step-000002"
+
+
+def test_checkpoints_that_are_not_asked_for_are_not_written(tmp_path: Path) -> None:
+    run = small(tmp_path, {"output.checkpoint_every_steps": 0, "evaluation.every_steps": 0}).directory
+    assert RunDirectory.open(run).checkpoint_steps() == [4]
+
+
+def test_every_checkpoint_along_the_way_is_that_of_a_run_which_ended_there(straight: Path, tmp_path: Path) -> None:
+    options = {"training.steps": 2, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
+    ended = small(tmp_path, options).directory
+    one, other = (state(run / "checkpoints" / "step-000002") for run in (straight, ended))
+    assert one["model/model.safetensors"] == other["model/model.safetensors"]
+    assert one["optimizer.safetensors"] == other["optimizer.safetensors"]
+    assert one["trainer.json/trainer"] == other["trainer.json/trainer"]

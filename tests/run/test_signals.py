@@ -1,0 +1,240 @@
+"""Signals and other processes: a step is finished, the state is saved, and the resumed run equals the straight one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.diagnostics.format import RunDirectory
+from legato.run import wire
+from legato.run.lock import locked
+from legato.run.train import resume
+from proof import verdicts
+from proof.runs import Listener, differences, outcome, small, words
+
+SLOW = f"{verdicts.__file__}:slow"
+OPTIONS = {
+    "reward.kind": SLOW,
+    "training.steps": 6,
+    "evaluation.every_steps": 3,
+    "output.checkpoint_every_steps": 2,
+    "output.rollouts_every_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEGATO_TEST_SLEEP", "0")
+        return small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGATO_TEST_SLEEP", "0")
+
+
+def equal(one: Path, other: Path) -> list[str]:
+    """What differs: a save more is no difference, nor is the note of it, nor what others drew from global generators."""
+    found = differences(outcome(one, checkpoints=False), outcome(other, checkpoints=False))
+    return [name for name in found if name not in ("trainer.json/generators", "random.safetensors")]
+
+
+# In this process
+
+
+def at(step: int, *signals: signal.Signals) -> Callable[[Any], None]:
+    def send(report: Any) -> None:
+        if report.step == step:
+            for number in signals:
+                os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    return send
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
+    number: signal.Signals, code: int, step: int, straight: Path, tmp_path: Path
+) -> None:
+    listener = Listener()
+    before = signal.getsignal(number)
+    run = small(tmp_path, OPTIONS, callback=at(step, number), watcher=listener)
+    assert run.exit_code == code
+    assert number.name in run.reason
+    assert f"{number.name}: finishing this step, then saving" in listener.said
+    assert listener.steps[-1] == step
+    assert RunDirectory.open(run.directory).checkpoint_steps()[-1] == step
+    assert signal.getsignal(number) == before
+    assert resume(run.directory).exit_code == 0
+    assert equal(straight, run.directory) == []
+
+
+def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
+    sent = []
+
+    def reward(rollout: Any) -> float:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return verdicts.slow(rollout)
+
+    options = {path: value for path, value in OPTIONS.items() if path != "reward.kind"}
+    uncut = small(tmp_path / "uncut", options, reward=verdicts.slow).directory
+    reward.__name__ = "slow"
+    run = small(tmp_path, options, reward=reward)
+    assert run.exit_code == 143
+    assert RunDirectory.open(run.directory).checkpoint_steps() == [0]
+    resume(run.directory, given=wire.Given(reward=reward))
+    assert equal(uncut, run.directory) == []
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGINT, signal.SIGINT), 130),
+        ((signal.SIGTERM, signal.SIGTERM), 143),
+        ((signal.SIGTERM, signal.SIGINT), 130),
+    ],
+)
+def test_a_second_signal_stops_at_once(
+    signals: tuple[signal.Signals, ...], code: int, straight: Path, tmp_path: Path
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit) as raised:
+        small(tmp_path, OPTIONS, callback=at(3, *signals))
+    assert raised.value.code == code
+    assert RunDirectory.open(tmp_path / "run").checkpoint_steps() == [2]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    resume(tmp_path / "run")
+    assert equal(straight, tmp_path / "run") == []
+
+
+def test_signals_again_and_again_change_nothing(straight: Path, tmp_path: Path) -> None:
+    run = small(tmp_path, OPTIONS, callback=at(1, signal.SIGINT)).directory
+    for step in (2, 3, 5, 6):
+        assert resume(run, callback=at(step, signal.SIGINT)).exit_code == 130
+    resume(run)
+    assert equal(straight, run) == []
+
+
+def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
+    with locked(RunDirectory.open(straight)), pytest.raises(ValueError, match="in use by another process"):
+        resume(straight)
+
+
+def test_a_lock_file_that_was_left_behind_is_no_lock(tmp_path: Path) -> None:
+    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    (run / ".lock").write_text("99999999\n")
+    assert resume(run, ["training.steps=2"]).exit_code == 0
+
+
+# Processes of their own
+
+
+class Process:
+    """`legato train` in a process, and what it has done so far."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], sleep: str) -> None:
+        folder.mkdir()
+        self.run, self.folder = folder / "run", folder
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LEGATO_TEST_SLEEP": sleep, "COLUMNS": "200"}
+        self.output = (folder / "output").open("w")
+        self.inner = subprocess.Popen(
+            [sys.executable, "-m", "legato.cli.main", "train", *words(folder, options)],
+            env=environment,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+        )
+
+    def wait_for(self, text: str) -> None:
+        """Until a line of the metrics holds this."""
+        path = self.run / "metrics.jsonl"
+        for _ in range(600):
+            if path.exists() and text in path.read_text():
+                return
+            assert self.inner.poll() is None, self.said
+            time.sleep(0.05)
+        raise AssertionError(f"{text} never came:\n{self.said}")
+
+    def end(self) -> int:
+        return self.inner.wait(timeout=60)
+
+    @property
+    def said(self) -> str:
+        self.output.flush()
+        return (self.folder / "output").read_text()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(sleep: str, **changes: Any) -> Process:
+        started.append(Process(tmp_path / "place", {**OPTIONS, **changes}, sleep))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.inner.poll() is None:
+            each.inner.kill()
+            each.inner.wait()
+        each.output.close()
+
+
+def test_a_process_that_is_interrupted_says_how_to_go_on(process: Callable[..., Process], straight: Path) -> None:
+    this = process("0.01")
+    this.wait_for('"kind":"step","step":3')
+    this.inner.send_signal(signal.SIGINT)
+    assert this.end() == 130
+    assert "SIGINT: finishing this step, then saving" in this.said
+    assert f"legato resume {this.run}" in this.said
+    assert "Traceback" not in this.said
+    resume(this.run)
+    assert equal(straight, this.run) == []
+
+
+def test_a_process_that_runs_keeps_others_out_and_one_that_was_killed_does_not(
+    process: Callable[..., Process], straight: Path
+) -> None:
+    this = process("0.1")
+    this.wait_for('"kind":"checkpoint","step":2')
+    with pytest.raises(ValueError, match="in use by another process"):
+        resume(this.run)
+    this.wait_for('"kind":"step","step":3')
+    this.inner.kill()
+    this.end()
+    assert RunDirectory.open(this.run).checkpoint_steps() in ([2], [2, 4])
+    resume(this.run)
+    assert equal(straight, this.run) == []
+
+
+def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: Callable[..., Process]) -> None:
+    """A step takes five seconds here: 16 rewards of 0.3 seconds."""
+    this = process("0.3")
+    this.wait_for('"kind":"evaluation","step":0')
+    time.sleep(0.5)
+    this.inner.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    started = time.monotonic()
+    this.inner.send_signal(signal.SIGTERM)
+    assert this.end() == 143
+    assert time.monotonic() - started < 3
+    assert "Traceback" not in this.said
+    assert RunDirectory.open(this.run).checkpoint_steps() == []
+
+
+def test_a_process_that_is_interrupted_while_warming_up_says_so_and_leaves(process: Callable[..., Process]) -> None:
+    """There is no state to save yet; but the exit code is that of an interrupt, and it is no fault of ours."""
+    this = process("0", **{"policy.warm_up.steps": 100000, "policy.warm_up.examples_per_step": 4})
+    this.wait_for('"kind":"warm-up"')
+    this.inner.send_signal(signal.SIGINT)
+    assert this.end() == 130
+    assert "Traceback" not in this.said

@@ -1,0 +1,1 @@
+"""What the tests of training share: a step's batch by hand."""

@@ -1,0 +1,154 @@
+"""A step's rollouts as a batch made by hand, and the gradient of an update in one graph over everything."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import legato
+from legato.algorithms.algorithm import Algorithm
+from legato.core.batch import Batch
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.training.anchor import anchor
+from legato.training.passes import Report, count_update, update_gradient
+from legato.training.plan import Update, plan
+from legato.training.tables import Tables, needs
+from policy.exact import plain_tables, ragged
+
+WHOLE = 10**6
+
+
+def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 9) -> Batch:
+    """Ragged, with empty responses, tool tokens, two turns, a flat group (advantage 0), NaN where a tool wrote."""
+    texts = ragged(seed, groups, each, longest)
+    generator = torch.Generator().manual_seed(seed + 100)
+    rows = len(texts.tokens)
+    inside = torch.arange(longest) < texts.lengths[:, None]
+    mask = texts.mask & inside
+    rewards = torch.rand(rows, generator=generator, dtype=torch.float64)
+    rewards[each : 2 * each] = 0.25
+    return Batch(
+        prompts=texts.prompts,
+        prompt_lengths=texts.prompt_lengths,
+        group=texts.group,
+        tokens=texts.tokens,
+        lengths=texts.lengths,
+        mask=mask,
+        turn=torch.where(mask, (torch.arange(longest) >= 4).long().expand(rows, -1), -1),
+        version=torch.zeros_like(texts.tokens),
+        sampler_logprobs=torch.where(mask, -4 * torch.rand(mask.shape, generator=generator, dtype=torch.float64), torch.nan),
+        kept_logmass=None,
+        temperature=texts.temperature,
+        rewards=rewards,
+        accuracy=(rewards > 0.4).double(),
+        components={},
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        rollout_id=torch.arange(rows) + 1000,
+    )
+
+
+def moved(policy: Policy, size: float, seed: int = 7) -> None:
+    """Move every trained weight a little, as updates would have."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def prepared(
+    policy: Policy,
+    algorithm: Algorithm,
+    batch: Batch,
+    updates: Sequence[Update],
+    *,
+    skip_first: bool = False,
+    move: float = 0.0,
+    old_from: float = 0.0,
+) -> Tables:
+    """Anchored tables with advantages; then the policy moves by `move`. `old_from` moves it before (away from reference)."""
+    reference = None
+    if "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs()):
+        reference = Reference.of(policy)
+    if old_from:
+        moved(policy, old_from, seed=3)
+    tables = Tables.of(batch, torch.device("cpu"))
+    tables = anchor(tables, policy, reference, updates, choice="recompute", skip_first=skip_first)
+    tables = tables.with_advantages(algorithm)
+    if "uniform" in needs(algorithm):
+        tables = tables.with_uniform(5, 17)
+    if move:
+        moved(policy, move)
+    return tables
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    """Of every trained parameter, zero where there is none; the parameters are left without."""
+    found = {}
+    for name, parameter in policy.parameters().items():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        parameter.grad = None
+    return found
+
+
+def by_the_trainer(
+    policy: Policy, algorithm: Algorithm, tables: Tables, update: Update, *, passes: int, silent: Tensor | None = None
+) -> tuple[dict[str, Tensor], Report]:
+    counts = count_update(algorithm, tables, update)
+    report = update_gradient(policy, algorithm, tables, update, counts, algorithm.initial(), passes=passes, silent=silent)
+    return gradients(policy), report
+
+
+def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
+    """Every sequence through the model alone, one padded table, `legato.loss` of the whole update, one backward."""
+    logprobs, entropy, values = plain_tables(policy, tables.texts, rows)
+    index = torch.tensor(list(rows))
+
+    def part(table: Tensor | None) -> Tensor | None:
+        return None if table is None else table[index]
+
+    assert tables.advantages is not None
+    advantages = tables.advantages[index]
+    given: Mapping[str, Any] = {
+        "old_logprobs": part(tables.old_logprobs),
+        "ref_logprobs": part(tables.ref_logprobs),
+        "sampler_logprobs": part(tables.batch.sampler_logprobs),
+        "old_values": part(tables.old_values),
+        "returns": part(tables.returns),
+        "uniform": part(tables.extra.get("uniform")),
+        "turn": part(tables.batch.turn),
+        "values": values,
+        "entropy": entropy,
+        "keep": None if tables.keep is None else tables.keep[index, 0],
+    }
+    outcome = legato.loss(
+        algorithm,
+        logprobs=logprobs,
+        advantages=advantages[:, 0] if advantages.shape[1] == 1 else advantages,
+        mask=tables.batch.mask[index],
+        group=tables.batch.group[index],
+        state=algorithm.initial() or None,
+        **given,
+    )
+    outcome.loss.backward()
+    return gradients(policy)
+
+
+def furthest(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def size_of(gradient: Mapping[str, Tensor]) -> float:
+    return max(float(value.abs().max()) for value in gradient.values())
+
+
+def one_update(batch: Batch, tokens_per_pack: int = WHOLE, packing: bool = True) -> Update:
+    (update,) = plan(batch, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
+    return update
+
+
+def without_old(tables: Tables) -> Tables:
+    return replace(tables, old_logprobs=None, anchored=None)

@@ -1,0 +1,136 @@
+"""The trainer on a GPU: bf16 weights with float32 log-probs and masters, the same engine, the same packs."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from legato.algorithms.catalogue import entry
+from legato.core.batch import collate
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.policy.adapters import Lora
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Policy
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.render import Rendering
+from legato.rollouts.sampling import Sampling
+from legato.tasks.procedural import Arithmetic
+from legato.tasks.source import Generated
+from legato.tasks.task import Split
+from legato.training.collect import Collector
+from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.tables import Tables
+from legato.training.trainer import Trainer, TrainingSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+    scores = [float(rollout.text[:1] == str(rollout.problem.answer)[:1]) for rollout in rollouts]
+    return [Score(reward=score, accuracy=score) for score in scores]
+
+
+def collector(policy: Policy) -> Collector:
+    return Collector(
+        source=Generated(split=Split(task=Arithmetic(), share=0.2), seed=0),
+        engine=LocalEngine(policy),
+        rendering=Rendering(tokenizer=policy.tokenizer),
+        judge=judge,
+        sampling=Sampling(),
+        limits=Limits(max_response_tokens=8, end_tokens=(1,)),
+        samples_per_prompt=8,
+        seed=0,
+        max_prompt_tokens=32,
+    )
+
+
+def trainer(policy: Policy, name: str = "gspo", **settings: object) -> Trainer:
+    return Trainer(
+        policy=policy,
+        algorithm=entry(name).value,
+        collector=collector(policy),
+        optimizer=Optimizer(
+            policy.parameters(), OptimizerSettings(lr=1e-3), Schedule(kind="constant", warm_up=0, total=100)
+        ),
+        settings=TrainingSettings(prompts_per_step=8, **settings),  # type: ignore[arg-type]
+    )
+
+
+def test_bf16_weights_have_float32_masters_and_log_probs() -> None:
+    policy = load_policy("tiny", Loading())
+    assert policy.device.type == "cuda"
+    assert all(p.dtype == torch.bfloat16 for p in policy.parameters().values())
+    made = trainer(policy)
+    assert all(master.dtype == torch.float32 for master in made.optimizer.masters.values())
+    addresses = {name: p.data_ptr() for name, p in policy.parameters().items()}
+    report = made.step()
+    assert report.metrics["update/applied"] == 1.0
+    assert {name: p.data_ptr() for name, p in policy.parameters().items()} == addresses
+    for name, weight in policy.parameters().items():
+        assert torch.equal(weight, made.optimizer.masters[name].to(torch.bfloat16))
+
+
+def test_the_first_update_has_a_ratio_of_exactly_one() -> None:
+    report = trainer(load_policy("tiny", Loading()), anchor="recompute", epochs_per_step=2).step()
+    assert report.metrics["ratio/sequence_max@0"] != 1.0  # two epochs: the second has moved
+    report = trainer(load_policy("tiny", Loading()), anchor="recompute", updates_per_step=1).step()
+    assert report.metrics["ratio/sequence_max"] == 1.0
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_the_gpu_computes_what_the_cpu_does(model: str) -> None:
+    on_cpu = load_policy(model, Loading(device="cpu", dtype="float32"))
+    on_gpu = load_policy(model, Loading(device="cuda", dtype="float32"))
+    groups, _ = collector(on_cpu).next(6)
+    batch = collate(groups)
+    rows = torch.arange(len(batch))
+    left = on_cpu.score(Tables.of(batch, on_cpu.device).texts, rows)
+    right = on_gpu.score(Tables.of(batch, on_gpu.device).texts, rows.cuda())
+    assert torch.allclose(left.logprobs, right.logprobs.cpu(), atol=2e-4)
+    assert torch.allclose(left.entropy, right.entropy.cpu(), atol=2e-4)
+
+
+def test_an_update_repeats_to_the_bit() -> None:
+    found = []
+    for _ in range(2):
+        made = trainer(load_policy("tiny", Loading()), anchor="recompute", update_passes="one")
+        for _ in range(2):
+            made.step()
+        found.append({name: p.detach().clone() for name, p in made.policy.parameters().items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"lora": Lora(rank=4)}, {"packing": False}])
+def test_the_ways_to_train_run(options: dict[str, object]) -> None:
+    made = trainer(load_policy("tiny", Loading(**options)))  # type: ignore[arg-type]
+    assert made.step().metrics["update/applied"] == 1.0
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        policy = load_policy("tiny", Loading(dtype="float32", gradient_checkpointing=checkpointing))
+        groups, _ = collector(policy).next(4)
+        texts = Tables.of(collate(groups), policy.device).texts
+        from legato.policy.packs import pack
+
+        with policy.reading(pack(texts, torch.arange(len(texts.tokens), device="cuda"))) as channels:
+            channels.logprobs.sum().backward()
+        gradients.append({name: p.grad for name, p in policy.parameters().items()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-4), name
+
+
+def test_greedy_equals_generate() -> None:
+    policy = load_policy("tiny", Loading(dtype="float32"))
+    prompts = [Rendering(tokenizer=policy.tokenizer).prompt(Problem(prompt=text)) for text in ("12+3=", "7=", "99+10=")]
+    found = LocalEngine(policy).generate(
+        [Request(prompt=prompt, seeds=(0,)) for prompt in prompts],
+        Sampling(temperature=0),
+        Limits(max_response_tokens=10, end_tokens=(1,)),
+    )
+    for prompt, row in zip(prompts, found, strict=True):
+        ids = prompt.cuda().unsqueeze(0)
+        plain = policy.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        assert row[0].tokens.tolist() == plain[0, len(prompt) :].tolist()

@@ -1,0 +1,200 @@
+"""The step as a whole: what moves, what is counted, when nothing is trained on, and that no choice of passes shows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import legato
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
+from legato.policy.load import Loading, load_policy
+from legato.rollouts.engine import Limits
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.randomness import seed_of
+from legato.rollouts.render import Rendering
+from legato.rollouts.sampling import Sampling
+from legato.tasks.source import Pool
+from legato.training.anchor import needs_reference
+from legato.training.collect import Collector
+from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.tables import needs
+from legato.training.trainer import StepReport, Trainer, TrainingSettings
+
+Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
+
+
+def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+    """0 or 1 at random, fixed for a rollout; every third problem scores alike."""
+    found: list[Score | Unscorable] = []
+    for rollout in rollouts:
+        flat = int(str(rollout.problem.prompt)[:1]) % 3 == 0
+        right = 1.0 if flat else float(seed_of(rollout.rollout_id) % 2)
+        found.append(Score(reward=right, accuracy=right))
+    return found
+
+
+def trainer(name: str = "gspo", judge: Judge = by_seed, changes: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    value = legato.algorithm(name, changes)
+    words = character_tokenizer()
+    model = tiny_model(TinyShape(hidden=32, heads=2), vocabulary=len(words), seed=1, dtype=torch.float64)
+    loading = Loading(dtype="float64", device="cpu", value_head="values" in needs(value))
+    policy: Policy = load_policy(model, loading, tokenizer=words)
+    problems = [Problem(prompt=f"{a}+{b}=") for a in range(10) for b in range(6)]
+    collector = Collector(
+        source=Pool(problems, share=0.0, seed=0),
+        engine=LocalEngine(policy),
+        rendering=Rendering(tokenizer=words),
+        judge=judge,
+        sampling=Sampling(),
+        limits=Limits(max_response_tokens=5, end_tokens=(1,)),
+        samples_per_prompt=4,
+        seed=0,
+        max_prompt_tokens=20,
+    )
+    chosen = {"prompts_per_step": 8, "updates_per_step": 4, "anchor": "recompute", "tokens_per_pack": 60, **settings}
+    return Trainer(
+        policy=policy,
+        algorithm=value,
+        collector=collector,
+        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), Schedule(kind="constant", warm_up=0, total=9)),
+        settings=TrainingSettings(**chosen),
+        reference=Reference.of(policy) if needs_reference(value) else None,
+    )
+
+
+def weights(of: Trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in of.policy.parameters().items()}
+
+
+def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def run(this: Trainer, steps: int) -> list[StepReport]:
+    return [this.step() for _ in range(steps)]
+
+
+def same_metrics(left: StepReport, right: StepReport) -> bool:
+    timed = {key for key in left.metrics if key.startswith("time/") or key.endswith("per_second")}
+    return all(repr(left.metrics[key]) == repr(right.metrics[key]) for key in set(left.metrics) - timed)
+
+
+@pytest.mark.parametrize("name", ["gspo", "ppo"])
+def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
+    one, two = trainer(name), trainer(name)
+    reports = list(zip(run(one, 2), run(two, 2), strict=True))
+    assert apart(weights(one), weights(two)) == 0.0
+    assert all(same_metrics(a, b) for a, b in reports)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gspo", {}), ("dapo", {}), ("gepo", {}), ("grpo", {"objective.penalties.kl.beta": 0.1}), ("ppo", {})],
+)
+def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dict[str, Any]) -> None:
+    """'one' skips nothing, 'two' skips clipped and silent rows, 'auto' decides: the weights after three steps agree."""
+    found = []
+    for passes in ("one", "two", "auto"):
+        this = trainer(name, changes=changes, update_passes=passes)
+        run(this, 3)
+        found.append(weights(this))
+    # Adam divides by the size of the gradient: where that is about 0, rounding is what is left.
+    assert apart(found[0], found[1]) < 1e-7 and apart(found[0], found[2]) < 1e-7
+
+
+def test_a_step_makes_as_many_updates_as_asked_for() -> None:
+    this = trainer(epochs_per_step=2)
+    report = this.step()
+    assert this.optimizer.updates == 8 and this.steps_done == report.step == 1 and this.collector.version == 1
+    assert report.metrics["ratio/sequence_mean@0"] != 1.0
+
+
+def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> None:
+    this = trainer()
+    for report in run(this, 2):
+        assert report.metrics["ratio/sequence_mean@0"] == 1.0 and report.metrics["clip/sequences@0"] == 0.0
+        assert report.metrics["ratio/sequence_mean@3"] != 1.0
+
+
+def test_the_weights_are_moved_in_place_and_served_from_where_they_are() -> None:
+    this = trainer()
+    before = {name: parameter.data_ptr() for name, parameter in this.policy.parameters().items()}
+    run(this, 2)
+    assert {name: parameter.data_ptr() for name, parameter in this.policy.parameters().items()} == before
+    with this.policy.serving() as served:
+        assert served is this.policy.model and not torch.is_grad_enabled()
+
+
+def unscored(share: float) -> Judge:
+    def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+        bad = round(share * len(rollouts))
+        return [Unscorable("hung")] * bad + by_seed(rollouts[bad:])
+
+    return judge
+
+
+def test_a_step_with_too_few_scored_rollouts_is_not_trained_on() -> None:
+    this = trainer(judge=unscored(0.75), minimum_scored=0.5)
+    before = weights(this)
+    report = this.step()
+    assert apart(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
+    assert report.metrics["rollouts/unscorable"] == 0.75 and report.unscorable == {"hung": 24}
+    assert this.collector.cursor == 8 and this.collector.version == 0
+
+
+def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
+    this = trainer(judge=unscored(0.5), minimum_scored=0.5)
+    before = weights(this)
+    this.step()
+    assert apart(before, weights(this)) > 0.0
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, reason="a bug: an idle first step skips the probe, and 'auto' never learns which anchor to take"
+)
+def test_a_first_step_without_scores_does_not_break_the_second() -> None:
+    verdicts = iter([unscored(1.0), by_seed])
+    this = trainer(judge=lambda rollouts: next(verdicts)(rollouts), anchor="auto")
+    this.step()
+    report = this.step()
+    assert report.floor is not None and this.optimizer.updates == 4
+
+
+def test_a_step_of_flat_groups_still_steps_the_optimizer() -> None:
+    this = trainer(judge=lambda rollouts: [Score(reward=1.0, accuracy=1.0) for _ in rollouts])
+    report = this.step()
+    assert this.optimizer.updates == 4 and report.metrics["gradient/norm"] == 0.0
+    assert report.metrics["groups/zero_variance"] == 1.0 and report.metrics["update/silent_rows"] == 1.0
+
+
+def test_the_probe_runs_before_the_first_update_and_then_as_often_as_asked() -> None:
+    this = trainer(anchor="auto", probe_every_steps=2)
+    floors = [report.floor is not None for report in run(this, 3)]
+    assert floors == [True, False, True] and this.anchor_choice == "sampler"
+
+
+def test_what_a_trainer_remembers_makes_another_go_on_to_the_bit() -> None:
+    straight = trainer()
+    run(straight, 2)
+    memory, state = straight.memory(), straight.optimizer.state()
+    saved = ({key: value.clone() for key, value in state[0].items()}, dict(state[1]))
+    resumed = trainer()
+    with torch.no_grad():
+        for name, parameter in resumed.policy.parameters().items():
+            parameter.copy_(straight.policy.parameters()[name])
+    resumed.optimizer.load(*saved)
+    resumed.remember(memory)
+    assert all(same_metrics(a, b) for a, b in zip(run(straight, 2), run(resumed, 2), strict=True))
+    assert apart(weights(straight), weights(resumed)) == 0.0
+
+
+def test_metrics_do_not_depend_on_which_rows_were_left_out() -> None:
+    """The mask fixes all counts; rows with advantage 0 count, whatever the trainer need not compute of them."""
+    one, two = trainer(update_passes="one").step().metrics, trainer(update_passes="two").step().metrics
+    assert one["update/silent_rows"] == 0.0 and two["update/silent_rows"] > 0.2
+    for key in ("clip/sequences", "ratio/sequence_mean", "loss/total"):
+        assert abs(one[key] - two[key]) < 1e-6, key
