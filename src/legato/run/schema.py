@@ -278,7 +278,7 @@ class Training:
     anchor: Literal["auto", "recompute", "sampler"] = "auto"
     """Where the old log-probs come from; auto decides by the measured noise floor and says so."""
     update_passes: Literal["auto", "one", "two"] = "auto"
-    """'one': every row forward and backward; 'two': rows without a gradient are found first and skipped; auto: the cheaper."""
+    """'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper."""
     tokens_per_pack: Count = 16384
     """Tokens in one forward pass: more is faster and needs more memory. It changes no result."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
