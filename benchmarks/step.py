@@ -153,6 +153,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         },
         "first_step_seconds": statistics.median(run["steps"][0]["seconds"] for run in runs),
         "peak_mb": statistics.median(run["peak_mb"] for run in runs),
+        "later_peak_mb": statistics.median(run["later_peak_mb"] for run in runs),
         "loaded_mb": statistics.median(run["loaded_mb"] for run in runs),
         "clipped": statistics.fmean(clipped) if clipped else None,
         "skipped": statistics.fmean(step.get("skipped", 0.0) for step in steps),

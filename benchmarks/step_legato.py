@@ -91,8 +91,11 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Each step's seconds, phases and counts; the first is the warm-up and holds the probe."""
     trainer = trainer_of(given)
     loaded = work.memory()["now_mb"]
-    steps = []
-    for _ in range(len(given["questions"]) // work.PROMPTS):
+    steps, peak = [], 0.0
+    for number in range(len(given["questions"]) // work.PROMPTS):
+        if number == 1:
+            peak = work.memory()["peak_mb"]
+            work.forget_peak()
         updates, started = trainer.optimizer.updates, time.perf_counter()
         report = trainer.step()
         seconds = time.perf_counter() - started
@@ -101,7 +104,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "anchor": trainer.anchor_choice,
         "loaded_mb": loaded,
-        **work.memory(),
+        **work.peaks(peak),
         "versions": {"legato": legato.__version__, "torch": torch.__version__},
     }
 

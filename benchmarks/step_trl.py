@@ -77,16 +77,20 @@ def trainer_of(given: dict[str, Any], folder: str) -> Any:
 
 
 class Clock(transformers.TrainerCallback):
-    """The time of every update's end."""
+    """The time of every update's end, and the peak of memory at the end of the first step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.peak = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.perf_counter())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append(time.perf_counter())
+        if len(self.ends) == 1 + work.UPDATES:
+            self.peak = work.memory()["peak_mb"]
+            work.forget_peak()
 
 
 def timed(call: Callable[..., Any], seconds: list[float], results: list[Any] | None = None) -> Callable[..., Any]:
@@ -137,7 +141,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": steps,
         "loaded_mb": loaded,
-        **work.memory(),
+        **work.peaks(clock.peak),
         "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
 

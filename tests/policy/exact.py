@@ -164,7 +164,7 @@ def policy_of(model: Any, **changes: Any) -> Policy:
 
 
 def plain(policy: Policy, texts: Texts, row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and last hidden states before each token of one row: `model(input_ids).logits` and nothing else."""
+    """Log-probs, entropies and last hidden states before each token of one row, by `model(input_ids).logits` alone."""
     prompt = texts.prompts[texts.group[row], : texts.prompt_lengths[texts.group[row]]]
     response = texts.tokens[row, : texts.lengths[row]]
     output = policy.model(input_ids=torch.cat([prompt, response])[None], use_cache=False, output_hidden_states=True)

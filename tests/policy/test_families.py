@@ -1,4 +1,4 @@
-"""Architectures whose tokens a pack cannot keep apart: their log-probs must be right all the same, or be refused in words."""
+"""Architectures whose tokens a pack cannot keep apart: their log-probs must be right all the same, or be refused."""
 
 from dataclasses import replace
 from typing import Any

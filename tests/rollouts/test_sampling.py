@@ -182,7 +182,7 @@ def test_the_published_values_of_the_generator_are_met() -> None:
 def test_numbers_are_uniform_over_seeds_and_over_places() -> None:
     seeds = torch.tensor([seed_of("uniform", number) for number in range(4000)])
     for numbers in (uniform(seeds, 3), uniform(seeds[:1], torch.arange(4000)), uniform(torch.arange(4000), 0)):
-        assert numbers.dtype == torch.float64 and 0.0 <= float(numbers.min()) and float(numbers.max()) < 1.0
+        assert numbers.dtype == torch.float64 and float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
         counts = Counter((numbers * 20).long().tolist())
         found, freedom = surprise(counts, [1 / 20] * 20, 4000)
         assert found < worst_allowed(freedom)

@@ -1,4 +1,6 @@
-"""The scripted engine says what it was told, cut as a model's words would be; prompts are rendered as the tokenizer has it."""
+"""The scripted engine says what it was told, cut as a model's words would be; prompts are as the tokenizer has them."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,11 +92,10 @@ def test_a_chat_template_is_used_where_there_is_one_with_its_options_and_the_sys
 def test_end_tokens_come_from_tokenizer_model_and_user() -> None:
     words = character_tokenizer()
 
-    class Listed:
-        eos_token_id = [5, 6]
+    listed = SimpleNamespace(eos_token_id=[5, 6])
 
     assert set(end_tokens(words, None, ())) == {1}
-    assert set(end_tokens(words, Listed(), ("!",))) == {1, 5, 6, words.convert_tokens_to_ids("!")}
+    assert set(end_tokens(words, listed, ("!",))) == {1, 5, 6, words.convert_tokens_to_ids("!")}
     with pytest.raises(ValueError, match="not a token"):
         end_tokens(words, None, ("<nothing>",))
     words.eos_token = None

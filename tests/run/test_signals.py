@@ -151,7 +151,6 @@ class Process:
             env=environment,
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            cwd=folder,
         )
 
     def wait_for(self, text: str) -> None:

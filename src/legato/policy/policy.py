@@ -166,8 +166,19 @@ class Head:
             linear=body.get_output_embeddings(), scale=scale, softcap=getattr(config, "final_logit_softcapping", None)
         )
 
+    def exact(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 or better without a gradient; from the accumulators of the product where the device gives them."""
+        weight = getattr(self.linear, "weight", None)
+        plain = type(self.linear) is nn.Linear and self.linear.bias is None
+        if not plain or weight is None or not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16):
+            logits = self(hidden)
+            return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self._finished(torch.mm(hidden, weight.t(), out_dtype=torch.float32))
+
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.linear(hidden)
+        return self._finished(self.linear(hidden))
+
+    def _finished(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

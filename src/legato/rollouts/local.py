@@ -14,9 +14,10 @@ from torch import Tensor
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.packs import Pack, Texts, pack
+from legato.policy.packs import Pack, pack
 from legato.policy.policy import Head, Policy
 from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Choice, Sampling, choose
 
@@ -140,7 +141,7 @@ class LocalEngine:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        packed = pack(_prompts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device))
+        packed = pack(prompt_texts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device))
         lengths = packed.prefix_lengths[owner]
         cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limits.max_response_tokens)
         wave = _start(parts, sampling, limits, lengths)
@@ -235,19 +236,3 @@ def _start(parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, lim
         positions=lengths.clone(),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
     )
-
-
-def _prompts(prompts: list[Tensor], device: torch.device) -> Texts:
-    """Prompts alone, as a table without responses."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    table = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    count = len(prompts)
-    return Texts(
-        prompts=table,
-        prompt_lengths=lengths,
-        tokens=torch.zeros(count, 1, dtype=torch.int64),
-        lengths=torch.zeros(count, dtype=torch.int64),
-        mask=torch.zeros(count, 1, dtype=torch.bool),
-        group=torch.arange(count),
-        temperature=torch.ones(count),
-    ).to(device)

@@ -1,0 +1,117 @@
+"""What each option declares, looked at: the table that test_options.py walks through."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from legato.core.rollout import Problem, Rollout, Score, StopReason, Unscorable
+from legato.run import wire
+from legato.run.load import load
+from proof.runs import SMALL, small, steps
+
+EFFECTS: dict[str, Callable[["Bench"], None]] = {}
+
+
+def effect(*paths: str) -> Callable[[Callable[["Bench"], None]], Callable[["Bench"], None]]:
+    """Declare that a function shows what these options do."""
+
+    def register(shows: Callable[["Bench"], None]) -> Callable[["Bench"], None]:
+        for path in paths:
+            assert path not in EFFECTS
+            EFFECTS[path] = shows
+        return shows
+
+    return register
+
+
+@dataclass
+class Bench:
+    """A place to try an option."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    runs: int = 0
+
+    def wired(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
+        """The objects of a run, without running it."""
+        chosen = {**SMALL, **(options or {})}
+        resolved = load([], (), {path: value for path, value in chosen.items() if value is not None})
+        given = given or wire.Given()
+        policy, source = wire.policy_of(resolved, given), wire.source_of(resolved.config, given)
+        reward = wire.reward_of(resolved.config, given)
+        collector = wire.collector_of(resolved.config, policy, source, reward)
+        trainer = wire.trainer_of(resolved, policy, collector, None)
+        return SimpleNamespace(
+            config=resolved.config, policy=policy, source=source, reward=reward, collector=collector, trainer=trainer
+        )
+
+    def run(self, options: dict[str, Any] | None = None, **arguments: Any) -> SimpleNamespace:
+        """A run of one step, with what it reported."""
+        self.runs += 1
+        reports: list[Any] = []
+        base = {"training.steps": 1, "evaluation.every_steps": 0, "output.checkpoint_every_steps": 0}
+        place = self.folder / str(self.runs)
+        run = small(place, {**base, **(options or {})}, callback=reports.append, **arguments)
+        return SimpleNamespace(
+            run=run, folder=run.directory, reports=reports, steps=steps(run.directory), metrics=_metrics(run.directory)
+        )
+
+    def forwards(self, options: dict[str, Any] | None = None) -> list[tuple[int, int, bool]]:
+        """[rows, width, with gradient] of every pass through the body in one step."""
+        seen: list[tuple[int, int, bool]] = []
+        from transformers import Qwen3Model
+
+        forward = Qwen3Model.forward
+
+        def watched(body: Any, *args: Any, **kwargs: Any) -> Any:
+            rows, width = kwargs["input_ids"].shape
+            seen.append((rows, width, torch.is_grad_enabled()))
+            return forward(body, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Qwen3Model, "forward", watched)
+            self.run(options)
+        return seen
+
+    def weights(self, options: dict[str, Any] | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        folder = self.run(options, **arguments).run.model_folder
+        return load_file(folder / "model.safetensors")
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    from legato.diagnostics.format import RunDirectory
+
+    return RunDirectory.open(folder).metrics()
+
+
+def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
+    """A finished response of so many tokens."""
+    whole = torch.zeros(length, dtype=torch.long)
+    return Rollout(
+        problem=Problem(prompt="?", answer=answer),
+        rollout_id=0,
+        prompt_tokens=whole,
+        tokens=whole,
+        sampler_logprobs=torch.zeros(length),
+        version=whole,
+        text=text,
+        stop=StopReason.END_TOKEN,
+        temperature=1.0,
+        mask=torch.ones(length, dtype=torch.bool),
+        turn=whole,
+        author=whole,
+    )
+
+
+def scored(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
+    """A response as the configured reward scores it."""
+    found = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
+    assert not isinstance(found, Unscorable)
+    return found

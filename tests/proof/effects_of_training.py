@@ -1,0 +1,316 @@
+"""rollouts.*, training.*, evaluation.* and output.*: what they do."""
+
+import math
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from legato.diagnostics.format import RunDirectory
+from proof import verdicts
+from proof.effects import Bench, effect
+
+EARLY = {"reward.kind": f"{verdicts.__file__}:early"}
+
+
+def members(report: Any) -> list[Any]:
+    return [member.rollout for group in report.groups for member in group.members]
+
+
+@effect("rollouts.samples_per_prompt")
+def the_size_of_a_group(bench: Bench) -> None:
+    report = bench.run({"rollouts.samples_per_prompt": 3}).reports[0]
+    assert {len(group.members) for group in report.groups} == {3}
+
+
+@effect("rollouts.temperature")
+def the_temperature(bench: Bench) -> None:
+    cold, warm = (bench.run({"rollouts.temperature": t}).reports[0] for t in (1e-3, 1.0))
+    assert {rollout.temperature for rollout in members(cold)} == {1e-3}
+    assert all(len({m.rollout.text for m in group.members}) == 1 for group in cold.groups)
+    assert any(len({m.rollout.text for m in group.members}) > 1 for group in warm.groups)
+
+
+@effect("rollouts.top_p", "rollouts.top_k", "rollouts.min_p")
+def what_is_kept_of_the_distribution(bench: Bench) -> None:
+    for options in ({"rollouts.top_p": 1e-6}, {"rollouts.top_k": 1}, {"rollouts.min_p": 0.999}):
+        report = bench.run(options).reports[0]
+        assert all(len({m.rollout.text for m in group.members}) == 1 for group in report.groups), options
+        kept = torch.cat([rollout.kept_logmass for rollout in members(report)])
+        assert bool((kept < 0).all())
+    assert all(rollout.kept_logmass is None for rollout in members(bench.run().reports[0]))
+
+
+@effect("rollouts.max_response_tokens")
+def the_longest_response(bench: Bench) -> None:
+    assert bench.run({"rollouts.max_response_tokens": 5}).steps[0]["length/max"] == 5
+
+
+@effect("rollouts.stop")
+def strings_that_end_a_response(bench: Bench) -> None:
+    stop = [*"0123456789abcdefghijklmnopqrstuvwxyz"]
+    rollouts = members(bench.run({"rollouts.stop": stop, "rollouts.max_response_tokens": 8}).reports[0])
+    assert any(rollout.stop.name == "STOP_STRING" for rollout in rollouts)
+    assert all(not set(stop) & set(rollout.text) for rollout in rollouts)
+
+
+@effect("rollouts.rows_at_once")
+def how_many_are_decoded_together(bench: Bench) -> None:
+    assert max(rows for rows, _, _ in bench.forwards()) == 16
+    assert max(rows for rows, _, _ in bench.forwards({"rollouts.rows_at_once": 3})) == 3
+
+
+# Training
+
+
+@effect("training.seed")
+def the_seed(bench: Bench) -> None:
+    keys = [[group.problem.key for group in bench.run({"training.seed": seed}).reports[0].groups] for seed in (0, 1, 0)]
+    assert keys[0] == keys[2] != keys[1]
+
+
+@effect("training.steps")
+def the_number_of_steps(bench: Bench) -> None:
+    assert [record["step"] for record in bench.run({"training.steps": 3}).steps] == [1, 2, 3]
+
+
+@effect("training.prompts_per_step")
+def the_number_of_prompts(bench: Bench) -> None:
+    assert len(bench.run({"training.prompts_per_step": 3}).reports[0].groups) == 3
+
+
+@effect("training.updates_per_step", "training.epochs_per_step")
+def the_number_of_updates(bench: Bench) -> None:
+    def updates(**options: int) -> int:
+        found = bench.wired({f"training.{name}": count for name, count in options.items()}).trainer
+        found.step()
+        return int(found.optimizer.updates)
+
+    assert updates(updates_per_step=1) == 1
+    assert updates(updates_per_step=3) == 3
+    assert updates(updates_per_step=3, epochs_per_step=2) == 6
+    assert "clip/sequences@2" in bench.run({**EARLY, "training.updates_per_step": 3}).steps[0]
+
+
+@effect("training.lr", "training.schedule", "training.warm_up_updates", "training.final_lr_share")
+def the_learning_rate(bench: Bench) -> None:
+    def rates(**options: Any) -> list[float]:
+        named = {"training.steps": 10, "training.updates_per_step": 1, "training.lr": 1.0}
+        trainer = bench.wired({**named, **{f"training.{name}": value for name, value in options.items()}}).trainer
+        found = []
+        for _ in range(10):
+            trainer.optimizer.step()
+            found.append(trainer.optimizer.inner.param_groups[0]["lr"])
+        return found
+
+    assert rates() == [1.0] * 10
+    assert rates(lr=0.5) == [0.5] * 10
+    rising = rates(warm_up_updates=4)
+    assert rising[:4] == sorted(rising[:4]) and 0 < rising[0] < rising[3] <= 1 and rising[4:] == [1.0] * 6
+    falling = rates(schedule="linear")
+    steps = [one - other for one, other in pairwise(falling)]
+    assert steps == pytest.approx([steps[0]] * 9) and steps[0] > 0
+    assert rates(schedule="cosine", final_lr_share=0.25)[-1] >= 0.25
+    share = rates(schedule="cosine", final_lr_share=0.25, steps=1000)
+    assert math.isclose(share[0], 1.0, rel_tol=1e-3)
+    assert rates(schedule="linear", final_lr_share=0.5)[-1] > rates(schedule="linear")[-1]
+
+
+@effect("training.weight_decay", "training.betas", "training.epsilon", "training.value_lr")
+def the_numbers_of_adam(bench: Bench) -> None:
+    options = {"training.weight_decay": 0.3, "training.betas": [0.5, 0.6], "training.epsilon": 0.01}
+    inner = bench.wired(options).trainer.optimizer.inner
+    decays = {tensor.dim() >= 2: group["weight_decay"] for group in inner.param_groups for tensor in group["params"]}
+    assert decays == {True: 0.3, False: 0.0}
+    assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 0.01) for group in inner.param_groups)
+    trainer = bench.wired({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
+    trainer.optimizer.step()
+    head = [*trainer.policy.value_head.parameters()]
+    rates = {
+        any(tensor is each for each in head): group["lr"]
+        for group in trainer.optimizer.inner.param_groups
+        for tensor in group["params"]
+    }
+    assert rates == {True: 0.25, False: 0.5}
+
+
+@effect("training.gradient_clip")
+def the_largest_gradient(bench: Bench) -> None:
+    def moved(limit: float) -> float:
+        trainer = bench.wired({**EARLY, "training.gradient_clip": limit, "training.updates_per_step": 1}).trainer
+        trainer.step()
+        moments = [state["exp_avg"] for state in trainer.optimizer.inner.state.values()]
+        return float(torch.cat([moment.flatten() for moment in moments]).norm())
+
+    assert moved(1e-3) == pytest.approx(0.1 * 1e-3, rel=1e-3)
+    assert moved(0.0) > 0.1 * 1e-2
+
+
+@effect("training.anchor")
+def where_the_anchor_comes_from(bench: Bench) -> None:
+    words = {
+        choice: next(r for r in bench.run({"training.anchor": choice}).metrics if r["kind"] == "probe")["words"]
+        for choice in ("recompute", "sampler", "auto")
+    }
+    assert "recomputed" in words["recompute"]
+    assert "engine's log-probs are the anchor" in words["sampler"] and "engine's" in words["auto"]
+    gap = {c: bench.run({**EARLY, "training.anchor": c}).steps[0]["mismatch/max"] for c in ("recompute", "sampler")}
+    assert gap["sampler"] == 0 < gap["recompute"] < 1e-4
+
+
+@effect("training.update_passes")
+def one_pass_or_two(bench: Bench) -> None:
+    shares = {p: bench.run({**EARLY, "training.update_passes": p}).steps[0]["update/two_pass"] for p in ("one", "two")}
+    assert shares == {"one": 0, "two": 1}
+
+
+@effect("training.tokens_per_pack")
+def the_size_of_a_pack(bench: Bench) -> None:
+    options = {**EARLY, "training.anchor": "recompute", "training.update_passes": "one"}
+    many = [width for _, width, gradient in bench.forwards({**options, "training.tokens_per_pack": 12}) if gradient]
+    few = [width for _, width, gradient in bench.forwards(options) if gradient]
+    assert len(many) > len(few)
+    assert max(many) <= 12 < max(few)
+    one, other = bench.weights(options), bench.weights({**options, "training.tokens_per_pack": 12})
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+
+
+@effect("training.offload_optimizer")
+def masters_on_the_host(bench: Bench) -> None:
+    def names(offload: bool) -> set[str]:
+        tensors, _ = bench.wired({"training.offload_optimizer": offload}).trainer.optimizer.state()
+        return set(tensors)
+
+    assert not names(False)
+    assert all(name.startswith("master|") for name in names(True)) and names(True)
+
+
+@effect("training.probe_every_steps")
+def how_often_noise_is_measured(bench: Bench) -> None:
+    def probes(every: int) -> list[int]:
+        found = bench.run({"training.steps": 5, "training.probe_every_steps": every}).metrics
+        return [record["step"] for record in found if record["kind"] == "probe"]
+
+    assert probes(2) == [0, 2, 4]
+    assert probes(0) == [0]
+
+
+@effect("training.minimum_scored")
+def how_much_must_be_scored(bench: Bench) -> None:
+    calls = [0]
+
+    def fails_sometimes(rollout: Any) -> float:
+        calls[0] += 1
+        if calls[0] % 4 == 0:
+            raise OSError("the judge is away")
+        return float(calls[0] % 2)
+
+    strict, lax = (bench.run({"training.minimum_scored": m}, reward=fails_sometimes).steps[0] for m in (0.9, 0.5))
+    assert strict["rollouts/unscorable"] == lax["rollouts/unscorable"] == 0.25
+    assert (strict["update/applied"], lax["update/applied"]) == (0, 1)
+
+
+# Evaluation
+
+
+def evaluations(found: SimpleNamespace) -> list[dict[str, Any]]:
+    return [record for record in found.metrics if record["kind"] == "evaluation"]
+
+
+@effect("evaluation.every_steps")
+def how_often_it_is_evaluated(bench: Bench) -> None:
+    for every, expected in ((2, [0, 2, 3]), (0, [0, 3])):
+        found = bench.run({"training.steps": 3, "evaluation.every_steps": every})
+        assert [record["step"] for record in evaluations(found)] == expected
+
+
+@effect("evaluation.samples_per_problem", "evaluation.greedy")
+def what_is_evaluated(bench: Bench) -> None:
+    judged: list[Any] = []
+
+    def count(rollout: Any) -> float:
+        judged.append(rollout)
+        return 1.0
+
+    options = {"evaluation.samples_per_problem": 3, "task.held_out": 2, "evaluation.greedy": False}
+    found = bench.run(options, reward=count)
+    assert len(judged) == 16 + 2 * (2 * 3)
+    assert all("eval/accuracy_greedy" not in record for record in evaluations(found))
+    judged.clear()
+    found = bench.run({**options, "evaluation.greedy": True}, reward=count)
+    assert len(judged) == 16 + 2 * (2 * 3 + 2)
+    assert all("eval/accuracy_greedy" in record for record in evaluations(found))
+
+
+@effect("evaluation.temperature")
+def the_temperature_of_an_evaluation(bench: Bench) -> None:
+    cold = evaluations(bench.run({**EARLY, "evaluation.temperature": 1e-4, "rollouts.max_response_tokens": 8}))[0]
+    warm = evaluations(bench.run({**EARLY, "evaluation.temperature": 1.0, "rollouts.max_response_tokens": 8}))[0]
+    assert cold["eval/accuracy_sampled"] == cold["eval/accuracy_greedy"]
+    assert warm["eval/accuracy_sampled"] != cold["eval/accuracy_sampled"]
+
+
+@effect("evaluation.target", "evaluation.target_greedy")
+def a_target(bench: Bench) -> None:
+    for name in ("target", "target_greedy"):
+        options = {f"evaluation.{name}": 0.9, "evaluation.every_steps": 1, "training.steps": 3}
+        assert bench.run(options, reward=lambda _: 1.0).run.reason == "the target was reached"
+        missed = bench.run(options, reward=lambda _: 0.5)
+        assert (missed.run.reason, len(missed.steps)) == ("all steps done", 3)
+
+
+# Output
+
+
+@effect("output.directory", "output.name")
+def where_a_run_is_written(bench: Bench) -> None:
+    options = {"output.directory": str(bench.folder / "there"), "output.name": "mine"}
+    assert bench.run(options).folder == bench.folder / "there" / "mine"
+
+
+@effect("output.checkpoint_every_steps", "output.keep_last")
+def which_checkpoints_stay(bench: Bench) -> None:
+    def kept(every: int, last: int) -> list[int]:
+        options = {"output.checkpoint_every_steps": every, "output.keep_last": last, "training.steps": 5}
+        return RunDirectory.open(bench.run(options).folder).checkpoint_steps()
+
+    assert kept(2, 9) == [2, 4, 5]
+    assert kept(1, 2) == [4, 5]
+    assert kept(0, 9) == [5]
+
+
+@effect("output.rollouts_every_steps")
+def which_rollouts_are_written(bench: Bench) -> None:
+    found = RunDirectory.open(bench.run({"output.rollouts_every_steps": 2, "training.steps": 5}).folder)
+    assert found.rollout_steps() == [0, 2, 4, 5]
+    assert len([row for row in found.read_rollouts(2) if not row.get("held_out")]) == 16
+    never = RunDirectory.open(bench.run({"output.rollouts_every_steps": 0, "training.steps": 2}).folder)
+    assert all(row.get("held_out") for step in never.rollout_steps() for row in never.read_rollouts(step))
+
+
+@effect("output.tensorboard")
+def files_for_tensorboard(bench: Bench) -> None:
+    pytest.importorskip("tensorboard")
+    assert list((bench.run({"output.tensorboard": True}).folder / "tensorboard").glob("events*"))
+    assert not (bench.run().folder / "tensorboard").exists()
+
+
+@effect("output.wandb", "output.project", "output.tags")
+def a_run_at_weights_and_biases(bench: Bench) -> None:
+    given: dict[str, Any] = {}
+    logged: list[int] = []
+
+    def init(**settings: Any) -> SimpleNamespace:
+        given.update(settings)
+        return SimpleNamespace(log=lambda metrics, step: logged.append(step), finish=lambda: None)
+
+    bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    bench.run({"output.wandb": True, "output.project": "mine", "output.tags": ["a", "b"]})
+    assert (given["project"], given["tags"], given["name"]) == ("mine", ["a", "b"], "run")
+    assert 1 in logged
+    given.clear()
+    bench.run()
+    assert not given
