@@ -6,6 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+# Kernels run in Triton's interpreter where there is no GPU; it must be told before Triton is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 from jaxtyping import install_import_hook
 

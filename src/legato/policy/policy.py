@@ -167,7 +167,7 @@ class Head:
         )
 
     def exact(self, hidden: Tensor) -> Tensor:
-        """Logits in float32 or better without a gradient; from the accumulators of the product where the device gives them."""
+        """Logits in float32 or better without a gradient; from the product's accumulators where the device gives them."""
         weight = getattr(self.linear, "weight", None)
         plain = type(self.linear) is nn.Linear and self.linear.bias is None
         if not plain or weight is None or not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16):

@@ -141,7 +141,9 @@ class LocalEngine:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        packed = pack(prompt_texts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device))
+        packed = pack(
+            prompt_texts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device)
+        )
         lengths = packed.prefix_lengths[owner]
         cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limits.max_response_tokens)
         wave = _start(parts, sampling, limits, lengths)

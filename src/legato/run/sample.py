@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from legato.core.rollout import Problem
 from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.local import LocalEngine
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.select import local_engine
 from legato.run.target import Target
 
 
@@ -32,7 +32,7 @@ def sample(
     """Responses as they come, prompt by prompt; the policy is loaded once. Temperature 0 is greedy."""
     config = target.resolved.config
     policy = target.policy()
-    engine = LocalEngine(policy, config.rollouts.rows_at_once)
+    engine = local_engine(policy, config.rollouts.rows_at_once)
     rendering = Rendering(
         tokenizer=policy.tokenizer,
         chat=config.policy.chat,

@@ -19,9 +19,9 @@ from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
 from legato.rollouts.engine import Limits
-from legato.rollouts.local import LocalEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.select import local_engine
 from legato.run.kinds import is_import_path, make
 from legato.run.resolved import Resolved
 from legato.run.schema import Config
@@ -147,7 +147,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         )
     return Collector(
         source=source,
-        engine=LocalEngine(policy, rollouts.rows_at_once),
+        engine=local_engine(policy, rollouts.rows_at_once),
         rendering=Rendering(
             tokenizer=policy.tokenizer,
             chat=config.policy.chat,

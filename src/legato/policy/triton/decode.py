@@ -25,8 +25,25 @@ def _scores(query, keys, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _fold(query, key_base, value_base, begin, end, known, position, first_position, best, total, found, scale,
-          D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
+def _fold(
+    query,
+    key_base,
+    value_base,
+    begin,
+    end,
+    known,
+    position,
+    first_position,
+    best,
+    total,
+    found,
+    scale,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """Add columns begin to end of one key head to the running softmax of [M] queries."""
     wide = tl.arange(0, DP)
     for start in range(begin, end, BLOCK):
@@ -49,10 +66,32 @@ def _fold(query, key_base, value_base, begin, end, known, position, first_positi
 
 
 @triton.jit
-def _prefix(query, keys, values, block_prompt, block_rows, slots, slot_length, prompt_length, found_out, stats_out, scale,
-            R, P, H: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, REPEAT_PAD: tl.constexpr, ROWS: tl.constexpr,
-            D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-            SOFTCAP: tl.constexpr):
+def _prefix(
+    query,
+    keys,
+    values,
+    block_prompt,
+    block_rows,
+    slots,
+    slot_length,
+    prompt_length,
+    found_out,
+    stats_out,
+    scale,
+    R,
+    P,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    REPEAT: tl.constexpr,
+    REPEAT_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prompt = tl.load(block_prompt + block)
     if prompt < 0:
@@ -94,8 +133,25 @@ def _prefix(query, keys, values, block_prompt, block_rows, slots, slot_length, p
             found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             best = higher
     else:
-        best, total, found = _fold(asked, keys + base, values + base, begin, end, known, position, 0, best, total, found,
-                                   scale, D, DP, BLOCK, WINDOW, SOFTCAP)
+        best, total, found = _fold(
+            asked,
+            keys + base,
+            values + base,
+            begin,
+            end,
+            known,
+            position,
+            0,
+            best,
+            total,
+            found,
+            scale,
+            D,
+            DP,
+            BLOCK,
+            WINDOW,
+            SOFTCAP,
+        )
     out = split * R * H + here
     tl.store(found_out + out[:, None] * D + wide[None, :], found, mask=used[:, None] & (wide < D)[None, :])
     tl.store(stats_out + out * 2, best, mask=used)
@@ -103,9 +159,29 @@ def _prefix(query, keys, values, block_prompt, block_rows, slots, slot_length, p
 
 
 @triton.jit
-def _suffix(query, keys, values, slots, slot_length, found_out, stats_out, scale, R, T, FIRST,
-            H: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-            BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
+def _suffix(
+    query,
+    keys,
+    values,
+    slots,
+    slot_length,
+    found_out,
+    stats_out,
+    scale,
+    R,
+    T,
+    FIRST,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    REPEAT: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     known = tl.load(slot_length + slot) + 1  # the new token has just been written
@@ -121,8 +197,25 @@ def _suffix(query, keys, values, slots, slot_length, found_out, stats_out, scale
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     found = tl.zeros([M, DP], tl.float32)
-    best, total, found = _fold(asked, keys + base, values + base, begin, end, known, known - 1, 0, best, total, found, scale,
-                               D, DP, BLOCK, WINDOW, SOFTCAP)
+    best, total, found = _fold(
+        asked,
+        keys + base,
+        values + base,
+        begin,
+        end,
+        known,
+        known - 1,
+        0,
+        best,
+        total,
+        found,
+        scale,
+        D,
+        DP,
+        BLOCK,
+        WINDOW,
+        SOFTCAP,
+    )
     out = (FIRST + split) * R * H + here
     tl.store(found_out + out[:, None] * D + wide[None, :], found, mask=used[:, None] & (wide < D)[None, :])
     tl.store(stats_out + out * 2, best, mask=used)
@@ -130,8 +223,19 @@ def _suffix(query, keys, values, slots, slot_length, found_out, stats_out, scale
 
 
 @triton.jit
-def _merge(found_in, stats_in, sinks, out, R, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-           PARTS_PAD: tl.constexpr, SINKS: tl.constexpr):
+def _merge(
+    found_in,
+    stats_in,
+    sinks,
+    out,
+    R,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+):
     here = tl.program_id(0)
     part = tl.arange(0, PARTS_PAD)
     wide = tl.arange(0, DP)
@@ -175,7 +279,9 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 class Workspace:
     """Partial results of one bucket; allocated once, so that a graph finds them where they were."""
 
-    def __init__(self, rows: int, heads: int, width: int, prefix_splits: int, suffix_splits: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, heads: int, width: int, prefix_splits: int, suffix_splits: int, device: torch.device
+    ) -> None:
         self.prefix_splits, self.suffix_splits = prefix_splits, suffix_splits
         parts = prefix_splits + suffix_splits
         self.found = torch.zeros(parts, rows, heads, width, dtype=torch.float32, device=device)
@@ -203,7 +309,7 @@ def attend_slots(
 ) -> Tensor:
     """[R, H, D]: attention of the new token of each row; `query` [R, H, D] is contiguous.
 
-    `block_rows` [blocks, rows] lists the rows of `block_prompt` [blocks], -1 where there are fewer; each row is in one block.
+    `block_rows` [blocks, rows] lists the rows of `block_prompt` [blocks], -1 where there are fewer; a row is in one block.
     """
     rows, heads, width = query.shape
     key_heads, repeat = keys.shape[1], heads // keys.shape[1]

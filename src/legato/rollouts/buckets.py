@@ -1,0 +1,107 @@
+"""Rows decoded together on a GPU: the view their attention takes, and the graph that was captured of a step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.policy.attention import Heads
+from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store
+from legato.rollouts.slots import Store, blocks
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Sizes that are captured; rows left over go to the dump."""
+
+
+class Bucket:
+    """Rows decoded together: their slots, the blocks that share a prompt, and the captured graph."""
+
+    def __init__(self, rows: int, store_: Store, device: torch.device) -> None:
+        self.rows, self.store = rows, store_
+        self.slots = torch.full((rows,), store_.dump, dtype=torch.int64, device=device)
+        self.block_prompt: Tensor | None = None
+        self.block_rows: Tensor | None = None
+        self.workspaces: dict[tuple[int, int], Workspace] = {}
+        self.graphs: dict[Any, Any] = {}
+        self._pending: tuple[list[int], list[int]] | None = None
+
+    def place(self, slots: list[int], prompts: list[int]) -> None:
+        """Put slots into the rows; rows left over go to the dump."""
+        filler = self.rows - len(slots)
+        self.slots.copy_(torch.tensor([*slots, *[self.store.dump] * filler]))
+        self._pending = (slots, [*prompts, *[-1] * filler])
+        for per_block in {rows.shape[1] for rows in [self.block_rows] if rows is not None}:
+            self._blocks(per_block)
+
+    def _blocks(self, per_block: int) -> None:
+        assert self._pending is not None
+        owners, rows = blocks(self._pending[1], per_block, self.rows)
+        device = self.slots.device
+        if self.block_rows is None or self.block_prompt is None:
+            self.block_prompt = torch.tensor(owners, device=device)
+            self.block_rows = torch.tensor(rows, device=device)
+        else:
+            self.block_prompt.copy_(torch.tensor(owners))
+            self.block_rows.copy_(torch.tensor(rows))
+
+    def attend(self, heads: Heads) -> Tensor:
+        """The view of a decode step: store the new key and value, attend over prompt and response."""
+        memory, layer = self.store, heads.layer
+        store(
+            heads.key[:, :, 0].contiguous(),
+            heads.value[:, :, 0].contiguous(),
+            memory.keys[layer],
+            memory.values[layer],
+            self.slots,
+            memory.length,
+        )
+        scaling = heads.scaling if heads.scaling is not None else heads.query.shape[3] ** -0.5
+        found = self.look(
+            layer,
+            heads.query[:, :, 0].contiguous(),
+            scaling,
+            window=heads.window or 0,
+            softcap=heads.softcap or 0.0,
+            sinks=heads.sinks,
+        )
+        return found.unsqueeze(1)
+
+    def look(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """[R, H, D]: what the new tokens see; their own keys and values are stored already."""
+        rows, count, width = query.shape
+        memory = self.store
+        key_heads = memory.keys[layer].shape[1]
+        if self.block_rows is None:
+            self._blocks(rows_per_block(count, key_heads))
+        assert self.block_prompt is not None and self.block_rows is not None
+        shape = (count, width)
+        if shape not in self.workspaces:
+            # Programs enough for every multiprocessor, few enough that merging them costs nothing.
+            splits = max(1, min(8, 512 // max(1, rows * key_heads)))
+            self.workspaces[shape] = Workspace(rows, count, width, splits, splits, query.device)
+        return attend_slots(
+            query,
+            memory.prompt_keys[layer],
+            memory.prompt_values[layer],
+            memory.keys[layer],
+            memory.values[layer],
+            slots=self.slots,
+            slot_length=memory.length,
+            prompt_length=memory.prompt_length,
+            block_prompt=self.block_prompt,
+            block_rows=self.block_rows,
+            workspace=self.workspaces[shape],
+            scale=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
