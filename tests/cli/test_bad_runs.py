@@ -237,7 +237,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"policy.max_prompt_tokens": 2, "policy.too_long": "error"},
         ("policy.max_prompt_tokens = 2", "policy.too_long"),
     ),
-    "more held out than there is": ({"task.held_out": 99}, ("held_out = 99",)),
+    "more held out than there is": ({"task.held_out": 30}, ("held_out = 30",)),
     "adapters in 8 bits": ({"training.optimizer": "adamw-8bit"}, ("training.optimizer", "bitsandbytes")),
     "no such reward": ({"reward.kind": "nothing"}, ("reward.kind", "'nothing'")),
     "no such reward module": ({"reward.kind": "no_such_module:score"}, ("no_such_module",)),

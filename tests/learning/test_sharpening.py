@@ -29,7 +29,7 @@ from legato.training.evaluation import answer
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 from legato.training.trainer import Trainer, TrainingSettings
 
-DIGITS, CORRUPTED, STEPS = 4, 0.7, 40
+DIGITS, CORRUPTED, STEPS = 3, 0.7, 35
 LIMITS = Limits(max_response_tokens=DIGITS + 2, end_tokens=(1,))
 
 
@@ -55,7 +55,7 @@ def warmed(seed: int) -> Policy:
             found.append((torch.tensor(words(str(asked.prompt))["input_ids"]), torch.tensor(said)))
         return found
 
-    supervise(policy, examples, steps=150, lr=4e-3)
+    supervise(policy, examples, steps=160, lr=4e-3)
     return policy
 
 
@@ -92,7 +92,7 @@ def trainer(policy: Policy, seed: int, shuffled: bool) -> Trainer:
         algorithm=legato.algorithm("gspo"),
         collector=collector(policy, seed, shuffled),
         optimizer=Optimizer(
-            policy.parameters(), OptimizerSettings(lr=7e-4), Schedule(kind="constant", warm_up=20, total=4 * STEPS)
+            policy.parameters(), OptimizerSettings(lr=8e-4), Schedule(kind="constant", warm_up=20, total=4 * STEPS)
         ),
         settings=TrainingSettings(seed=seed, prompts_per_step=16),
     )

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -74,6 +76,15 @@ class Listener:
     @property
     def said(self) -> str:
         return "\n".join(self.messages)
+
+
+@contextmanager
+def light() -> Iterator[None]:
+    """Without reports and flushes to the disk, which are half of a small run; tests of their own look at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("legato.run.train.write_report", lambda directory: directory.report_path)
+        patch.setattr("legato.training.checkpoint._flush", lambda path: None)
+        yield
 
 
 def small(folder: Path, options: Mapping[str, Any] | None = None, **arguments: Any) -> Run:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from legato.core.rollout import StopReason
 from legato.policy.adapters import Lora, with_lora
+from legato.policy.load import Loading, load_policy
 from legato.policy.policy import Policy
 from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.rollouts.engine import Limits, Request, Response
@@ -285,3 +286,12 @@ def test_the_engine_reads_the_weights_as_they_are_now() -> None:
     expected: Any = plain_distribution(policy, request.prompt, after, 1.0)
     assert float((after.logprobs - expected[torch.arange(len(after.tokens)), after.tokens]).abs().max()) < 1e-5
     assert not torch.equal(before.logprobs[:1], after.logprobs[:1])
+
+
+def test_a_policy_that_recomputes_its_layers_is_sampled_like_any_other() -> None:
+    plain, asked = tiny(ends=2.0), [ask(prompt, 1, 2, 3) for prompt in prompts(3, 8)]
+    expected = flat(LocalEngine(plain).generate(asked, Sampling(), LIMITS))
+    loading = Loading(dtype="float32", device="cpu", gradient_checkpointing=True)
+    policy = load_policy(plain.model, loading, tokenizer=plain.tokenizer)
+    found = flat(LocalEngine(policy).generate(asked, Sampling(), LIMITS))
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))

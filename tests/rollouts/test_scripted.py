@@ -45,7 +45,6 @@ def test_a_script_is_cut_at_the_end_token_and_at_the_length() -> None:
     assert cut.tokens.tolist() == [5, 6, 7] and cut.stop is StopReason.LENGTH and cut.text == "5 6 7"
 
 
-@pytest.mark.xfail(reason="a bug: limits.stop_strings are not looked at, though limits cut a script as they would a model's")
 def test_a_script_is_cut_at_a_stop_string() -> None:
     limits = Limits(max_response_tokens=9, end_tokens=(1,), stop_strings=("6 7",))
     ((found, _),) = scripted([5, 6, 7, 8]).generate([REQUEST], Sampling(), limits)

@@ -1,6 +1,6 @@
 """Every option that is accepted has an effect, and it is the one that is declared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from legato.run.document import options
 from legato.run.load import load
 from proof import effects_of_problems, effects_of_training
 from proof.effects import EFFECTS, Bench
+from proof.runs import light
 
 OPTIONS = {option.path: option for option in options()}
 
@@ -17,6 +18,12 @@ UNSEEN = {
     "training.optimizer": "'adamw-8bit' needs bitsandbytes and a GPU; without them it is refused",
 }
 """Options whose effect cannot be looked at on a machine without a GPU and a network, and why."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightly() -> Iterator[None]:
+    with light():
+        yield
 
 
 def test_every_option_is_looked_at() -> None:

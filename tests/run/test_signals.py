@@ -16,7 +16,7 @@ from legato.run import wire
 from legato.run.lock import locked
 from legato.run.train import resume
 from proof import verdicts
-from proof.runs import Listener, differences, outcome, small, words
+from proof.runs import Listener, differences, light, outcome, small, words
 
 SLOW = f"{verdicts.__file__}:slow"
 OPTIONS = {
@@ -26,6 +26,12 @@ OPTIONS = {
     "output.checkpoint_every_steps": 2,
     "output.rollouts_every_steps": 2,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightly() -> Iterator[None]:
+    with light():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -253,3 +253,4 @@ def test_a_run_of_the_command_line_ends_with_the_next_command(legato: Command, t
     assert code == 0, error
     for wanted in (f"legato sample {tmp_path / 'run'}", "report.html", "step-000002"):
         assert wanted in out.replace("\n", "")
+    assert (tmp_path / "run" / "report.html").is_file()

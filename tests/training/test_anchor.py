@@ -156,7 +156,6 @@ def test_rows_are_silent_only_where_nothing_can_pull_at_them() -> None:
     assert silent is not None and silent.tolist() == [False] * 3 + [True] * 3 + [False] * 6
 
 
-@pytest.mark.xfail(reason="a bug in tables.py: batch.version.min(1) sees the 0 of the padding, so short rows look stale")
 def test_the_staleness_of_a_response_does_not_depend_on_how_long_its_neighbours_are() -> None:
     batch = batch_by_hand()
     inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]

@@ -155,9 +155,6 @@ def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
     assert apart(before, weights(this)) > 0.0
 
 
-@pytest.mark.xfail(
-    raises=AssertionError, reason="a bug: an idle first step skips the probe, and 'auto' never learns which anchor to take"
-)
 def test_a_first_step_without_scores_does_not_break_the_second() -> None:
     verdicts = iter([unscored(1.0), by_seed])
     this = trainer(judge=lambda rollouts: next(verdicts)(rollouts), anchor="auto")
@@ -194,10 +191,9 @@ def test_what_a_trainer_remembers_makes_another_go_on_to_the_bit() -> None:
     assert apart(weights(straight), weights(resumed)) == 0.0
 
 
-@pytest.mark.xfail(reason="a bug: rows left out beforehand are missing from the sums, so clip/sequences is of another total")
 def test_metrics_do_not_depend_on_which_rows_were_left_out() -> None:
-    """The mask fixes all counts; rows with advantage 0 count, whatever the trainer need not compute of them."""
+    """Silent rows are left out of the metrics of an update however it is passed; clipped ones never are."""
     one, two = trainer(update_passes="one").step().metrics, trainer(update_passes="two").step().metrics
-    assert one["update/silent_rows"] == 0.0 and two["update/silent_rows"] > 0.2
+    assert one["update/silent_rows"] == two["update/silent_rows"] > 0.2
     for key in ("clip/sequences", "ratio/sequence_mean", "loss/total"):
         assert abs(one[key] - two[key]) < 1e-6, key

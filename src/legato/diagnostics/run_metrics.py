@@ -28,6 +28,7 @@ RUN_METRICS: tuple[Metric, ...] = (
     Metric("noise/packs_rms", "root mean square of the same", ">= 0", "as above"),
     Metric("noise/engine_max", "largest |log s| between what the engine reported and what the trainer computes", ">= 0", "as above: the anchor must be recomputed"),
     Metric("noise/engine_rms", "root mean square of the same", ">= 0", "as above"),
+    Metric("noise/engine_token_max", "largest |log-ratio| of one token between engine and trainer", ">= 0", "above a third of the clip band of a token ratio: the anchor must be recomputed"),
     Metric("eval/accuracy_sampled", "mean accuracy on held-out problems at evaluation.temperature; suffixes _low _high: 95 % interval", "[0, 1]", "falling while the reward rises: the reward is being gamed"),
     Metric("eval/accuracy_greedy", "the same, greedy", "[0, 1]", "as above"),
     Metric("eval/length_sampled", "mean length of those responses", ">= 0", "-"),

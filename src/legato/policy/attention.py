@@ -94,7 +94,7 @@ def attend(heads: Heads, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
             # One query a row: the heads that share a key head are so many queries of it, and nothing is repeated.
             grouped = query.reshape(len(query), key.shape[1], repeat, query.shape[3])
             found = scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=heads.scaling)
-            return found.reshape(query.shape)
+            return found.reshape(*query.shape[:3], value.shape[3])
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=heads.scaling)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from legato.policy import selfcheck
 from legato.policy.adapters import Lora, with_lora
 from legato.policy.policy import Policy, ValueHead
 from legato.policy.smollm2 import smollm2_folder
@@ -61,6 +62,7 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     if loading.gradient_checkpointing:
         # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
         module.train()
+    selfcheck.check(policy)
     if loading.value_head:
         policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
     return policy

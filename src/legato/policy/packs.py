@@ -7,7 +7,7 @@ An example, two responses "5$" and "61$" of the prompt "2+3=" (G = 1 prompt, R =
 Each response sees its prompt and itself; the numbers are those of every sequence alone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -69,7 +69,20 @@ class Pack:
     suffix_lengths: Tensor
     owner: Tensor
     """[R]: which prefix."""
+    counts: tuple[int, ...]
+    """[R]: how many of the K tokens are of each row; known on the host."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Pack":
+        """The same on another device; copies are not waited for."""
+        if self.tokens.device == device:
+            return self
+        tensors = {
+            field.name: getattr(self, field.name).to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return Pack(**tensors, width=self.width, counts=self.counts)
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
@@ -118,7 +131,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def pack(texts: Texts, rows: Tensor) -> Pack:
-    """The given rows as one pack."""
+    """The given rows as one pack. Built on the host, where lengths are known without asking a GPU."""
     device = texts.tokens.device
     groups, owner = torch.unique(texts.group[rows], return_inverse=True)
     prefix_lengths, lengths = texts.prompt_lengths[groups], texts.lengths[rows]
@@ -151,6 +164,7 @@ def pack(texts: Texts, rows: Tensor) -> Pack:
         prefix_lengths=prefix_lengths,
         suffix_lengths=(lengths - 1).clamp(min=0),
         owner=owner,
+        counts=tuple(written.sum(1).tolist()),
     )
 
 

@@ -1,6 +1,6 @@
 """The model being trained: packs in, log-probs, entropies and values out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.policy import attention
-from legato.policy.logprobs import chosen
+from legato.policy.head import Head
 from legato.policy.packs import Pack, Texts, pack
 
 
@@ -48,8 +49,10 @@ class Policy:
     """Where it came from, for people."""
     packing: bool = True
     """Lay texts end to end, a group's prompt once; False: right-padded rows through the model's own attention."""
+    views: bool = True
+    """Whether the body attends through the registered function, so that packs and a cache of keys mean what they should."""
     value_head: ValueHead | None = None
-    tokens_per_head: int = 8192
+    tokens_per_head: int = 4096
     """How many tokens' logits are held at once."""
     notes: list[str] = field(default_factory=list)
     """What was decided while loading, for the run to print."""
@@ -111,79 +114,77 @@ class Policy:
     @contextmanager
     def reading(self, packed: Pack) -> Iterator[Channels]:
         """The channels of a pack, for as long as their backward may need the pack (gradient checkpointing recomputes)."""
-        if self.packing:
-            with self.attending(packed):
-                yield self._channels(packed, packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0), packed.read)
-        else:
-            yield self._channels(packed, *padded(packed))
+        packed = packed.to(self.device)
+        with self._laid_out(packed) as hidden:
+            yield self._channels(hidden, packed, range(len(packed.counts)))
 
     def score(self, texts: Texts, rows: Tensor) -> Channels:
         """The channels of some rows without a gradient."""
-        with torch.no_grad(), self.reading(pack(texts, rows)) as channels:
-            return channels
+        packed = pack(texts, rows).to(self.device)
+        with torch.no_grad(), self._laid_out(packed) as hidden:
+            return _joined([self._channels(hidden, packed, part) for part in self._parts(packed)])
 
-    def _channels(self, packed: Pack, tokens: Tensor, positions: Tensor, read: Tensor) -> Channels:
-        hidden = self._hidden(tokens, positions).flatten(0, 1)[read]
-        head = self._head()
-        found = [
-            chosen(head(part), targets, temperature, with_entropy=True)
-            for part, targets, temperature in zip(
-                *(torch.split(table, self.tokens_per_head) for table in (hidden, packed.targets, packed.temperature)),
-                strict=True,
-            )
-        ]
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else (hidden[:0, 0],) * 2
-        values = None if self.value_head is None else self.value_head(hidden)
+    def learn(self, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+        """Add the gradient of a pack. `respond` is given the channels of some of its rows and says their coefficients.
+
+        The head goes forward and backward a few whole rows at a time, so that logits are held for those only and computed
+        once; the body goes forward and backward once.
+        """
+        packed = packed.to(self.device)
+        with self._laid_out(packed) as hidden:
+            leaf = hidden.detach().requires_grad_()
+            for part in self._parts(packed):
+                channels = self._channels(leaf, packed, part)
+                field = respond(part, channels)
+                field.tie(
+                    channels.logprobs.new_zeros(()),
+                    logprobs=channels.logprobs,
+                    entropy=channels.entropy if field.entropy is not None else None,
+                    values=channels.values if field.values is not None else None,
+                ).backward()  # type: ignore[no-untyped-call]
+            if leaf.grad is not None:
+                hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _laid_out(self, packed: Pack) -> Iterator[Tensor]:
+        """[K, N]: the last hidden state wherever the pack wants logits."""
+        if self.packing:
+            with self.attending(packed):
+                yield self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0][packed.read]
+        else:
+            tokens, positions, read = padded(packed)
+            yield self._hidden(tokens, positions).flatten(0, 1)[read]
+
+    def _parts(self, packed: Pack) -> list[range]:
+        """The rows of a pack in runs of at most `tokens_per_head` tokens; a longer row is a run of its own."""
+        runs, start, held = [], 0, 0
+        for row, count in enumerate(packed.counts):
+            if row > start and held + count > self.tokens_per_head:
+                runs.append(range(start, row))
+                start, held = row, 0
+            held += count
+        runs.append(range(start, len(packed.counts)))
+        return runs
+
+    def _channels(self, hidden: Tensor, packed: Pack, rows: range) -> Channels:
+        """The channels of a run of rows; `hidden` is of the whole pack."""
+        first = sum(packed.counts[: rows.start])
+        here = slice(first, first + sum(packed.counts[rows.start : rows.stop]))
+        state, place = hidden[here], packed.place[here] - rows.start * packed.width
+        shape = (len(rows), packed.width)
+        head = Head.of(self.body)
+        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here])
+        values = None if self.value_head is None else self.value_head(state)
         return Channels(
-            logprobs=_spread(logprobs, packed),
-            entropy=_spread(entropy, packed),
-            values=None if values is None else _spread(values, packed),
+            logprobs=_spread(logprobs, place, shape),
+            entropy=_spread(entropy, place, shape),
+            values=None if values is None else _spread(values, place, shape),
         )
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         output = self.body.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         return hidden
-
-    def _head(self) -> Any:
-        return Head.of(self.body)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """From the last hidden state to logits, with what some families do after the matrix."""
-
-    linear: nn.Module
-    scale: float
-    softcap: float | None
-
-    @classmethod
-    def of(cls, body: Any) -> "Head":
-        config = body.config
-        # Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma caps softly.
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-        return cls(
-            linear=body.get_output_embeddings(), scale=scale, softcap=getattr(config, "final_logit_softcapping", None)
-        )
-
-    def exact(self, hidden: Tensor) -> Tensor:
-        """Logits in float32 or better without a gradient; from the product's accumulators where the device gives them."""
-        weight = getattr(self.linear, "weight", None)
-        plain = type(self.linear) is nn.Linear and self.linear.bias is None
-        if not plain or weight is None or not hidden.is_cuda or hidden.dtype not in (torch.bfloat16, torch.float16):
-            logits = self(hidden)
-            return logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return self._finished(torch.mm(hidden, weight.t(), out_dtype=torch.float32))
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._finished(self.linear(hidden))
-
-    def _finished(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,7 +203,17 @@ def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, columns, row * width + lengths[row] - 1 + step
 
 
-def _spread(values: Tensor, packed: Pack) -> Tensor:
-    """[K] to [R, width], 0 elsewhere."""
-    flat = values.new_zeros(len(packed.rows) * packed.width)
-    return flat.index_copy(0, packed.place, values).reshape(len(packed.rows), packed.width)
+def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[K] to [rows, width], 0 elsewhere."""
+    return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).reshape(shape)
+
+
+def _joined(parts: list[Channels]) -> Channels:
+    if len(parts) == 1:
+        return parts[0]
+    values = [part.values for part in parts if part.values is not None]
+    return Channels(
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        entropy=torch.cat([part.entropy for part in parts]),
+        values=torch.cat(values) if values else None,
+    )

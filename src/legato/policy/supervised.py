@@ -38,8 +38,8 @@ def supervise(
     )
     last = float("nan")
     for step in range(steps):
-        texts = _texts(examples(step)).to(policy.device)
-        with policy.reading(pack(texts, torch.arange(len(texts.tokens), device=policy.device))) as channels:
+        texts = _texts(examples(step))
+        with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
             loss = -channels.logprobs.sum() / texts.mask.sum()
             loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

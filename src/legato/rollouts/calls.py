@@ -120,10 +120,8 @@ class Call:
     def _prefill(self, parts: list[tuple[int, list[int], list[int]]]) -> None:
         engine, memory, device = self.engine, self.memory, self.memory.device
         entries = [self.free_prompts.pop() for _ in parts]
-        packed = pack(
-            prompt_texts([self.requests[number].prompt for number, _, _ in parts], device),
-            torch.arange(len(parts), device=device),
-        )
+        texts = prompt_texts([self.requests[number].prompt for number, _, _ in parts])
+        packed = pack(texts, torch.arange(len(parts))).to(device)
         placed = torch.tensor(entries, device=device)
         memory.prompt_length[placed] = packed.prefix_lengths
         with engine.policy.attending(Prefill(memory, packed, placed)):

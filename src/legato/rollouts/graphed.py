@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from legato.policy.fused import decode, why_not
-from legato.policy.policy import Head, Policy
+from legato.policy.head import Head
+from legato.policy.policy import Policy
 from legato.policy.triton.sample import sample
 from legato.rollouts.buckets import BUCKETS, Bucket
 from legato.rollouts.calls import Call

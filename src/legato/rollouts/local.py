@@ -5,7 +5,7 @@ decode in step, one token a pass; finished ones leave the batch when a quarter o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.packs import Pack, pack
-from legato.policy.policy import Head, Policy
+from legato.policy.head import Head
+from legato.policy.packs import Pack, Texts, pack
+from legato.policy.policy import Policy
+from legato.policy.selfcheck import tolerance
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
+from legato.rollouts.recompute import Recompute
 from legato.rollouts.sampling import Choice, Sampling, choose
 
 _COMPACT_AT = 0.75
@@ -87,6 +90,42 @@ class _Cache:
                 store[layer] = table.index_select(0, rows)
 
 
+class _Cached:
+    """The rows of a wave with their keys and values: one token a pass."""
+
+    def __init__(self, policy: Policy, packed: Pack, owner: Tensor, limit: int) -> None:
+        self.policy, self.packed, self.owner = policy, packed, owner
+        lengths = packed.prefix_lengths[owner]
+        self.cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limit)
+        self.positions = lengths.clone()
+        self.head = Head.of(policy.body)
+
+    def first(self) -> Tensor:
+        """[n, V]: prompts are read once each, whatever the number of their rows."""
+        packed = self.packed
+        with self.policy.attending(_Prefill(packed, self.cache, self.owner)):
+            hidden = self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+        ends = packed.prefix.gather(1, packed.prefix_lengths[:, None] - 1).squeeze(1)
+        return self.head.exact(hidden[ends])[self.owner]
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """[n, V] after one more token of each row."""
+        with self.policy.attending(self.cache):
+            hidden = self._hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
+        self.positions = self.positions + 1
+        self.cache.advance()
+        return self.head.exact(hidden)
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.keep(rows)
+        self.positions = self.positions[rows]
+
+    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        body: Any = self.policy.body.get_decoder()
+        hidden: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        return hidden
+
+
 @dataclass(slots=True)
 class _Wave:
     """The rows being written: tables over all rows of the wave, and which of them the cache still holds."""
@@ -100,7 +139,6 @@ class _Wave:
     rows: Tensor
     """[n]: the wave's row of each cached row."""
     seeds: Tensor
-    positions: Tensor
     finished: Tensor
     """[n] bool"""
 
@@ -113,6 +151,7 @@ class LocalEngine:
     def __init__(self, policy: Policy, rows_at_once: int = 256) -> None:
         self.policy = policy
         self.rows_at_once = rows_at_once
+        self._checked: bool | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         found: list[list[Response]] = [[] for _ in requests]
@@ -141,34 +180,42 @@ class LocalEngine:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        packed = pack(
-            prompt_texts([request.prompt for request, _ in parts], device), torch.arange(len(parts), device=device)
-        )
-        lengths = packed.prefix_lengths[owner]
-        cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limits.max_response_tokens)
-        wave = _start(parts, sampling, limits, lengths)
-        with self.policy.attending(_Prefill(packed, cache, owner)):
-            hidden = self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
-        ends = packed.prefix.gather(1, packed.prefix_lengths[:, None] - 1).squeeze(1)
-        head = Head.of(self.policy.body)
-        logits = head(hidden[ends])[owner]
-        with self.policy.attending(cache):
-            for place in range(limits.max_response_tokens):
-                choice = choose(logits, uniform(wave.seeds, place), sampling)
-                self._write(wave, choice, place, limits)
-                if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
-                    break
-                tokens = self._compact(wave, cache, choice.tokens)
-                logits = head(self._hidden(tokens.unsqueeze(1), (wave.positions + place).unsqueeze(1))[:, 0])
-                cache.advance()
+        packed = pack(prompt_texts([request.prompt for request, _ in parts]), torch.arange(len(parts))).to(device)
+        memory: _Cached | Recompute
+        if self.policy.views and self._serves():
+            memory = _Cached(self.policy, packed, owner, limits.max_response_tokens)
+        else:
+            memory = Recompute(self.policy, [request.prompt for request, _ in parts], owner)
+        wave = _start(parts, sampling, limits, len(owner), device)
+        logits = memory.first()
+        for place in range(limits.max_response_tokens):
+            choice = choose(logits, uniform(wave.seeds, place), sampling)
+            self._write(wave, choice, place, limits)
+            if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
+                break
+            logits = memory.next(self._compact(wave, memory, choice.tokens))
         responses = self._responses(wave, sampling.truncates)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 
-    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        body: Any = self.policy.body.get_decoder()
-        hidden: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-        return hidden
+    def _serves(self) -> bool:
+        """Whether decoding with a cache gives this body's own log-probs; looked at once, on a few tokens."""
+        if self._checked is None:
+            self._checked = True  # for the look itself
+            limits = Limits(max_response_tokens=4, end_tokens=())
+            prompts = [torch.tensor([1, 2, 3, 4]) % self.policy.vocabulary, torch.tensor([5, 6]) % self.policy.vocabulary]
+            requests = [Request(prompt=prompt, seeds=(0,)) for prompt in prompts]
+            try:
+                found = [row[0] for row in self.generate(requests, Sampling(), limits)]
+                right = self.policy.score(_written(prompts, found), torch.arange(2)).logprobs.cpu()
+                gap = (torch.stack([response.logprobs for response in found]) - right).abs().max()
+                self._checked = float(gap) <= tolerance(self.policy.model.get_input_embeddings().weight.dtype)
+            except (AttributeError, TypeError, KeyError, IndexError, RuntimeError):
+                self._checked = False
+            if not self._checked:
+                family = type(self.policy.body).__name__
+                self.policy.notes.append(f"{family} cannot be decoded with our cache: every token is recomputed (slow)")
+        return self._checked
 
     def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
         """Note what was chosen for the rows still writing, and which of them end with it."""
@@ -195,14 +242,13 @@ class LocalEngine:
                 wave.stops[row], wave.texts[row] = StopReason.STOP_STRING, text[: min(cuts)]
                 ended[index] = True
 
-    def _compact(self, wave: _Wave, cache: _Cache, tokens: Tensor) -> Tensor:
+    def _compact(self, wave: _Wave, memory: _Cached | Recompute, tokens: Tensor) -> Tensor:
         """Drop finished rows once they are worth the copy; the tokens to go on with."""
         writing = (~wave.finished).nonzero().squeeze(1)
         if len(writing) > _COMPACT_AT * len(tokens):
             return tokens
-        cache.keep(writing)
-        wave.rows, wave.seeds = wave.rows[writing], wave.seeds[writing]
-        wave.positions, wave.finished = wave.positions[writing], wave.finished[writing]
+        memory.keep(writing)
+        wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
         return tokens[writing]
 
     def _responses(self, wave: _Wave, truncated: bool) -> list[Response]:
@@ -224,8 +270,10 @@ class LocalEngine:
         ]
 
 
-def _start(parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits, lengths: Tensor) -> _Wave:
-    device, rows, width = lengths.device, len(lengths), limits.max_response_tokens
+def _start(
+    parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits, rows: int, device: torch.device
+) -> _Wave:
+    width = limits.max_response_tokens
     return _Wave(
         tokens=torch.zeros(rows, width, dtype=torch.int64, device=device),
         logprobs=torch.zeros(rows, width, dtype=torch.float32, device=device),
@@ -235,6 +283,16 @@ def _start(parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, lim
         texts=[None] * rows,
         rows=torch.arange(rows, device=device),
         seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
-        positions=lengths.clone(),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
+def _written(prompts: list[Tensor], responses: list[Response]) -> Texts:
+    """Prompts with a response of equal length each."""
+    tokens = torch.stack([response.tokens for response in responses])
+    return replace(
+        prompt_texts(prompts),
+        tokens=tokens,
+        lengths=torch.full((len(tokens),), tokens.shape[1]),
+        mask=torch.ones_like(tokens, dtype=torch.bool),
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 from legato.policy.packs import Texts
 
 
-def prompt_texts(prompts: list[Tensor], device: torch.device) -> Texts:
+def prompt_texts(prompts: list[Tensor]) -> Texts:
     """Prompts alone, as a table without responses."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     table = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
@@ -19,4 +19,4 @@ def prompt_texts(prompts: list[Tensor], device: torch.device) -> Texts:
         mask=torch.zeros(count, 1, dtype=torch.bool),
         group=torch.arange(count),
         temperature=torch.ones(count),
-    ).to(device)
+    )

@@ -34,11 +34,18 @@ class ScriptedEngine:
         ends = [place for place, token in enumerate(tokens) if token in limits.end_tokens]
         length = min(ends[0] + 1 if ends else len(tokens), limits.max_response_tokens)
         ended = bool(ends) and ends[0] < length
-        said = list(tokens[:length])
+        stop = StopReason.END_TOKEN if ended else StopReason.LENGTH
+        text = self.decode(list(tokens[: length - ended]))
+        for count in range(1, length + 1 - ended):
+            so_far = self.decode(list(tokens[:count]))
+            cuts = [so_far.find(word) for word in limits.stop_strings if word in so_far]
+            if cuts:
+                length, text, stop = count, so_far[: min(cuts)], StopReason.STOP_STRING
+                break
         return Response(
-            tokens=torch.tensor(said),
+            tokens=torch.tensor(list(tokens[:length])),
             logprobs=torch.tensor(list(logprobs[:length]), dtype=torch.float32),
             kept_logmass=None,
-            text=self.decode(said[:-1] if ended else said),
-            stop=StopReason.END_TOKEN if ended else StopReason.LENGTH,
+            text=text,
+            stop=stop,
         )

@@ -9,7 +9,7 @@ from legato.rollouts.local import LocalEngine
 
 def local_engine(policy: Policy, rows_at_once: int) -> Engine:
     """The fastest engine that serves this policy here; what was decided is added to the policy's notes."""
-    if policy.device.type != "cuda":
+    if policy.device.type != "cuda" or not policy.views:
         return LocalEngine(policy, rows_at_once)
     if find_spec("triton") is None:
         policy.notes.append("the engine is the plain one: Triton is not installed")

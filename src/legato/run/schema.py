@@ -279,6 +279,8 @@ class Training:
     """Where the old log-probs come from; auto decides by the measured noise floor and says so."""
     update_passes: Literal["auto", "one", "two"] = "auto"
     """'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper."""
+    skip_silent_rows: Flag = True
+    """Leaves rows out of an update that have no advantage and nothing else to pull at them. It changes no gradient."""
     tokens_per_pack: Count = 16384
     """Tokens in one forward pass: more is faster and needs more memory. It changes no result."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"

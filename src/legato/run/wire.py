@@ -207,6 +207,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
             epochs_per_step=training.epochs_per_step,
             anchor=training.anchor,
             update_passes=training.update_passes,
+            skip_silent_rows=training.skip_silent_rows,
             tokens_per_pack=training.tokens_per_pack,
             probe_every_steps=training.probe_every_steps,
             minimum_scored=training.minimum_scored,

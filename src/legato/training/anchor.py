@@ -81,7 +81,7 @@ def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tens
     for pack in packs:
         anchored[pack] = True
         rows = pack.to(device)
-        channels = policy.score(tables.texts, rows)
+        channels = policy.score(tables.texts, pack)
         width = channels.logprobs.shape[1]
         old[rows, :width] = channels.logprobs
         if values is not None and channels.values is not None:

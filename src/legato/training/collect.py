@@ -91,7 +91,8 @@ class Collector:
     def _draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
         """The next problem that may be trained on, with its number and prompt."""
         size = self.source.size
-        for _ in range(size + 1 if size is not None else 10_000):
+        # From the middle of an epoch, every problem has come by after two.
+        for _ in range(2 * size if size is not None else 10_000):
             number, problem = self.cursor, self.source.training(self.cursor)
             self.cursor += 1
             if self.resampling == "history" and problem.key in self.solved:

@@ -3,7 +3,7 @@
 One pass: forward with gradient, coefficients, backward, pack by pack. Two passes: forward without gradient over all rows,
 coefficients once for the whole update, then forward and backward of the rows that have any. Both give the gradient of the
 same loss; which is cheaper depends on how many rows the trust region leaves without a gradient (break-even at a third).
-Rows that cannot have a gradient whatever the policy says (advantage 0, no penalties) are left out of both.
+Rows that cannot have a gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts
-from legato.core.outcome import Coefficients
+from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.sums import Sums
 from legato.diagnostics.measure import measure
@@ -65,17 +65,24 @@ def update_gradient(
     packs = [p for p in packs if len(p)]
     left_out = len(rows) - sum(map(len, packs))
     two = passes == 2 or algorithm.scope is Scope.UPDATE
-    work = _Work(policy=policy, algorithm=algorithm, tables=tables, rows=rows, counts=counts, state=state)
+    work = _Work(
+        policy=policy,
+        algorithm=algorithm,
+        tables=tables,
+        rows=rows,
+        groups=tables.dense_groups(rows),
+        counts=counts,
+        state=state,
+    )
     sums, without = (_two_passes if two else _one_pass)(work, packs)
     return Report(sums=sums, rows=len(rows), silent=left_out, without_gradient=without, passes=2 if two else 1)
 
 
 def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts:
     """What normalises, over all rows of the update, those left out included."""
-    rows = update.rows.to(tables.device)
-    groups = tables.dense_groups(rows)
+    groups = tables.dense_groups(update.rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
-    return algorithm.count(tables.signals(rows, groups, None), size)
+    return algorithm.count(tables.signals(update.rows.to(tables.device), groups.to(tables.device), None), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +91,33 @@ class _Work:
     algorithm: Algorithm
     tables: Tables
     rows: Tensor
+    """On the host, ascending."""
+    groups: Tensor
+    """Of those rows, dense over the update."""
     counts: Counts
     state: State
 
-    def groups(self, rows: Tensor) -> Tensor:
-        """Group ids of some rows, in the numbering of the whole update."""
+    def outcome(self, rows: Tensor, channels: Channels) -> tuple[Outcome, Sums]:
+        """The objective on some rows of the update, and what there is to measure."""
         device = self.tables.device
-        dense = self.tables.dense_groups(self.rows.to(device))
-        return dense[torch.searchsorted(self.rows, rows).to(device)]
+        groups = self.groups[torch.searchsorted(self.rows, rows)].to(device)
+        signals = self.tables.signals(rows.to(device), groups, channels, self.tables.anchors_itself(rows))
+        outcome = self.algorithm.evaluate(signals, self.counts, self.state)
+        return outcome, measure(signals, outcome)
 
 
 def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
     sums, without = Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.device)
     for rows in packs:
-        placed = rows.to(work.tables.device)
-        with work.policy.reading(pack(work.tables.texts, placed)) as channels:
-            signals = work.tables.signals(placed, work.groups(rows), channels, work.tables.anchors_itself(rows))
-            outcome = work.algorithm.evaluate(signals, work.counts, work.state)
-            sums = sums + measure(signals, outcome)
+
+        def respond(part: range, channels: Channels, rows: Tensor = rows) -> Coefficients:
+            nonlocal sums, without
+            outcome, measured = work.outcome(rows[part.start : part.stop], _detached(channels))
+            sums = sums + measured
             without = without + (~_alive(outcome.field)).sum()
-            outcome.loss.backward()  # type: ignore[no-untyped-call]
+            return outcome.field
+
+        work.policy.learn(pack(work.tables.texts, rows), respond)
     return sums, int(without)
 
 
@@ -112,11 +126,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
         return Sums(), 0
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
-    placed = rows.to(device)
-    channels = _first_pass(work, packs)
-    signals = tables.signals(placed, work.groups(rows), channels, tables.anchors_itself(rows))
-    outcome = work.algorithm.evaluate(signals, work.counts, work.state)
-    sums = measure(signals, outcome)
+    outcome, sums = work.outcome(rows, _first_pass(work, packs))
     alive = _alive(outcome.field).cpu()
     start = 0
     for part in packs:
@@ -125,30 +135,31 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
         numbers = numbers[alive[numbers]]
         if not len(numbers):
             continue
-        with work.policy.reading(pack(tables.texts, rows[numbers].to(device))) as again:
-            field = _narrow(outcome.field.rows(numbers.to(device)), again.logprobs.shape[1])
-            field.tie(
-                again.logprobs.new_zeros(()),
-                logprobs=again.logprobs,
-                entropy=again.entropy if field.entropy is not None else None,
-                values=again.values if field.values is not None else None,
-            ).backward()  # type: ignore[no-untyped-call]
+
+        def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
+            chosen = outcome.field.rows(numbers[run.start : run.stop].to(device))
+            return _narrow(chosen, channels.logprobs.shape[1])
+
+        work.policy.learn(pack(tables.texts, rows[numbers]), respond)
     return sums, int((~alive).sum())
 
 
 def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:
     """The channels of all rows without a gradient, one table over the packs' rows in order."""
     width = int(work.tables.texts.lengths.max())
-    found: list[Channels] = []
-    for rows in packs:
-        channels = work.policy.score(work.tables.texts, rows.to(work.tables.device))
-        found.append(_widen(channels, width))
+    found = [_widen(work.policy.score(work.tables.texts, rows), width) for rows in packs]
     values = [c.values for c in found if c.values is not None]
     return Channels(
         logprobs=torch.cat([c.logprobs for c in found]),
         entropy=torch.cat([c.entropy for c in found]),
         values=torch.cat(values) if values else None,
     )
+
+
+def _detached(channels: Channels) -> Channels:
+    """What an objective reads: its coefficients are found at leaves of its own."""
+    values = None if channels.values is None else channels.values.detach()
+    return Channels(logprobs=channels.logprobs.detach(), entropy=channels.entropy.detach(), values=values)
 
 
 def _widen(channels: Channels, width: int) -> Channels:

@@ -58,11 +58,18 @@ def packs(batch: Batch, groups: Sequence[int], tokens_per_pack: int, *, shared: 
         if members:
             pieces.append((size, members))
     pieces.sort(key=lambda piece: -piece[0])
-    bins: list[tuple[int, list[int]]] = []
+    bins: list[list[int]] = []
+    filled: list[int] = []
+    widest: list[int] = []
     for size, members in pieces:
-        place = next((i for i, (filled, _) in enumerate(bins) if filled + size <= tokens_per_pack), None)
+        # Longest first, so the first row of a bin is as wide as its rectangle gets.
+        costs = [f + (size if shared else w) for f, w in zip(filled, widest, strict=True)]
+        place = next((i for i, cost in enumerate(costs) if cost <= tokens_per_pack), None)
         if place is None:
-            bins.append((size, list(members)))
+            bins.append(list(members))
+            filled.append(size)
+            widest.append(size)
         else:
-            bins[place] = (bins[place][0] + size, bins[place][1] + members)
-    return tuple(torch.tensor(sorted(members)) for _, members in bins)
+            bins[place] += members
+            filled[place] = costs[place]
+    return tuple(torch.tensor(sorted(members)) for members in bins)

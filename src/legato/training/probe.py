@@ -26,6 +26,10 @@ class Floor:
     packs_rms: float
     engine_max: float
     engine_rms: float
+    engine_token_max: float
+    """The largest |log-ratio| of a single token between engine and trainer."""
+    token_ratio: bool
+    """Whether the algorithm's ratio is of tokens, so that the band is theirs."""
     band: float | None
     """The narrower side of the algorithm's clip, as a distance of log s; None where it has none."""
 
@@ -35,12 +39,14 @@ class Floor:
             "noise/packs_rms": self.packs_rms,
             "noise/engine_max": self.engine_max,
             "noise/engine_rms": self.engine_rms,
+            "noise/engine_token_max": self.engine_token_max,
         }
 
     @property
     def sampler_is_safe(self) -> bool:
         """Whether the engine's log-probs may stand for the old policy: its noise is below a third of the band."""
-        return self.band is not None and self.engine_max <= self.band / 3
+        noise = self.engine_token_max if self.token_ratio else self.engine_max
+        return self.band is not None and noise <= self.band / 3
 
     def sentence(self, anchor: str) -> str:
         against = "" if self.band is None else f"; the clip band is {self.band:.1e}"
@@ -72,9 +78,12 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     mask = Mask(batch.mask[rows].to(device), together.dtype)
     floor = {}
     for name, other in (("packs", alone[rows]), ("engine", tables.sampler_logprobs[rows])):
-        gap = (mask.sum(mask.difference(together[rows], other.to(together.dtype))) / mask.lengths.clamp(min=1)).abs()
+        difference = mask.difference(together[rows], other.to(together.dtype))
+        gap = (mask.sum(difference) / mask.lengths.clamp(min=1)).abs()
+        floor[f"{name}_token_max"] = float(difference.abs().max())
         floor[f"{name}_max"], floor[f"{name}_rms"] = float(gap.max()), float(gap.square().mean().sqrt())
-    return Floor(**floor, band=band(algorithm))
+    del floor["packs_token_max"]
+    return Floor(**floor, token_ratio=algorithm.objective.ratio.level == "token", band=band(algorithm))
 
 
 def _scored(policy: Policy, tables: Tables, parts: list[Tensor]) -> Tensor:
@@ -83,6 +92,6 @@ def _scored(policy: Policy, tables: Tables, parts: list[Tensor]) -> Tensor:
     for rows in parts:
         if len(rows):
             placed = rows.to(device)
-            found = policy.score(tables.texts, placed).logprobs
+            found = policy.score(tables.texts, rows).logprobs
             table[placed, : found.shape[1]] = found
     return table

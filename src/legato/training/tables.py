@@ -23,6 +23,8 @@ class Tables:
 
     batch: Batch
     texts: Texts
+    """On the host: packs are built there."""
+    mask: Tensor
     sampler_logprobs: Tensor
     kept_logmass: Tensor | None
     turn: Tensor
@@ -52,7 +54,8 @@ class Tables:
         )
         return cls(
             batch=batch,
-            texts=texts.to(device),
+            texts=texts,
+            mask=batch.mask.to(device),
             sampler_logprobs=batch.sampler_logprobs.to(device),
             kept_logmass=None if batch.kept_logmass is None else batch.kept_logmass.to(device),
             turn=batch.turn.to(device),
@@ -60,7 +63,7 @@ class Tables:
 
     @property
     def device(self) -> torch.device:
-        return self.texts.tokens.device
+        return self.mask.device
 
     def anchors_itself(self, rows: Tensor) -> bool:
         """Whether these rows (on the CPU) have no old log-probs: their update is the first to move the policy."""
@@ -81,14 +84,14 @@ class Tables:
                 ref_logprobs=_exact(self.ref_logprobs),
             )
         )
-        device, dtype = self.texts.tokens.device, batch.sampler_logprobs.dtype
+        device, dtype = self.device, batch.sampler_logprobs.dtype
         found = estimate.advantages.to(dtype)
         found = found.unsqueeze(1) if found.dim() == 1 else torch.where(batch.mask, found, 0.0)
         samples = Samples(
             accuracy=batch.accuracy,
             group=batch.group,
             truncated=batch.truncated,
-            version_lag=batch.version.max() - batch.version.min(1).values,
+            version_lag=_lag(batch),
         )
         keep = None
         for part in algorithm.filters:
@@ -106,14 +109,14 @@ class Tables:
         seeds = torch.tensor([seed_of("selection", seed, update, row) for row in self.batch.rollout_id.tolist()])
         places = torch.arange(self.batch.tokens.shape[1])
         table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
-        return replace(self, extra={**self.extra, "uniform": table.to(self.texts.tokens.device)})
+        return replace(self, extra={**self.extra, "uniform": table.to(self.device)})
 
     def signals(self, rows: Tensor, group: Tensor | None, channels: Channels | None, own_anchor: bool = False) -> Signals:
         """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
         assert self.advantages is not None
         width = self.batch.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
         device = self.device
-        mask = self.texts.mask[rows, :width]
+        mask = self.mask[rows, :width]
         dtype = self.batch.sampler_logprobs.dtype
         logprobs = torch.zeros((), dtype=dtype, device=device).expand(mask.shape) if channels is None else channels.logprobs
 
@@ -142,8 +145,14 @@ class Tables:
         )
 
     def dense_groups(self, rows: Tensor) -> Tensor:
-        """Group ids of an update's rows, dense from 0."""
+        """Group ids of an update's rows (on the host), dense from 0."""
         return renumbered(self.texts.group[rows])
+
+
+def _lag(batch: Batch) -> Tensor:
+    """[B]: versions between a response's oldest token and the newest of the step; padding has none."""
+    newest = torch.where(batch.mask, batch.version, 0).max()
+    return newest - torch.where(batch.mask, batch.version, newest).min(1).values
 
 
 def _exact(table: Tensor | None) -> Tensor | None:

@@ -38,6 +38,8 @@ class TrainingSettings:
     """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
     update_passes: str = "auto"
     """'one', 'two', or 'auto': by how many rows had no gradient the last times."""
+    skip_silent_rows: bool = True
+    """Leave out rows that cannot have a gradient whatever the policy says; the gradient is the same either way."""
     tokens_per_pack: int = 16384
     probe_every_steps: int = 100
     """0: once, before the first update."""
@@ -134,7 +136,9 @@ class Trainer:
 
     def _probe(self, tables: Tables) -> Floor | None:
         every = self.settings.probe_every_steps
-        if self.steps_done and (every == 0 or self.steps_done % every):
+        due = self.steps_done == 0 or (every > 0 and self.steps_done % every == 0)
+        # Where the first step had nothing to train on, the first that has must decide.
+        if not due and self.anchor_choice is not None:
             return None
         floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack)
         if self.settings.anchor == "auto":
@@ -163,7 +167,7 @@ class Trainer:
         return tables if early else tables.with_advantages(algorithm)
 
     def _silent(self, tables: Tables) -> torch.Tensor | None:
-        return silent_rows(self.algorithm, tables) if self.settings.update_passes != "one" else None
+        return silent_rows(self.algorithm, tables) if self.settings.skip_silent_rows else None
 
     def _update(self, tables: Tables, update: Update) -> tuple[Report, float]:
         algorithm = self.algorithm
