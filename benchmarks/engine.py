@@ -37,14 +37,14 @@ MODELS = {"tiny": "tiny, one character a token", "smollm2": "SmolLM2-135M"}
 REPEATS = {"tiny": 15, "smollm2": 3}
 
 
-def by_engine(policy: Policy, prompts: Sequence[Tensor], *, samples: int, temperature: float, seed: int) -> Any:
+def by_engine(engine: LocalEngine, prompts: Sequence[Tensor], *, samples: int, temperature: float, seed: int) -> Any:
     requests = [
         Request(prompt=prompt, seeds=tuple(seed + number * samples + k for k in range(samples)))
         for number, prompt in enumerate(prompts)
     ]
     # An end token that no model writes: every response has its full length.
-    limits = Limits(max_response_tokens=TOKENS, end_tokens=(policy.vocabulary,))
-    return LocalEngine(policy, len(prompts) * samples).generate(requests, Sampling(temperature=temperature), limits)
+    limits = Limits(max_response_tokens=TOKENS, end_tokens=(engine.policy.vocabulary,))
+    return engine.generate(requests, Sampling(temperature=temperature), limits)
 
 
 def by_generate(policy: Policy, prompts: Tensor, *, samples: int, temperature: float) -> Tensor:
@@ -65,12 +65,13 @@ def by_generate(policy: Policy, prompts: Tensor, *, samples: int, temperature: f
 
 def check(policy: Policy, prompts: Tensor) -> float:
     """The share of greedy tokens that are equal; the engine's log-probs are held to a plain forward."""
-    rows = by_engine(policy, list(prompts), samples=1, temperature=0.0, seed=0)
+    engine = LocalEngine(policy)
+    rows = by_engine(engine, list(prompts), samples=1, temperature=0.0, seed=0)
     tokens = torch.stack([responses[0].tokens for responses in rows])
     equal = (tokens == by_generate(policy, prompts, samples=1, temperature=0.0)).all(1).double().mean().item()
     # A tie in float32 may fall either way and everything after it is another text.
     assert equal >= 0.9, f"greedy responses of engine and generate differ in {100 * (1 - equal):.0f} % of the rows"
-    drawn = by_engine(policy, list(prompts[:4]), samples=2, temperature=1.0, seed=0)
+    drawn = by_engine(engine, list(prompts[:4]), samples=2, temperature=1.0, seed=0)
     for prompt, responses in zip(prompts, drawn, strict=False):
         for response in responses:
             assert len(response.tokens) == TOKENS
@@ -102,10 +103,11 @@ def row(name: str, *, quick: bool) -> dict[str, Any]:
     # All of one length, so that neither side has padding to carry.
     prompts = torch.stack([rendering.prompt(Problem(prompt=text)) for text in work.questions(count)])
     equal = check(policy, prompts)
+    engine = LocalEngine(policy)
     taken = measure(
         {
             "generate": lambda _: by_generate(policy, prompts, samples=SAMPLES, temperature=1.0),
-            "engine": lambda turn: by_engine(policy, list(prompts), samples=SAMPLES, temperature=1.0, seed=turn * 10**6),
+            "engine": lambda turn: by_engine(engine, list(prompts), samples=SAMPLES, temperature=1.0, seed=turn * 10**6),
         },
         repeats,
     )

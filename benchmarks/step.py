@@ -35,8 +35,12 @@ REPEATS = {"tiny": 3, "smollm2": 2}
 SIDES: dict[str, dict[str, Any]] = {
     "trl": {},
     "legato": {},
-    "legato, no skipping": {"training.update_passes": "one"},
-    "legato, nothing saved": {"training.update_passes": "one", "training.anchor": "recompute"},
+    "legato, no skipping": {"training.update_passes": "one", "training.skip_silent_rows": False},
+    "legato, nothing saved": {
+        "training.update_passes": "one",
+        "training.skip_silent_rows": False,
+        "training.anchor": "recompute",
+    },
 }
 WORKS: dict[str, tuple[str, ...]] = {
     "every response counts": ("trl", "legato", "legato, nothing saved"),
@@ -111,6 +115,9 @@ class Bench:
         for repeat in range(repeats):
             for side in sides:
                 found = self.child(side, "measure", {**given, "options": SIDES[side]})
+                if SIDES[side]:
+                    # These sides promise to skip nothing; a setting that changed its meaning must not pass unseen.
+                    assert not any(step["skipped"] for step in found["steps"]), side
                 runs[side].append(found)
                 seconds = ", ".join(f"{step['seconds']:.2f}" for step in found["steps"][1:])
                 print(f"  {repeat + 1}/{repeats} {side:22s} {seconds} s   {found['peak_mb']:.0f} MB", flush=True)
@@ -146,6 +153,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     clipped = [step["clipped"] for step in steps if step["clipped"] is not None]
     return {
         "step_seconds": statistics.median(seconds),
+        "cpu_seconds": statistics.median(step["cpu_seconds"] for step in steps),
         "fastest": min(seconds),
         "slowest": max(seconds),
         "phases": {

@@ -96,10 +96,10 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
         if number == 1:
             peak = work.memory()["peak_mb"]
             work.forget_peak()
-        updates, started = trainer.optimizer.updates, time.perf_counter()
+        updates, started, cpu = trainer.optimizer.updates, time.perf_counter(), time.process_time()
         report = trainer.step()
-        seconds = time.perf_counter() - started
-        steps.append({"seconds": seconds, "updates": trainer.optimizer.updates - updates, **counts(report)})
+        took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        steps.append({**took, "updates": trainer.optimizer.updates - updates, **counts(report)})
     return {
         "steps": steps,
         "anchor": trainer.anchor_choice,

@@ -90,12 +90,12 @@ def step_section(results: dict[str, Any]) -> str:
         "- Every process saw the same prompts, rewards, tokens and updates in every step; this is asserted.",
         f"- `Legato` runs on its defaults: the anchor is chosen by the probe ({', '.join(sorted(anchors))} here), rows"
         " without a gradient are skipped where that pays.",
-        "  `no skipping` is `training.update_passes = one`; `nothing saved` also recomputes the old log-probs, as TRL does.",
+        "  `no skipping` is `training.update_passes = one` with `training.skip_silent_rows = false`; `nothing saved` also",
+        "  recomputes the old log-probs, as TRL does.",
         "- The probe of the noise floor (once in 100 steps) is in the warm-up step and not in the medians.",
         "- TRL deals single responses to the updates, Legato whole groups: with whole groups silent, whole updates are.",
-        "- Peak memory is that of the whole process, libraries, loading and the first step (with the probe) included; the last"
-        " column is the peak",
-        "  of the measured steps alone.",
+        "- Peak memory is that of the whole process: libraries, loading and the first step (with the probe) included.",
+        "  The last column is the peak of the measured steps alone.",
     ]
     lines += [f"- {NAMES[model]} was left out: {reason}" for model, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"

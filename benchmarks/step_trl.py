@@ -81,13 +81,18 @@ class Clock(transformers.TrainerCallback):
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu: list[float] = []
         self.peak = 0.0
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def _note(self) -> None:
         self.ends.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._note()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
+        self._note()
         if len(self.ends) == 1 + work.UPDATES:
             self.peak = work.memory()["peak_mb"]
             work.forget_peak()
@@ -120,10 +125,12 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     logs = [entry for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
     steps = []
     for number, (prompts, responses, *_) in enumerate(generated):
-        start, end = clock.ends[number * work.UPDATES], clock.ends[(number + 1) * work.UPDATES]
+        first, last = number * work.UPDATES, (number + 1) * work.UPDATES
+        start, end = clock.ends[first], clock.ends[last]
         steps.append(
             {
                 "seconds": end - start,
+                "cpu_seconds": clock.cpu[last] - clock.cpu[first],
                 "updates": min(work.UPDATES, trainer.state.global_step - number * work.UPDATES),
                 "response_tokens": sum(map(len, responses)),
                 "prompt_tokens": sum(map(len, prompts)),

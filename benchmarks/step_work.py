@@ -78,7 +78,7 @@ def forget_peak() -> None:
 
 
 def peaks(first: float) -> dict[str, float]:
-    """Megabytes: the peak of the process, of which `first` was found before it was forgotten, and that of what came after."""
+    """Megabytes: the peak of the process, given what it was before it was forgotten, and that of what came after."""
     later = memory()["peak_mb"]
     return {"peak_mb": max(first, later), "later_peak_mb": later}
 

@@ -17,7 +17,7 @@ from jaxtyping import install_import_hook
 import legato
 
 # The doors take whatever people hand in and speak for themselves; behind them everything is checked.
-DOORS = {"legato.surface", "legato.algorithms.override"}
+DOORS = {"legato.surface", "legato.algorithms.override", "legato.cli.main", "legato.run.train"}
 HOME = Path(legato.__file__).parent
 # Found as files: walking the packages would import them before the hook is there.
 MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) for path in HOME.glob("*/[!_]*.py")}

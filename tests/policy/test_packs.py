@@ -144,7 +144,7 @@ def test_how_many_logits_are_held_at_once_changes_nothing() -> None:
     model = family("qwen3")
     whole = policy_of(model).score(texts, rows)
     for size in (1, 7):
-        parts = policy_of(model, tokens_per_head=size).score(texts, rows)
+        parts = policy_of(model, logits_at_once=size * VOCABULARY).score(texts, rows)
         assert float((whole.logprobs - parts.logprobs).abs().max()) < 1e-13
         assert float((whole.entropy - parts.entropy).abs().max()) < 1e-13
 

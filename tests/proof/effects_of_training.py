@@ -59,8 +59,8 @@ def strings_that_end_a_response(bench: Bench) -> None:
 
 @effect("rollouts.rows_at_once")
 def how_many_are_decoded_together(bench: Bench) -> None:
-    assert max(rows for rows, _, _ in bench.forwards()) == 16
-    assert max(rows for rows, _, _ in bench.forwards({"rollouts.rows_at_once": 3})) == 3
+    assert max(rows for rows, width, _ in bench.forwards() if width == 1) == 16
+    assert max(rows for rows, width, _ in bench.forwards({"rollouts.rows_at_once": 3}) if width == 1) == 3
 
 
 # Training
@@ -165,6 +165,16 @@ def where_the_anchor_comes_from(bench: Bench) -> None:
 def one_pass_or_two(bench: Bench) -> None:
     shares = {p: bench.run({**EARLY, "training.update_passes": p}).steps[0]["update/two_pass"] for p in ("one", "two")}
     assert shares == {"one": 0, "two": 1}
+
+
+@effect("training.skip_silent_rows")
+def rows_that_teach_nothing(bench: Bench) -> None:
+    found = {skip: bench.run({**EARLY, "training.skip_silent_rows": skip}) for skip in (True, False)}
+    assert found[False].steps[0]["update/silent_rows"] == 0.0
+    silent = found[True].steps[0]
+    assert silent["update/silent_rows"] == silent["groups/zero_variance"] > 0.0
+    one, other = (bench.weights({**EARLY, "training.skip_silent_rows": skip}) for skip in (True, False))
+    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
 
 
 @effect("training.tokens_per_pack")

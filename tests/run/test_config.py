@@ -45,7 +45,13 @@ def test_the_recipes_that_are_promised_are_there() -> None:
 def test_without_sources_everything_is_a_default() -> None:
     resolved = load([])
     assert dataclasses.replace(resolved.config, task=schema.Task(), reward=schema.Reward()) == schema.Config()
-    assert resolved.config.task.options == {"operation": "add", "left_digits": 2, "right_digits": 1}
+    assert resolved.config.task.options == {
+        "operation": "add",
+        "left_digits": 2,
+        "right_digits": 1,
+        "wording": "formula",
+        "graded": False,
+    }
     assert resolved.algorithm == legato.algorithm("gspo")
     assert set(resolved.provenance.values()) == {"default", "algorithm gspo"}
     assert set(resolved.provenance) == set(resolved.values)
@@ -230,7 +236,8 @@ def test_every_option_is_documented() -> None:
             for field in dataclasses.fields(section):
                 assert docstrings()[name].get(field.name, "").endswith((".", ")")), f"{name}.{field.name}"
     for path in load([], ["policy.lora=true", "policy.warm_up=true", "reward.overlong=true"]).values:
-        if not path.startswith("algorithm.") and path not in ("task.operation", "task.left_digits", "task.right_digits"):
+        own = ("task.operation", "task.left_digits", "task.right_digits", "task.wording", "task.graded")
+        if not path.startswith("algorithm.") and path not in own:
             assert f"| `{path}` |" in page or path in ("reward.which", "reward.tolerance"), path
     assert all(option.kind and option.says for option in options())
     assert all(line.count(" | ") == 3 for line in page.splitlines() if line.startswith("| `"))

@@ -1,7 +1,11 @@
 """`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 130 and 143 after
 SIGINT and SIGTERM with the state saved."""
 
+import os
 import sys
+import tempfile
+import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +93,7 @@ def evaluate(
     words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Responses per problem: avg@n and pass@k.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy/--no-greedy", help="Greedy accuracy too.")] = True,
-    temperature: Annotated[float | None, typer.Option(help="Of the sampled responses.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampled responses; 0: greedy.")] = None,
     problems: Annotated[int | None, typer.Option(min=1, help="How many problems.")] = None,
     file: Annotated[Path | None, typer.Option(help="Problems from a JSONL or Parquet file (prompt, answer).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
@@ -153,12 +157,32 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> Non
 
 
 def main() -> None:
-    """Run the command line; bad input is one line and exit code 2."""
+    """Run the command line; bad input is one line and exit code 2, our own fault a report file and exit code 1."""
     try:
         app()
     except ValueError as error:
         typer.echo(f"legato: {error}", err=True)
         sys.exit(2)
+    except Exception as error:
+        path = _crash_report()
+        typer.echo(f"legato: a fault of ours, {type(error).__name__}: {error}; please send us {path}", err=True)
+        sys.exit(1)
+
+
+def _crash_report() -> Path:
+    """What we would want to know: versions, the command, the traceback. No environment variables."""
+    text = "\n".join(
+        [f"legato {__version__}, Python {sys.version.split()[0]}", "command: " + " ".join(sys.argv), traceback.format_exc()]
+    )
+    name = f"legato-fault-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            (folder / name).write_text(text)
+            return folder / name
+        except OSError:
+            continue
+    typer.echo(text, err=True)
+    return Path("(nowhere: no folder is writable)")
 
 
 if __name__ == "__main__":

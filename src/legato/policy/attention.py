@@ -90,7 +90,7 @@ def attend(heads: Heads, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
     """softmax(q k / sqrt(d) + bias) v over `[batch, heads, tokens, width]`; without a bias it is causal."""
     repeat = query.shape[1] // key.shape[1]
     if heads.softcap is None and heads.sinks is None:
-        if query.shape[2] == 1 and bias is not None:
+        if query.shape[2] == 1:
             # One query a row: the heads that share a key head are so many queries of it, and nothing is repeated.
             grouped = query.reshape(len(query), key.shape[1], repeat, query.shape[3])
             found = scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=heads.scaling)

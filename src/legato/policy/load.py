@@ -119,16 +119,32 @@ def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
     if path.exists() or folder.startswith((".", "/", "~")):
         _check_folder(path.expanduser(), trust_remote_code)
         folder = str(path.expanduser())
+    where = f"policy.model = {folder!r} ({'a folder' if path.exists() else 'a hub name: no folder of that name is here'})"
+    # Whatever a library raises over a broken file is bad input here: told in one line, with the file's own reason.
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    except Exception as error:
+        raise ValueError(f"{where}: its tokenizer (tokenizer.json) could not be loaded: {_reason(error)}") from None
+    try:
+        automatic: Any = AutoModelForCausalLM
+        model, found = automatic.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        where = "folder" if path.exists() else "hub name (no folder of that name exists here)"
-        raise ValueError(f"policy.model = {folder!r} could not be loaded as a {where}: {reason}") from None
+    except Exception as error:
+        raise ValueError(f"{where}: its model could not be loaded: {_reason(error)}") from None
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{where}: its weights lack {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + "; it would"
+            " have been trained from random numbers"
+        )
     return tokenizer, model
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _check_folder(path: Path, trust_remote_code: bool) -> None:
@@ -141,8 +157,10 @@ def _check_folder(path: Path, trust_remote_code: bool) -> None:
         raise ValueError(f"{where}: the folder has no config.json; a Hugging Face model folder is needed")
     try:
         config = json.loads((path / "config.json").read_text())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{where}: config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{where}: config.json holds {type(config).__name__}, not an object")
     if config.get("auto_map") and not trust_remote_code:
         raise ValueError(
             f"{where} brings code of its own (auto_map in config.json), which is not run unless you opt in with"

@@ -52,8 +52,8 @@ class Policy:
     views: bool = True
     """Whether the body attends through the registered function, so that packs and a cache of keys mean what they should."""
     value_head: ValueHead | None = None
-    tokens_per_head: int = 4096
-    """How many tokens' logits are held at once."""
+    logits_at_once: int | None = None
+    """How many logits are held at once; None: 2^25 on a CPU (128 MiB), 2^29 on a GPU."""
     notes: list[str] = field(default_factory=list)
     """What was decided while loading, for the run to print."""
 
@@ -156,10 +156,12 @@ class Policy:
             yield self._hidden(tokens, positions).flatten(0, 1)[read]
 
     def _parts(self, packed: Pack) -> list[range]:
-        """The rows of a pack in runs of at most `tokens_per_head` tokens; a longer row is a run of its own."""
+        """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
+        held_at_once = self.logits_at_once or (2**29 if self.device.type == "cuda" else 2**25)
+        most = max(1, held_at_once // self.vocabulary)
         runs, start, held = [], 0, 0
         for row, count in enumerate(packed.counts):
-            if row > start and held + count > self.tokens_per_head:
+            if row > start and held + count > most:
                 runs.append(range(start, row))
                 start, held = row, 0
             held += count

@@ -40,6 +40,8 @@ def check(policy: Any) -> None:
     texts, rows = sample_texts(policy.vocabulary), torch.arange(4)
     allowed = tolerance(policy.model.get_input_embeddings().weight.dtype)
     right = _plainly(policy, texts)
+    if not bool(torch.isfinite(right).all()):
+        raise ValueError(f"policy.model {policy.name}: its log-probs are not finite; the weights hold NaN or infinity")
     wanted, policy.packing = policy.packing, False
     if not _close(policy.score(texts, rows).logprobs.cpu(), right, allowed):
         raise ValueError(

@@ -47,7 +47,8 @@ class _Cache:
         self.values: dict[int, Tensor] = {}
         self.width, self.capacity, self.column = width, capacity, width
         self.first = width - prompt_lengths
-        self._biases: dict[int | None, Tensor] = {}
+        self._biases: dict[int | None, Tensor | None] = {}
+        self._even = bool((self.first == 0).all())
 
     def start(self, heads: Heads, packed: Pack, rows: Tensor) -> None:
         """Copy the prompts' keys and values to the rows, aligned at their end."""
@@ -68,7 +69,10 @@ class _Cache:
         bias = self._bias(heads.window, heads.query)
         return attend(heads, heads.query, keys[:, :, :end], values[:, :, :end], bias).transpose(1, 2)
 
-    def _bias(self, window: int | None, like: Tensor) -> Tensor:
+    def _bias(self, window: int | None, like: Tensor) -> Tensor | None:
+        """What the new token may not see; nothing where all prompts are of one length."""
+        if self._even and window is None:
+            return None
         if window not in self._biases:
             columns = torch.arange(self.column + 1, device=like.device)
             seen = columns >= self.first[:, None]

@@ -38,10 +38,13 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
     if sampling.temperature == 0:
         tokens = exact.argmax(1)
         return Choice(tokens=tokens, logprobs=_at(exact.log_softmax(1), tokens), kept_logmass=None)
-    logprobs = (exact / sampling.temperature).log_softmax(1)
+    scaled = exact if sampling.temperature == 1.0 else exact / sampling.temperature
+    normaliser = scaled.logsumexp(1, keepdim=True)
     if not sampling.truncates:
-        tokens = _inverse(logprobs.exp(), uniform)
-        return Choice(tokens=tokens, logprobs=_at(logprobs, tokens), kept_logmass=None)
+        # The vocabulary is long: it is read for the normaliser, once more for the probabilities, and no table is kept.
+        tokens = _inverse((scaled - normaliser).exp_(), uniform)
+        return Choice(tokens=tokens, logprobs=_at(scaled, tokens) - normaliser.squeeze(1), kept_logmass=None)
+    logprobs = scaled - normaliser
     ordered, order = logprobs.exp().sort(1, descending=True)
     kept = torch.where(_kept(ordered, sampling), ordered, 0.0)
     tokens = _at(order, _inverse(kept, uniform))
@@ -65,12 +68,27 @@ def _kept(ordered: Tensor, sampling: Sampling) -> Tensor:
 
 def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The token at which the cumulative probability passes `uniform` of its total; float64, so that rare tokens count."""
-    cumulative = probabilities.double().cumsum(1)
-    target = uniform.unsqueeze(1) * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    # Rounding may carry the target onto the total; then the last token that has any probability is the one.
-    last = (probabilities.shape[1] - 1) - (probabilities > 0).to(torch.uint8).flip(1).argmax(1)
-    return torch.minimum(found, last)
+    rows, count = probabilities.shape
+    # In chunks, so that only one of them is summed up token by token.
+    chunks = torch.nn.functional.pad(probabilities, (0, -count % _CHUNK)).reshape(rows, -1, _CHUNK)
+    up_to = chunks.sum(2, dtype=torch.float64).cumsum(1)
+    target = uniform.unsqueeze(1) * up_to[:, -1:]
+    chunk = _reached(up_to, target)
+    before = torch.where(chunk > 0, up_to.gather(1, (chunk - 1).clamp(min=0)), 0.0)
+    inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1).double().cumsum(1) + before
+    return (chunk * _CHUNK + _reached(inside, target)).squeeze(1)
+
+
+_CHUNK = 256
+
+
+def _reached(up_to: Tensor, target: Tensor) -> Tensor:
+    """[n, 1]: the first place whose cumulative probability is above the target.
+
+    Rounding may carry the target onto the total; then it is the last place at which the total still grew.
+    """
+    found = torch.searchsorted(up_to, target, right=True)
+    return torch.minimum(found, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ def evaluate(
         right = sum(row[0].accuracy for row in kept)
         rows.append(_share("greedy", right, len(listed)))
     if samples:
-        sampling = replace(collector.sampling, temperature=temperature or config.evaluation.temperature)
+        sampling = replace(
+            collector.sampling, temperature=config.evaluation.temperature if temperature is None else temperature
+        )
         kept = answer(collector, listed, sampling, samples, seed)
         means = [sum(a.accuracy for a in row) / samples for row in kept]
         low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)

@@ -1,7 +1,7 @@
 """A run from its first step to its last: training, evaluation, records and checkpoints."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class Execution:
     """The last evaluation."""
     evaluated_at: int = -1
     saved_at: int = -1
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    """Which problems the run is made of and what was given in Python; a resumed run must have the same."""
     first_step: int = 0
     """The steps done when this process began."""
     told: set[str] = field(default_factory=set)
@@ -67,7 +69,7 @@ class Execution:
                     reason = str(end)
                     break
             if interrupt.received is not None:
-                self._save(evaluated=False)
+                self._save(may_be_best=False)
                 self.directory.append_metrics(
                     {"kind": "end", "reason": f"stopped by {interrupt.received.name}", "step": self.trainer.steps_done},
                     sync=True,
@@ -75,7 +77,7 @@ class Execution:
                 return f"stopped by {interrupt.received.name}; the state is saved", interrupt.exit_code
             if self.evaluated_at != self.trainer.steps_done:
                 self._evaluate(keep=True)
-            self._save(evaluated=True)
+            self._save()
         seconds = time.perf_counter() - started
         self.directory.append_metrics(
             {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": seconds}, sync=True
@@ -112,7 +114,7 @@ class Execution:
             self.callback(report)
         checkpoints = config.output.checkpoint_every_steps
         if checkpoints and step % checkpoints == 0:
-            self._save(evaluated=evaluate)
+            self._save()
 
     def _tell_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
@@ -150,14 +152,19 @@ class Execution:
         latest = self.latest or {}
         return bool(asked) and all(latest.get(key, 0.0) >= target for key, target in asked.items())
 
-    def _save(self, *, evaluated: bool) -> None:
-        """A checkpoint of now; the newest few and the best stay."""
+    def _save(self, *, may_be_best: bool = True) -> None:
+        """A checkpoint of now; the newest few and the best stay. An interrupted run decides nothing it would not have."""
         step = self.trainer.steps_done
         if self.saved_at == step:
             return
         name = checkpoint.name_of(step)
         accuracy = (self.latest or {}).get("eval/accuracy_sampled")
-        if evaluated and accuracy is not None and (self.best is None or accuracy > self.best[0]):
+        if (
+            may_be_best
+            and self.evaluated_at == step
+            and accuracy is not None
+            and (self.best is None or accuracy > self.best[0])
+        ):
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
@@ -173,6 +180,7 @@ class Execution:
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,
             "metrics_position": self.directory.metrics_position(),
+            "made_of": dict(self.made_of),
         }
 
     def remember(self, memory: dict[str, Any]) -> None:

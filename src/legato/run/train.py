@@ -20,6 +20,7 @@ from legato.run.lock import locked
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.resolved import Resolved, dump
 from legato.run.watcher import Silent, Watcher
+from legato.tasks.source import Source
 from legato.training import checkpoint
 from legato.training.checkpoint import save_model
 from legato.training.trainer import StepReport
@@ -72,6 +73,8 @@ def train(
         overrides["algorithm"] = algorithm
     if isinstance(reward, str):
         overrides["reward.kind"] = reward
+    if reward is not None and not isinstance(reward, str) and not callable(reward):
+        raise ValueError(f"reward = {reward!r}; a callable of one rollout, or the name of a reward, is needed")
     given = wire.Given(
         model=given_model,
         tokenizer=tokenizer,
@@ -87,6 +90,9 @@ def _problem(number: int, given: Problem | Mapping[str, Any]) -> Problem:
         return given
     if not isinstance(given, Mapping) or "prompt" not in given:
         raise ValueError(f"problems[{number}] = {given!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
+    prompt = given["prompt"]
+    if not isinstance(prompt, str | list | tuple) or not prompt:
+        raise ValueError(f"problems[{number}]: prompt = {prompt!r}; text, or a list of chat messages, is needed")
     rest = {key: value for key, value in given.items() if key not in ("prompt", "answer")}
     answer = given.get("answer")
     return Problem(prompt=given["prompt"], answer=None if answer is None else str(answer), fields=rest)
@@ -99,9 +105,10 @@ def start(
     config = resolved.config
     reward = wire.reward_of(config, given)
     source = wire.source_of(config, given)
-    held_out = source.held_out(config.task.held_out)
     policy = wire.policy_of(resolved, given)
     collector = wire.collector_of(config, policy, source, reward)
+    held_out = wire.held_out_of(config, source, collector, policy.notes)
+    wire.check_training(resolved, policy, collector)
     directory = RunDirectory.create(Path(config.output.directory), _name(resolved))
     with locked(directory):
         directory.write_config(dump(resolved))
@@ -136,6 +143,7 @@ def start(
             watcher=watcher,
             loggers=loggers,
             callback=callback,
+            made_of=_made_of(given, source),
         )
         return _finish(execution)
 
@@ -162,7 +170,15 @@ def resume(
             watcher.message(warning)
         memory = checkpoint.read_memory(folder)
         config = resolved.config
+        _same_things(memory["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
+        made_of = _made_of(given, source)
+        if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
+            raise ValueError(
+                f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
+                " same data, or --allow-changes to go on with these"
+            )
+        checkpoint.set_aside(directory.path / "checkpoints", folder)
         policy = wire.policy_of(resolved, given, folder / "model")
         collector = wire.collector_of(config, policy, source, reward)
         reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
@@ -174,16 +190,34 @@ def resume(
             directory=directory,
             policy=policy,
             trainer=trainer,
-            held_out=source.held_out(config.task.held_out),
+            held_out=wire.held_out_of(config, source, collector, policy.notes),
             watcher=watcher,
-            loggers=_loggers(resolved, directory, watcher, trainer.steps_done),
+            loggers=_loggers(resolved, directory, watcher, int(memory["trainer"]["steps_done"])),
             callback=callback,
+            made_of=made_of,
         )
         execution.remember(memory)
         if words:
             directory.write_config(dump(resolved))
         watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", sentences)
         return _finish(execution)
+
+
+def _made_of(given: wire.Given, source: Source) -> dict[str, Any]:
+    """What a run was made of beside its configuration: which things came from Python, and which problems they are."""
+    return {
+        "problems": wire.fingerprint(source),
+        "given": [name for name in ("model", "problems", "reward") if getattr(given, name) is not None],
+    }
+
+
+def _same_things(made_of: Mapping[str, Any], given: wire.Given) -> None:
+    lacking = [name for name in made_of["given"] if getattr(given, name) is None]
+    if lacking:
+        raise ValueError(
+            f"this run was given its {' and '.join(lacking)} in Python, which its config.toml does not hold; resume it from"
+            f" Python with the same: resume(path, given=Given({', '.join(f'{name}=...' for name in lacking)}))"
+        )
 
 
 def _finish(execution: Execution) -> Run:

@@ -1,5 +1,6 @@
 """From a checked configuration to the objects of a run. Nothing is decided here that the configuration does not say."""
 
+import hashlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from legato.run.schema import Config
 from legato.tasks.source import Generated, Joined, Pool, Source
 from legato.tasks.task import Split
 from legato.training.anchor import needs_reference
-from legato.training.collect import Collector
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.collect import Collector, Tally
+from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
 from legato.training.tables import needs
 from legato.training.trainer import Trainer, TrainingSettings
 
@@ -170,6 +171,47 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         resampling=config.task.resampling,
         max_refills=config.task.max_refills,
     )
+
+
+def held_out_of(config: Config, source: Source, collector: Collector, notes: list[str]) -> list[Problem]:
+    """The held-out problems whose prompts fit, as many as asked for; what differs is noted."""
+    listed = source.held_out(config.task.held_out)
+    longest = config.policy.max_prompt_tokens
+    fitting = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
+    if len(fitting) < len(listed) and config.policy.too_long == "error":
+        raise ValueError(
+            f"{len(listed) - len(fitting)} held-out problems have prompts of more than policy.max_prompt_tokens = {longest}"
+            " tokens; raise it, or drop them with policy.too_long = 'drop'"
+        )
+    if not fitting:
+        raise ValueError(
+            f"no held-out problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it"
+        )
+    if len(fitting) < config.task.held_out:
+        notes.append(
+            f"evaluated on {len(fitting)} held-out problems: no more than that fit (task.held_out = {config.task.held_out})"
+        )
+    return fitting
+
+
+def fingerprint(source: Source) -> str:
+    """A hash of the problems a run is made of: all of a pool, the first of a task that makes them."""
+    count = source.size if source.size is not None and source.size <= 100_000 else 256
+    digest = hashlib.blake2b(digest_size=16)
+    for problem in (source.training(number) for number in range(count)):
+        digest.update(f"{problem.key} {problem.answer}\n".encode())
+    return digest.hexdigest()
+
+
+def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
+    """What would stop the first step is told before anything is written."""
+    if not policy.parameters():
+        raise ValueError("nothing is left to train: policy.frozen covers every parameter")
+    if resolved.config.training.optimizer == "adamw-8bit":
+        check_eight_bit()
+    cursor = collector.cursor
+    collector.draw(Tally())
+    collector.cursor = cursor
 
 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:

@@ -41,7 +41,7 @@ def name_of(step: int) -> str:
 def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str, Any]) -> None:
     """Write a checkpoint, or raise ValueError (state not finite, no room on the disk) and leave nothing behind."""
     tensors, numbers = optimizer.state()
-    _finite(policy)
+    _finite(policy, tensors)
     folder.parent.mkdir(parents=True, exist_ok=True)
     expected = sum(t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values()])
     free = shutil.disk_usage(folder.parent).free
@@ -101,23 +101,30 @@ def save_model(policy: Policy, folder: Path) -> None:
 
 def verify(folder: Path) -> None:
     """Compare every file with the manifest; DamagedError names the first that differs."""
-    manifest = folder / "manifest.json"
-    try:
-        record = json.loads(manifest.read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{manifest}: {error}") from None
-    if record.get("format") != FORMAT:
-        raise DamagedError(f"{manifest}: format {record.get('format')!r}, this version reads {FORMAT}")
+    files = _manifest(folder / "manifest.json")
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
-    for name, known in record["files"].items():
+    for name, (size, digest) in files.items():
         path = folder / name
         if name not in present:
             raise DamagedError(f"{path} is missing")
-        if path.stat().st_size != known["bytes"] or _digest(path) != known["sha256"]:
+        if path.stat().st_size != size or _digest(path) != digest:
             raise DamagedError(f"{path} is not what was written: its SHA-256 differs from the manifest")
-    extra = present - set(record["files"])
+    extra = present - set(files)
     if extra:
         raise DamagedError(f"{folder / sorted(extra)[0]} is not in the manifest")
+
+
+def _manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """File to size and hash; whatever is wrong with the manifest is damage."""
+    try:
+        record = json.loads(path.read_text())
+        version = record["format"]
+        files = {str(name): (int(known["bytes"]), str(known["sha256"])) for name, known in record["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    if version != FORMAT:
+        raise DamagedError(f"{path}: format {version!r}, this version reads {FORMAT}")
+    return files
 
 
 def check(folder: Path) -> None:
@@ -130,9 +137,8 @@ def check(folder: Path) -> None:
 
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
     """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
-    found = sorted((p for p in checkpoints.glob("step-*") if p.is_dir()), reverse=True)
     warnings: list[str] = []
-    for folder in found:
+    for folder in reversed(_listed(checkpoints)):
         try:
             verify(folder)
             return folder, warnings
@@ -162,9 +168,28 @@ def restore(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
+def set_aside(checkpoints: Path, newest: Path) -> None:
+    """Rename what is newer than the checkpoint in use: damaged folders must not count among those that are kept."""
+    for folder in _listed(checkpoints):
+        if _step(folder) > _step(newest):
+            target = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _listed(checkpoints: Path) -> list[Path]:
+    """All checkpoint folders, oldest first."""
+    found = [p for p in checkpoints.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=_step)
+
+
 def purge(checkpoints: Path, keep_last: int, best: str | None) -> None:
     """Delete all but the newest so many and the best, after the newest was written; failing to delete is harmless."""
-    found = sorted(p for p in checkpoints.glob("step-*") if p.is_dir())
+    found = _listed(checkpoints)
     for folder in found[: max(0, len(found) - keep_last)]:
         if folder.name != best:
             shutil.rmtree(folder, ignore_errors=True)
@@ -183,7 +208,8 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finite(policy: Policy) -> None:
-    for name, parameter in policy.parameters().items():
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"the weights of {name} are not finite; such a state is not saved, the last checkpoint stays")
+def _finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
+    for what, tensors in (("weights of", policy.parameters()), ("optimizer state", state)):
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"the {what} {name} are not finite; such a state is not saved, the last checkpoint stays")

@@ -78,7 +78,7 @@ class Collector:
         rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
-            drawn = [self._draw(tally) for _ in range(count - len(groups))]
+            drawn = [self.draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._roll(drawn, tally) if group is not None]
         return groups, tally
 
@@ -88,7 +88,7 @@ class Collector:
     def load(self, state: dict[str, Any]) -> None:
         self.cursor, self.version, self.solved = int(state["cursor"]), int(state["version"]), set(state["solved"])
 
-    def _draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
+    def draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
         """The next problem that may be trained on, with its number and prompt."""
         size = self.source.size
         # From the middle of an epoch, every problem has come by after two.

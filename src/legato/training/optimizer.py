@@ -151,6 +151,11 @@ class Optimizer:
             kind, _, owner = key.partition("|")
             if owner and kind != "master":
                 states.setdefault(owner, {})[kind] = value
+        kinds = {kind for state in states.values() for kind in state}
+        for name in self.masters:
+            lacking = kinds - set(states.get(name, {}))
+            if lacking or (self.updates and not kinds):
+                raise ValueError(f"the optimizer state of {name} lacks {', '.join(sorted(lacking)) or 'everything'}")
         for name, master in self.masters.items():
             if master is not self.weights[name]:
                 with torch.no_grad():
@@ -165,9 +170,14 @@ class Optimizer:
 def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings, cuda: bool) -> Any:
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.epsilon}
     if settings.kind == "adamw-8bit":
-        try:
-            from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise ValueError("training.optimizer = 'adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from None
-        return AdamW8bit(groups, **common)
+        return check_eight_bit()(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
+
+
+def check_eight_bit() -> Any:
+    """The 8-bit optimizer of bitsandbytes, or a sentence."""
+    try:
+        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ValueError("training.optimizer = 'adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from None
+    return AdamW8bit

@@ -25,35 +25,18 @@ def _scores(query, keys, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _fold(
-    query,
-    key_base,
-    value_base,
-    begin,
-    end,
-    known,
-    position,
-    first_position,
-    best,
-    total,
-    found,
-    scale,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Add columns begin to end of one key head to the running softmax of [M] queries."""
+def _fold(query, key_base, value_base, begin, end, known, position, best, total, found, scale,
+          D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Add columns begin to end of one key head to the running softmax of [M] queries that stand at `position`."""
     wide = tl.arange(0, DP)
     for start in range(begin, end, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        seen = columns < known
+        seen = (columns < known)[None, :]
         if WINDOW > 0:
-            seen = seen & (position - (first_position + columns) < WINDOW)
+            seen = seen & (position[:, None] - columns[None, :] < WINDOW)
         inside = (columns < known)[:, None] & (wide < D)[None, :]
         keys = tl.load(key_base + columns[:, None] * D + wide[None, :], mask=inside, other=0.0)
-        scores = tl.where(seen[None, :], _scores(query, keys, scale, SOFTCAP), float("-inf"))
+        scores = tl.where(seen, _scores(query, keys, scale, SOFTCAP), float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - safe[:, None])
@@ -66,32 +49,10 @@ def _fold(
 
 
 @triton.jit
-def _prefix(
-    query,
-    keys,
-    values,
-    block_prompt,
-    block_rows,
-    slots,
-    slot_length,
-    prompt_length,
-    found_out,
-    stats_out,
-    scale,
-    R,
-    P,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    REPEAT: tl.constexpr,
-    REPEAT_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+def _prefix(query, keys, values, block_prompt, block_rows, slots, slot_length, prompt_length, found_out, stats_out, scale,
+            R, P, H: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, REPEAT_PAD: tl.constexpr, ROWS: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+            SOFTCAP: tl.constexpr):
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prompt = tl.load(block_prompt + block)
     if prompt < 0:
@@ -105,10 +66,7 @@ def _prefix(
     wide = tl.arange(0, DP)
     asked = tl.load(query + here[:, None] * D + wide[None, :], mask=used[:, None] & (wide < D)[None, :], other=0.0)
     known = tl.load(prompt_length + prompt)
-    position = known
-    if WINDOW > 0:
-        # Rows of a block stand at different places; a window is taken from the nearest, the rest is masked row by row below.
-        position = known + tl.load(slot_length + tl.load(slots + row))
+    position = known + tl.load(slot_length + tl.load(slots + row))
     base = (prompt.to(tl.int64) * K + head) * P * D
     share = tl.cdiv(tl.cdiv(known, SPLITS), BLOCK) * BLOCK
     begin = split * share
@@ -116,42 +74,8 @@ def _prefix(
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     found = tl.zeros([M, DP], tl.float32)
-    if WINDOW > 0:
-        for start in range(begin, end, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = (columns < known)[:, None] & (wide < D)[None, :]
-            key = tl.load(keys + base + columns[:, None] * D + wide[None, :], mask=inside, other=0.0)
-            scores = _scores(asked, key, scale, SOFTCAP)
-            seen = (columns < known)[None, :] & (position[:, None] - columns[None, :] < WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(best, tl.max(scores, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp(scores - safe[:, None])
-            shrink = tl.exp(best - safe)
-            total = total * shrink + tl.sum(weights, 1)
-            value = tl.load(values + base + columns[:, None] * D + wide[None, :], mask=inside, other=0.0)
-            found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-            best = higher
-    else:
-        best, total, found = _fold(
-            asked,
-            keys + base,
-            values + base,
-            begin,
-            end,
-            known,
-            position,
-            0,
-            best,
-            total,
-            found,
-            scale,
-            D,
-            DP,
-            BLOCK,
-            WINDOW,
-            SOFTCAP,
-        )
+    best, total, found = _fold(asked, keys + base, values + base, begin, end, known, position, best, total, found, scale,
+                               D, DP, BLOCK, WINDOW, SOFTCAP)
     out = split * R * H + here
     tl.store(found_out + out[:, None] * D + wide[None, :], found, mask=used[:, None] & (wide < D)[None, :])
     tl.store(stats_out + out * 2, best, mask=used)
@@ -159,29 +83,9 @@ def _prefix(
 
 
 @triton.jit
-def _suffix(
-    query,
-    keys,
-    values,
-    slots,
-    slot_length,
-    found_out,
-    stats_out,
-    scale,
-    R,
-    T,
-    FIRST,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    REPEAT: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+def _suffix(query, keys, values, slots, slot_length, found_out, stats_out, scale, R, T, FIRST,
+            H: tl.constexpr, K: tl.constexpr, REPEAT: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+            BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr):
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + row)
     known = tl.load(slot_length + slot) + 1  # the new token has just been written
@@ -197,25 +101,9 @@ def _suffix(
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     found = tl.zeros([M, DP], tl.float32)
-    best, total, found = _fold(
-        asked,
-        keys + base,
-        values + base,
-        begin,
-        end,
-        known,
-        known - 1,
-        0,
-        best,
-        total,
-        found,
-        scale,
-        D,
-        DP,
-        BLOCK,
-        WINDOW,
-        SOFTCAP,
-    )
+    position = lane * 0 + known - 1
+    best, total, found = _fold(asked, keys + base, values + base, begin, end, known, position, best, total, found, scale,
+                               D, DP, BLOCK, WINDOW, SOFTCAP)
     out = (FIRST + split) * R * H + here
     tl.store(found_out + out[:, None] * D + wide[None, :], found, mask=used[:, None] & (wide < D)[None, :])
     tl.store(stats_out + out * 2, best, mask=used)
@@ -223,19 +111,8 @@ def _suffix(
 
 
 @triton.jit
-def _merge(
-    found_in,
-    stats_in,
-    sinks,
-    out,
-    R,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+def _merge(found_in, stats_in, sinks, out, R, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
+           PARTS_PAD: tl.constexpr, SINKS: tl.constexpr):
     here = tl.program_id(0)
     part = tl.arange(0, PARTS_PAD)
     wide = tl.arange(0, DP)

@@ -37,23 +37,8 @@ def _uniform(seed, place):
 
 
 @triton.jit
-def _pick(
-    logits,
-    best_in,
-    total_in,
-    slots,
-    seeds,
-    places,
-    tokens_out,
-    logprobs_out,
-    inverse_temperature,
-    V,
-    CHUNKS,
-    ADD,
-    CHUNKS_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GREEDY: tl.constexpr,
-):
+def _pick(logits, best_in, total_in, slots, seeds, places, tokens_out, logprobs_out, inverse_temperature, V, CHUNKS, ADD,
+          CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, GREEDY: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     number = tl.arange(0, CHUNKS_PAD)
