@@ -2,23 +2,28 @@
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
 The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
-runs: a body that is not known part by part is left to its own forward.
+runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels on a GPU
+(`triton/layers.py`) and a few torch calls elsewhere.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-
-from legato.policy.triton.layers import add_norm, heads, swiglu
+from torch.nn.functional import rms_norm, silu
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
 
+Norms = tuple[Tensor, Tensor, float]
+"""Weights of the norms of queries and keys, and their epsilon."""
+Ready = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Norms | None, int], Tensor]
+"""(layer, query, key, value, cosine, sine, norms, width): make heads ready, store keys and values; queries [R, H, D]."""
 Attend = Callable[[int, Tensor, float], Tensor]
-"""(layer, queries [R, H, D], scaling) -> [R, H, D]; the new keys and values are in their slots already."""
-Place = Callable[[int], tuple[Tensor, Tensor]]
-"""layer -> the stores of its keys and values."""
+"""(layer, queries [R, H, D], scaling) -> [R, H, D]; the new keys and values are stored already."""
+AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+"""(residual, update, weight, epsilon) -> (residual + update, its norm)."""
 
 
 def why_not(body: Any) -> str | None:
@@ -27,8 +32,7 @@ def why_not(body: Any) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
-        attention = layer.self_attn
-        if getattr(attention, "sliding_window", None):
+        if getattr(layer.self_attn, "sliding_window", None):
             return "it has a sliding window"
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
@@ -43,7 +47,14 @@ def _is_swiglu(mlp: nn.Module) -> bool:
 
 
 def decode(
-    body: Any, tokens: Tensor, positions: Tensor, place: Place, attend: Attend, slots: Tensor, slot_length: Tensor
+    body: Any,
+    tokens: Tensor,
+    positions: Tensor,
+    *,
+    ready: Ready,
+    attend: Attend,
+    add_norm: AddNorm,
+    swiglu: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """The last hidden state [R, N] of one new token per row, [R] each."""
     residual = body.embed_tokens(tokens)
@@ -56,20 +67,8 @@ def decode(
         norms = None
         if hasattr(attention, "q_norm"):
             norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-        keys, values = place(number)
-        asked = heads(
-            attention.q_proj(x),
-            attention.k_proj(x),
-            attention.v_proj(x),
-            cosine,
-            sine,
-            norms,
-            keys,
-            values,
-            slots,
-            slot_length,
-            attention.head_dim,
-        )
+        projected = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+        asked = ready(number, *projected, cosine, sine, norms, attention.head_dim)
         found = attention.o_proj(attend(number, asked, attention.scaling).flatten(1))
         second = layer.post_attention_layernorm
         residual, x = add_norm(residual, found, second.weight, second.variance_epsilon)
@@ -81,3 +80,27 @@ def decode(
             update = (said[0] if isinstance(said, tuple) else said)[:, 0]
     _, out = add_norm(residual, update, body.norm.weight, body.norm.variance_epsilon)
     return out
+
+
+def plain_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm and the sum before it, in torch."""
+    total = residual if update is None else residual + update
+    return total, rms_norm(total, (total.shape[1],), weight, epsilon)
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in torch."""
+    return silu(gate) * up
+
+
+def turned(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, norms: Norms | None, width: int
+) -> tuple[Tensor, Tensor]:
+    """Queries [R, H, D] and keys [R, K, D], normed where there are norms, turned by their position."""
+    query, key = query.reshape(len(query), -1, width), key.reshape(len(key), -1, width)
+    if norms is not None:
+        query, key = rms_norm(query, (width,), norms[0], norms[2]), rms_norm(key, (width,), norms[1], norms[2])
+    both = torch.cat([query, key], 1)
+    low, high = both.chunk(2, -1)
+    both = both * cosine.unsqueeze(1) + torch.cat([-high, low], -1) * sine.unsqueeze(1)
+    return both[:, : query.shape[1]], both[:, query.shape[1] :]

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from legato.policy.attention import Heads
+from legato.policy.fused import Norms
 from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store
+from legato.policy.triton.layers import heads as heads_ready
 from legato.rollouts.slots import Store, blocks
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -65,6 +67,22 @@ class Bucket:
             sinks=heads.sinks,
         )
         return found.unsqueeze(1)
+
+    def ready(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        norms: Norms | None,
+        width: int,
+    ) -> Tensor:
+        """Make heads ready and store keys and values, in one kernel."""
+        memory = self.store
+        keys, values = memory.keys[layer], memory.values[layer]
+        return heads_ready(query, key, value, cosine, sine, norms, keys, values, self.slots, memory.length, width)
 
     def look(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 from legato.policy.fused import decode, why_not
 from legato.policy.head import Head
 from legato.policy.policy import Policy
+from legato.policy.triton.layers import add_norm, swiglu
 from legato.policy.triton.sample import sample
 from legato.rollouts.buckets import BUCKETS, Bucket
 from legato.rollouts.calls import Call
@@ -150,15 +151,14 @@ class GraphedEngine:
         """[R, N]: the last hidden state of one token per row, through fused parts where the family is known."""
         if not self.fused:
             return self.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        memory = bucket.store
         return decode(
             self.policy.body.get_decoder(),
             tokens,
             positions,
-            lambda layer: (memory.keys[layer], memory.values[layer]),
-            bucket.look,
-            bucket.slots,
-            memory.length,
+            ready=bucket.ready,
+            attend=bucket.look,
+            add_norm=add_norm,
+            swiglu=swiglu,
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:

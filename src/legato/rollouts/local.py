@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
+from legato.policy.fused import Norms, decode, plain_add_norm, plain_swiglu, turned, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, Texts, pack
 from legato.policy.policy import Policy
@@ -61,6 +63,34 @@ class _Cache:
             table[:, :, : self.width] = found
             store[heads.layer] = table
 
+    def ready(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        norms: Norms | None,
+        width: int,
+    ) -> Tensor:
+        """Queries of a fused body; its keys and values are stored."""
+        query, key = turned(query, key, cosine, sine, norms, width)
+        self.keys[layer][:, :, self.column] = key
+        self.values[layer][:, :, self.column] = value.reshape(key.shape)
+        return query
+
+    def look(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """[n, H, D]: what the new tokens of a fused body see."""
+        rows, heads, width = query.shape
+        keys, end = self.keys[layer], self.column + 1
+        grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], width)
+        bias = self._bias(None, query)
+        found = scaled_dot_product_attention(
+            grouped, keys[:, :, :end], self.values[layer][:, :, :end], attn_mask=bias, scale=scaling
+        )
+        return found.reshape(query.shape)
+
     def attend(self, heads: Heads) -> Tensor:
         keys, values = self.keys[heads.layer], self.values[heads.layer]
         keys[:, :, self.column] = heads.key[:, :, 0]
@@ -103,6 +133,7 @@ class _Cached:
         self.cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limit)
         self.positions = lengths.clone()
         self.head = Head.of(policy.body)
+        self.fused = why_not(policy.body.get_decoder()) is None
 
     def first(self) -> Tensor:
         """[n, V]: prompts are read once each, whatever the number of their rows."""
@@ -114,8 +145,19 @@ class _Cached:
 
     def next(self, tokens: Tensor) -> Tensor:
         """[n, V] after one more token of each row."""
-        with self.policy.attending(self.cache):
-            hidden = self._hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
+        if self.fused:
+            hidden = decode(
+                self.policy.body.get_decoder(),
+                tokens,
+                self.positions,
+                ready=self.cache.ready,
+                attend=self.cache.look,
+                add_norm=plain_add_norm,
+                swiglu=plain_swiglu,
+            )
+        else:
+            with self.policy.attending(self.cache):
+                hidden = self._hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
         self.positions = self.positions + 1
         self.cache.advance()
         return self.head.exact(hidden)
