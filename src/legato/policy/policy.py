@@ -53,7 +53,7 @@ class Policy:
     """Whether the body attends through the registered function, so that packs and a cache of keys mean what they should."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
-    """How many logits are held at once; None: 2^25 on a CPU (128 MiB), 2^29 on a GPU."""
+    """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 2^29 on a GPU."""
     notes: list[str] = field(default_factory=list)
     """What was decided while loading, for the run to print."""
 
@@ -157,7 +157,7 @@ class Policy:
 
     def _parts(self, packed: Pack) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
-        held_at_once = self.logits_at_once or (2**29 if self.device.type == "cuda" else 2**25)
+        held_at_once = self.logits_at_once or (2**29 if self.device.type == "cuda" else 2**23)
         most = max(1, held_at_once // self.vocabulary)
         runs, start, held = [], 0, 0
         for row, count in enumerate(packed.counts):

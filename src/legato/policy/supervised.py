@@ -1,5 +1,6 @@
 """Plain supervised learning on prompts with answers: what warms up a tiny model before reinforcement learning."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,11 +20,13 @@ def supervise(
     *,
     steps: int,
     lr: float,
+    stop_loss: float | None = None,
     after_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
     """Minimise the mean negative log-prob of the responses; `examples(step)` gives those of a step. Returns the last loss.
 
-    The rate rises over the first tenth of the steps and falls as a cosine to a tenth.
+    The rate rises over the first tenth of the steps and falls as a cosine to a tenth. With `stop_loss` it ends once the
+    mean loss of the last five steps is at most that: seeds then end equally far, not equally long.
     """
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -36,7 +39,7 @@ def supervise(
         ],
         [rise],
     )
-    last = float("nan")
+    last, recent = float("nan"), deque[float](maxlen=5)
     for step in range(steps):
         texts = _texts(examples(step))
         with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
@@ -47,7 +50,10 @@ def supervise(
         optimizer.zero_grad()
         schedule.step()
         last = float(loss.detach())
+        recent.append(last)
         after_step(step, last)
+        if stop_loss is not None and len(recent) == 5 and sum(recent) / 5 <= stop_loss:
+            break
     return last
 
 

@@ -105,7 +105,7 @@ class Execution:
         last = step == config.training.steps
         evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
         if evaluate:
-            self._evaluate(report=report if due or last else None)
+            self._evaluate(report, keep=due or last)
         elif due:
             self.directory.write_rollouts(step, _records(report))
         left = (time.perf_counter() - started) / max(1, step - self.first_step) * (config.training.steps - step)
@@ -136,10 +136,10 @@ class Execution:
         self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
         for logger in self.loggers:
             logger.log(step, metrics)
-        if report is not None or keep:
+        self.latest, self.evaluated_at = metrics, step
+        if keep or self._target_reached():
             kept = [_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
             self.directory.write_rollouts(step, [*kept, *([] if report is None else _records(report))])
-        self.latest, self.evaluated_at = metrics, step
 
     @property
     def _seed(self) -> int:

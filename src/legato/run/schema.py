@@ -158,6 +158,8 @@ class WarmUp:
     """Problems in each."""
     lr: Positive = 2e-3
     """Their learning rate."""
+    stop_loss: Positive | None = None
+    """Ends the stage as soon as the mean loss of its last five steps is at most this; absent: all steps are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,4 +283,4 @@ def warm_up(
             found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
         return found
 
-    supervise(policy, examples, steps=stage.steps, lr=stage.lr, after_step=after)
+    supervise(policy, examples, steps=stage.steps, lr=stage.lr, stop_loss=stage.stop_loss, after_step=after)
