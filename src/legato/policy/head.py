@@ -8,6 +8,7 @@ does it: that form is the oracle of the other.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class Head:
     def _accumulates(self, hidden: Tensor) -> bool:
         """Whether the device hands out float32 accumulators of a 16-bit product, and the layer is such a product."""
         plain = type(self.linear) is nn.Linear and self.linear.bias is None
-        return plain and hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+        half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+        return plain and half and find_spec("triton") is not None
 
     def _finished(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -74,37 +76,31 @@ def _product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Exact(torch.autograd.Function):
-    """Forward and backward by hand: the logits are kept once, in float32, and become their own gradient."""
+    """Forward and backward by hand: the logits are computed once, kept in float32, and read twice."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        inverse = temperature.float().reciprocal().unsqueeze(1)
+        from legato.policy.triton.head import statistics
+
+        inverse = temperature.float().reciprocal()
         logits = _product(hidden, weight)
-        logits.mul_(inverse)
-        normaliser = logits.logsumexp(1, keepdim=True)
-        logits -= normaliser
-        logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-        entropy = -(logits.exp() * logits).sum(1)
-        ctx.save_for_backward(hidden, weight, logits, targets, inverse, entropy)
+        normaliser, logprobs, entropy = statistics(logits, targets, inverse)
+        ctx.save_for_backward(hidden, weight, logits, targets, inverse, normaliser, entropy)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, logits, targets, inverse, entropy = ctx.saved_tensors
+        from legato.policy.triton.head import slope
+
+        hidden, weight, logits, targets, inverse, normaliser, entropy = ctx.saved_tensors
         towards, towards_entropy = gradients
         towards = torch.zeros_like(entropy) if towards is None else towards
-        factor = -towards.unsqueeze(1)
-        if towards_entropy is None:
-            slope = logits.exp_().mul_(factor)
-        else:
-            slope = (factor - towards_entropy.unsqueeze(1) * (logits + entropy.unsqueeze(1))) * logits.exp()
-        slope.scatter_add_(1, targets.unsqueeze(1), towards.unsqueeze(1))
-        half = slope.mul_(inverse).to(hidden.dtype)
+        found = slope(logits, targets, inverse, normaliser, entropy, towards, towards_entropy, hidden.dtype)
         if weight.requires_grad:
             if weight.grad is None:
-                weight.grad = torch.mm(half.t(), hidden)
+                weight.grad = torch.mm(found.t(), hidden)
             else:
-                weight.grad.addmm_(half.t(), hidden)
-        return torch.mm(half, weight), None, None, None
+                weight.grad.addmm_(found.t(), hidden)
+        return torch.mm(found, weight), None, None, None

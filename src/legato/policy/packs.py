@@ -8,9 +8,11 @@ Each response sees its prompt and itself; the numbers are those of every sequenc
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from legato.policy.attention import Heads, as_bias, attend
 
@@ -71,6 +73,8 @@ class Pack:
     """[R]: which prefix."""
     counts: tuple[int, ...]
     """[R]: how many of the K tokens are of each row; known on the host."""
+    prefix_tokens: int
+    """How many of the N tokens are of prompts; they come first."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Pack":
@@ -82,18 +86,28 @@ class Pack:
             for field in fields(self)
             if isinstance(getattr(self, field.name), Tensor)
         }
-        return Pack(**tensors, width=self.width, counts=self.counts)
+        return Pack(**tensors, width=self.width, counts=self.counts, prefix_tokens=self.prefix_tokens)
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
         prefix_bias, suffix_bias = self._bias(heads.window, heads.query)
-        keys, values = _gather(key, self.prefix), _gather(value, self.prefix)
-        parts = [_flat(attend(heads, _gather(query, self.prefix), keys, values, prefix_bias))]
+        first = [self._table(x, self.prefix, 0) for x in (query, key, value)]
+        parts = [_flat(attend(heads, first[0], first[1], first[2], prefix_bias))]
         if self.suffix.shape[1]:
-            keys = torch.cat([_select(keys, self.owner), _gather(key, self.suffix)], 2)
-            values = torch.cat([_select(values, self.owner), _gather(value, self.suffix)], 2)
-            parts.append(_flat(attend(heads, _gather(query, self.suffix), keys, values, suffix_bias)))
-        return _select(torch.cat(parts), self.restore).unsqueeze(0)
+            own = [self._table(x, self.suffix, self.prefix_tokens) for x in (query, key, value)]
+            keys, values = (
+                torch.cat([_Share.apply(prompt, self.owner), response], 2)  # type: ignore[no-untyped-call]
+                for prompt, response in ((first[1], own[1]), (first[2], own[2]))
+            )
+            parts.append(_flat(attend(heads, own[0], keys, values, suffix_bias)))
+        restored: Tensor = _Restore.apply(torch.cat(parts), self.restore)  # type: ignore[no-untyped-call]
+        return restored.unsqueeze(0)
+
+    def _table(self, values: Tensor, index: Tensor, first: int) -> Tensor:
+        """[N, heads, width] to [rows, heads, columns, width]; the tokens of the table start at `first`."""
+        inverse = self.restore[: self.prefix_tokens] if first == 0 else self.restore[first:] - self.prefix.numel()
+        table: Tensor = _Gather.apply(values, index, inverse, first)  # type: ignore[no-untyped-call]
+        return table.transpose(1, 2)
 
     def _bias(self, window: int | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
         """What prefixes and suffixes may see. Prefixes are plainly causal: their padding comes last, and nobody sees it."""
@@ -115,14 +129,57 @@ class Pack:
         return self._biases[kind]
 
 
-def _select(values: Tensor, index: Tensor) -> Tensor:
-    # The backward of index_select adds with atomics on a GPU; that of plain indexing sorts and is the same every time.
-    return values[index] if values.is_cuda else values.index_select(0, index)
+class _Gather(torch.autograd.Function):
+    """Tokens into a padded table. Each token has one place there, so the backward is a gather too, and always the same."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, first: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape, ctx.first = values.shape, first
+        return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        towards = gradients[0].new_zeros(ctx.shape)
+        flat = gradients[0].reshape(-1, *ctx.shape[1:])
+        towards[ctx.first : ctx.first + len(inverse)] = flat.index_select(0, inverse)
+        return towards, None, None, None
 
 
-def _gather(values: Tensor, index: Tensor) -> Tensor:
-    """[N, heads, width] to [rows, heads, columns, width]."""
-    return _select(values, index.reshape(-1)).reshape(*index.shape, *values.shape[1:]).transpose(1, 2)
+class _Restore(torch.autograd.Function):
+    """From the padded tables back to tokens; the backward writes each to its one place."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, restore: Tensor) -> Tensor:
+        ctx.save_for_backward(restore)
+        ctx.shape = values.shape
+        return values.index_select(0, restore)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (restore,) = ctx.saved_tensors
+        return gradients[0].new_zeros(ctx.shape).index_copy_(0, restore, gradients[0]), None
+
+
+class _Share(torch.autograd.Function):
+    """A prompt's keys for each of its rows; the backward adds rows up as a product with 0s and 1s, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, owner: Tensor) -> Tensor:
+        ctx.save_for_backward(owner)
+        ctx.shape = values.shape
+        return values.index_select(0, owner)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (owner,) = ctx.saved_tensors
+        belongs = torch.arange(ctx.shape[0], device=owner.device).unsqueeze(1) == owner
+        added = belongs.to(gradients[0].dtype) @ gradients[0].reshape(len(owner), -1)
+        return added.reshape(ctx.shape), None
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -165,6 +222,7 @@ def pack(texts: Texts, rows: Tensor) -> Pack:
         suffix_lengths=(lengths - 1).clamp(min=0),
         owner=owner,
         counts=tuple(written.sum(1).tolist()),
+        prefix_tokens=int(prefix_lengths.sum()),
     )
 
 
