@@ -6,6 +6,8 @@ from pathlib import Path
 
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
+from benchmarks.step_page import engine_section, step_section
+from benchmarks.step_page import stored as measured
 
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.cautions import cautions
@@ -27,11 +29,21 @@ def pages() -> dict[str, str]:
         "docs/configuration.md": configuration.document(),
         "docs/resume.md": resume_page(),
         "docs/algorithms.md": algorithms_page(),
-        "docs/performance.md": performance_page(json.loads(RESULTS.read_text())),
+        "docs/performance.md": performance(),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
     }
+
+
+def performance() -> str:
+    """Objectives, engine and whole step, each from the file its benchmark wrote; one that was not measured is left out."""
+    sections = [performance_page(json.loads(RESULTS.read_text()))]
+    for name, section in (("engine", engine_section), ("step", step_section)):
+        found = measured(name)
+        if found is not None:
+            sections.append(section(found) + "\n")
+    return "\n".join(sections)
 
 
 def algorithms_table() -> list[str]:

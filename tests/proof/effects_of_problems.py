@@ -284,6 +284,19 @@ def the_size_of_a_tiny_model(bench: Bench) -> None:
     assert (config.num_experts, config.num_experts_per_tok) == (5, 3)
 
 
+@effect("policy.warm_up.stop_loss")
+def a_warm_up_that_has_learnt_enough(bench: Bench) -> None:
+    stage = {"steps": 30, "examples_per_step": 4, "lr": 1e-3}
+    last = {
+        limit: [
+            r["step"] for r in bench.run({"policy.warm_up": {**stage, "stop_loss": limit}}).metrics if r["kind"] == "warm-up"
+        ]
+        for limit in (1e-6, 100.0)
+    }
+    assert last[1e-6][-1] == 30
+    assert last[100.0] == []  # over after five steps, before the first record
+
+
 @effect("policy.warm_up", "policy.warm_up.steps", "policy.warm_up.examples_per_step", "policy.warm_up.lr")
 def a_warm_up(bench: Bench) -> None:
     shown: list[int] = []

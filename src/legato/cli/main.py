@@ -163,6 +163,8 @@ def main() -> None:
     except ValueError as error:
         typer.echo(f"legato: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as error:
         path = _crash_report()
         typer.echo(f"legato: a fault of ours, {type(error).__name__}: {error}; please send us {path}", err=True)

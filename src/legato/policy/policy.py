@@ -142,7 +142,8 @@ class Policy:
                     entropy=channels.entropy if field.entropy is not None else None,
                     values=channels.values if field.values is not None else None,
                 ).backward()  # type: ignore[no-untyped-call]
-            if leaf.grad is not None:
+            # With the whole body frozen there is nothing behind the hidden states.
+            if leaf.grad is not None and hidden.requires_grad:
                 hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
 
     @contextmanager

@@ -24,7 +24,7 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.sampling import choose as choose_plainly
 from legato.rollouts.slots import Room, Store
 
-_KV_SHARE = 0.6
+_KV_SHARE = 0.5
 """How much of the free memory keys and values may take."""
 
 
@@ -51,6 +51,7 @@ class GraphedEngine:
         self.buckets: dict[int, Bucket] = {}
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
+        self._asked = Room(slots=0, prompts=0, prompt_tokens=0, response_tokens=0)
         self._ends: dict[tuple[int, ...], Tensor] = {}
 
     # Memory
@@ -61,14 +62,14 @@ class GraphedEngine:
         room = Room(
             slots=slots,
             prompts=slots,
-            prompt_tokens=max(len(request.prompt) for request in requests),
+            prompt_tokens=-(-max(len(request.prompt) for request in requests) // 64) * 64,
             response_tokens=limits.max_response_tokens,
         )
         addresses = tuple(parameter.data_ptr() for parameter in self.policy.model.parameters())
-        if self.store is not None and addresses == self._addresses and self.store.room.holds(room):
+        if self.store is not None and addresses == self._addresses and self._asked.holds(room):
             return self.store
         if self.store is not None:
-            held = self.store.room
+            held = self._asked
             room = Room(
                 slots=max(room.slots, held.slots),
                 prompts=max(room.prompts, held.prompts),
@@ -76,7 +77,7 @@ class GraphedEngine:
                 response_tokens=max(room.response_tokens, held.response_tokens),
             )
         self.forget()
-        self._addresses = addresses
+        self._addresses, self._asked = addresses, room
         self.store = Store(self._fitting(room), self.policy.device)
         return self.store
 
@@ -97,7 +98,9 @@ class GraphedEngine:
         per_slot = per_token * (room.response_tokens + room.prompt_tokens)
         free, _ = torch.cuda.mem_get_info(self.policy.device)
         cached = torch.cuda.memory_reserved(self.policy.device) - torch.cuda.memory_allocated(self.policy.device)
-        fits = max(1, int((free + cached) * _KV_SHARE / per_slot))
+        # What training will still ask for: gradients, float32 masters and two moments of every trained weight.
+        later = 14 * sum(weight.numel() for weight in self.policy.parameters().values())
+        fits = max(1, int((free + cached - later) * _KV_SHARE / per_slot))
         if fits >= room.slots:
             return room
         self.say(f"the engine decodes {fits} sequences at a time instead of {room.slots}: more do not fit in memory")

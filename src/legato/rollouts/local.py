@@ -240,7 +240,7 @@ class LocalEngine:
             if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
                 break
             logits = memory.next(self._compact(wave, memory, choice.tokens))
-        responses = self._responses(wave, sampling.truncates)
+        responses = self._responses(wave)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 
@@ -297,7 +297,7 @@ class LocalEngine:
         wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
         return tokens[writing]
 
-    def _responses(self, wave: _Wave, truncated: bool) -> list[Response]:
+    def _responses(self, wave: _Wave) -> list[Response]:
         tokens, logprobs, lengths = wave.tokens.cpu(), wave.logprobs.cpu(), wave.lengths.tolist()
         kept = None if wave.kept is None else wave.kept.cpu()
         said = [

@@ -48,6 +48,8 @@ def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
             continue
         change = f"{path} = {new.get(path)!r} (was {old.get(path)!r})"
         kind = verdict(path)
+        if path == "training.steps" and after.config.training.schedule != "constant":
+            kind = "flag"  # a falling schedule is stretched over the steps
         if kind == "refused":
             faults.append(f"{change} cannot change in a resumed run; start a new one")
         elif kind == "flag" and not allowed:

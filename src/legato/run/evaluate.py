@@ -1,7 +1,7 @@
 """Measuring a policy on a task or a file: greedy, avg@n and pass@k with 95 % intervals."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from legato.core.rollout import Problem
@@ -45,6 +45,12 @@ def evaluate(
 ) -> Evaluated:
     """The held-out problems of the target's task, or all problems of a file."""
     config = target.resolved.config
+    lacking = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
+    if lacking:
+        raise ValueError(
+            f"this run was given its {' and '.join(lacking)} in Python, which its configuration does not hold; evaluate its"
+            " model folder with a task and a reward of your choice: legato eval FOLDER task.kind=... reward.kind=..."
+        )
     if file is not None:
         listed: Sequence[Problem] = (Parquet if file.suffix == ".parquet" else Jsonl)(path=str(file)).load()
         source = wire.source_of(config, wire.Given(problems=_enough(listed)))
@@ -54,6 +60,10 @@ def evaluate(
         listed = source.held_out(config.task.held_out if problems is None else problems)
     policy = target.policy()
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+    longest = config.policy.max_prompt_tokens
+    listed = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
+    if not listed:
+        raise ValueError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
     rows: list[Measured] = []
     kept: list[list[Answered]] = []
     seed = config.training.seed
@@ -62,9 +72,7 @@ def evaluate(
         right = sum(row[0].accuracy for row in kept)
         rows.append(_share("greedy", right, len(listed)))
     if samples:
-        sampling = replace(
-            collector.sampling, temperature=config.evaluation.temperature if temperature is None else temperature
-        )
+        sampling = Sampling(temperature=config.evaluation.temperature if temperature is None else temperature)
         kept = answer(collector, listed, sampling, samples, seed)
         means = [sum(a.accuracy for a in row) / samples for row in kept]
         low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)

@@ -44,6 +44,8 @@ class Execution:
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """Which problems the run is made of and what was given in Python; a resumed run must have the same."""
+    noted: int = 0
+    """How many of the policy's notes were told at the start; what is decided later is told when it is."""
     first_step: int = 0
     """The steps done when this process began."""
     told: set[str] = field(default_factory=set)
@@ -56,6 +58,9 @@ class Execution:
         with Interrupt(self.watcher.message) as interrupt:
             if self.trainer.steps_done == 0 and self.latest is None:
                 self._evaluate(keep=True)
+                if self.resolved.config.policy.warm_up is not None:
+                    # The warm-up is not done again when a run is resumed.
+                    self._save()
             reason = "all steps done"
             while self.trainer.steps_done < steps:
                 if self._target_reached():
@@ -116,6 +121,13 @@ class Execution:
         if checkpoints and step % checkpoints == 0:
             self._save()
 
+    def _tell_notes(self) -> None:
+        """Fallbacks that were taken since the last look: said, and stored with the run."""
+        for note in self.policy.notes[self.noted :]:
+            self.watcher.message(note)
+            self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
+        self.noted = len(self.policy.notes)
+
     def _tell_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
             if reason not in self.told and len(self.told) < 20:
@@ -137,6 +149,7 @@ class Execution:
         for logger in self.loggers:
             logger.log(step, metrics)
         self.latest, self.evaluated_at = metrics, step
+        self._tell_notes()
         if keep or self._target_reached():
             kept = [_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
             self.directory.write_rollouts(step, [*kept, *([] if report is None else _records(report))])

@@ -65,15 +65,15 @@ class Task:
     held_out_share: Annotated[Number, Field(gt=0, lt=1)] = 0.2
     """The share of all problems, chosen by hash, that is never trained on."""
     system_prompt: Text | None = None
-    """A system message before every problem, where the model has a chat template."""
+    """A system message before every problem; without a chat template it is put before the text."""
     shuffle: Flag = True
     """Whether the order of the problems changes from epoch to epoch."""
     resampling: Literal["none", "dynamic", "history"] = "none"
-    """'dynamic': groups of equal rewards are replaced (DAPO); 'history': problems that all solved are left out (SRPO)."""
+    """'dynamic': groups of equal accuracy are replaced (DAPO); 'history': problems that all solved are left out (SRPO)."""
     max_refills: Count = 8
     """How often a step may sample again to replace groups before it goes on with fewer."""
     problems_per_epoch: Count | None = None
-    """For tasks made in code: how many different problems make an epoch; absent: never the same list twice."""
+    """For tasks made in code: how many drawn problems make an epoch; absent: never the same list twice."""
     stages: Annotated[int, Strict(), Field(ge=1, le=2)] = 1
     """2: after `second_after_steps` steps the problems come from both tasks in turn."""
     second: SecondTask | None = None
@@ -304,7 +304,7 @@ class Evaluation:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     every_steps: Whole = 20
-    """How often; 0: at the end only."""
+    """How often; 0: before the first step and at the end only."""
     samples_per_problem: Count = 1
     """Responses sampled for each held-out problem."""
     greedy: Flag = True
@@ -328,7 +328,7 @@ class Output:
     name: Text | None = None
     """The folder of this one; absent: task, algorithm, seed and a number."""
     checkpoint_every_steps: Whole = 100
-    """How often a checkpoint is written; 0: at the end only."""
+    """How often a checkpoint is written; 0: at the end and on a signal only."""
     keep_last: Count = 2
     """How many checkpoints are kept beside the best."""
     rollouts_every_steps: Whole = 20

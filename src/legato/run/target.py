@@ -20,8 +20,12 @@ class Target:
     saved: Path | None
     """The model folder of a checkpoint; None: the weights the configuration names."""
     warnings: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
 
     def policy(self) -> Policy:
+        if "model" in self.given and self.resolved.config.policy.lora is not None:
+            raise ValueError("this run trained adapters on a module given in Python; load that module with peft instead")
         return wire.policy_of(self.resolved, wire.Given(), self.saved)
 
 
@@ -41,5 +45,7 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
                 there = ", ".join(map(str, directory.checkpoint_steps())) or "none"
                 raise ValueError(f"{path} has no checkpoint of step {step}; there are: {there}")
             checkpoint.check(folder)
-        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings))
+        start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
+        given = tuple(str(name) for name in start.get("given") or ())
+        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=given)
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)

@@ -35,7 +35,7 @@ class Run:
     """Of sampled responses on held-out problems, at the end."""
     accuracy_greedy: float | None
     model_folder: Path | None
-    """A plain Hugging Face folder."""
+    """A plain Hugging Face folder; under LoRA the adapter (`legato export` merges it)."""
     reason: str
     """Why it ended."""
     exit_code: int
@@ -109,11 +109,15 @@ def start(
     collector = wire.collector_of(config, policy, source, reward)
     held_out = wire.held_out_of(config, source, collector, policy.notes)
     wire.check_training(resolved, policy, collector)
+    if config.policy.lora is not None and config.policy.warm_up is not None and wire.wants_reference(resolved):
+        raise ValueError(
+            "policy.lora with policy.warm_up and a KL term: the reference would be the model before the warm-up; drop one"
+        )
     directory = RunDirectory.create(Path(config.output.directory), _name(resolved))
     with locked(directory):
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
-        notes = _notes(resolved, policy.notes)
+        notes, noted = _notes(resolved, policy.notes), len(policy.notes)
         loggers = _loggers(resolved, directory, watcher, 0)
         directory.append_metrics(
             {
@@ -123,6 +127,7 @@ def start(
                 "algorithm": resolved.algorithm.name,
                 "deviations": list(resolved.deviations),
                 "notes": notes,
+                "given": _made_of(given, source)["given"],
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
@@ -132,7 +137,8 @@ def start(
         reference = None
         if wire.wants_reference(resolved):
             reference = Reference.of(policy)
-            if config.policy.lora is None and config.policy.warm_up is not None:
+            # What the configuration cannot make again: a warmed-up policy, or a module that is trained where it stands.
+            if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
                 save_model(policy, directory.path / "reference")
         execution = Execution(
             resolved=resolved,
@@ -144,6 +150,7 @@ def start(
             loggers=loggers,
             callback=callback,
             made_of=_made_of(given, source),
+            noted=noted,
         )
         return _finish(execution)
 
@@ -199,7 +206,9 @@ def resume(
         execution.remember(memory)
         if words:
             directory.write_config(dump(resolved))
-        watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", sentences)
+        notes = [*sentences, *policy.notes]
+        watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", notes)
+        execution.noted = len(policy.notes)
         return _finish(execution)
 
 

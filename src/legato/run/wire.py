@@ -1,7 +1,6 @@
 """From a checked configuration to the objects of a run. Nothing is decided here that the configuration does not say."""
 
 import hashlib
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from legato.core.importing import import_object
 from legato.core.rollout import Problem
 from legato.policy.adapters import Lora
 from legato.policy.load import Loading, load_policy
@@ -86,26 +86,17 @@ def source_of(config: Config, given: Given) -> Source:
         return first
     second = _source(task.second.kind, task.second.options, config)
     assert task.second_after_steps is not None
-    return Joined(first=first, second=second, after=task.second_after_steps * config.training.prompts_per_step)
+    return Joined(first=first, second=second, after_steps=task.second_after_steps)
 
 
 def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    made: Any = _imported("task.kind", kind) if is_import_path(kind) else make("task", kind, options)
+    made: Any = import_object("task", kind, options) if is_import_path(kind) else make("task", kind, options)
     if hasattr(made, "load"):
         return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
     if not hasattr(made, "problem"):
         raise ValueError(f"task.kind = {kind!r} has neither problem(random) nor load(); a task needs one of them")
     return Generated(split=Split(task=made, share=task.held_out_share), seed=seed, size=task.problems_per_epoch)
-
-
-def _imported(path: str, kind: str) -> Any:
-    module, _, name = kind.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{path} = {kind!r} cannot be imported: {error}") from None
-    return found() if isinstance(found, type) else found
 
 
 def reward_of(config: Config, given: Given) -> WeightedSum:
@@ -134,7 +125,7 @@ def reward_of(config: Config, given: Given) -> WeightedSum:
 
 
 def _reward(kind: str, options: Mapping[str, Any]) -> Any:
-    return import_reward(kind) if is_import_path(kind) else make("reward", kind, options)
+    return import_reward(kind, options) if is_import_path(kind) else make("reward", kind, options)
 
 
 def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:

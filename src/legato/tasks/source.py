@@ -71,14 +71,15 @@ class Pool:
         return self._held_out[:count]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Joined:
-    """Two stages: the first source alone until its number is reached, then both in turn."""
+    """Two stages: the first source alone for so many steps, then both in turn."""
 
     first: Source
     second: Source
-    after: int
-    """How many problems the first stage draws."""
+    after_steps: int
+    after: int | None = None
+    """The number of the first problem of the second stage, once it has begun: steps may draw more or fewer than planned."""
 
     @property
     def size(self) -> int | None:
@@ -86,7 +87,7 @@ class Joined:
         return None if sizes[0] is None or sizes[1] is None else sizes[0] + sizes[1]
 
     def training(self, number: int) -> Problem:
-        if number < self.after:
+        if self.after is None or number < self.after:
             return self.first.training(number)
         later = number - self.after
         return self.second.training(later // 2) if later % 2 else self.first.training(self.after + later // 2)

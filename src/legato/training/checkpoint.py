@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -62,9 +63,11 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str
             shutil.rmtree(folder)
         partial.rename(folder)
         _flush(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"the checkpoint {folder} could not be written: {reason}") from None
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(f"the checkpoint {folder} could not be written: {error.strerror or error}") from None
 
 
 def _write(folder: Path, policy: Policy, tensors: Mapping[str, Tensor], memory: Mapping[str, Any]) -> None:
@@ -169,7 +172,12 @@ def restore(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[
 
 
 def set_aside(checkpoints: Path, newest: Path) -> None:
-    """Rename what is newer than the checkpoint in use: damaged folders must not count among those that are kept."""
+    """Rename what is newer than the checkpoint in use: damaged folders must not count among those that are kept.
+
+    What a killed process left half-written is removed.
+    """
+    for partial in checkpoints.glob(".step-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
     for folder in _listed(checkpoints):
         if _step(folder) > _step(newest):
             target = folder.with_name(f"damaged-{folder.name}")

@@ -16,7 +16,7 @@ from legato.rollouts.engine import Engine, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
-from legato.tasks.source import Source
+from legato.tasks.source import Joined, Source
 
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
@@ -68,6 +68,7 @@ class Collector:
     """The number of the next problem."""
     version: int = 0
     """Of the policy that is being sampled."""
+    steps_begun: int = 0
     solved: set[str] = field(default_factory=set)
     """Keys of problems whose last responses were all right."""
 
@@ -75,6 +76,9 @@ class Collector:
         """So many groups of at least two scored rollouts each; fewer only where refills did not find enough."""
         groups: list[Group] = []
         tally = Tally()
+        if isinstance(self.source, Joined) and self.source.after is None and self.steps_begun >= self.source.after_steps:
+            self.source.after = self.cursor
+        self.steps_begun += 1
         rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
@@ -83,10 +87,20 @@ class Collector:
         return groups, tally
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self.cursor, "version": self.version, "solved": sorted(self.solved)}
+        second = self.source.after if isinstance(self.source, Joined) else None
+        return {
+            "cursor": self.cursor,
+            "version": self.version,
+            "solved": sorted(self.solved),
+            "steps_begun": self.steps_begun,
+            "second_stage_from": second,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         self.cursor, self.version, self.solved = int(state["cursor"]), int(state["version"]), set(state["solved"])
+        self.steps_begun = int(state["steps_begun"])
+        if isinstance(self.source, Joined):
+            self.source.after = state["second_stage_from"]
 
     def draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
         """The next problem that may be trained on, with its number and prompt."""

@@ -56,7 +56,7 @@ class Optimizer:
         self.settings, self.schedule = settings, schedule
         self.weights = dict(parameters)
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
-        self.inner = _inner(self._groups(), settings, next(iter(self.masters.values())).is_cuda)
+        self.inner = _inner(self._groups(), settings)
         self.updates = 0
 
     def _master(self, weight: nn.Parameter) -> Tensor:
@@ -151,10 +151,11 @@ class Optimizer:
             kind, _, owner = key.partition("|")
             if owner and kind != "master":
                 states.setdefault(owner, {})[kind] = value
-        kinds = {kind for state in states.values() for kind in state}
+        # The 8-bit optimizer keeps other things for small weights than for large ones; what is there is taken as it is.
+        wanted = {"step", "exp_avg", "exp_avg_sq"} if self.settings.kind == "adamw" else set[str]()
         for name in self.masters:
-            lacking = kinds - set(states.get(name, {}))
-            if lacking or (self.updates and not kinds):
+            lacking = wanted - set(states.get(name, {}))
+            if self.updates and (lacking or name not in states):
                 raise ValueError(f"the optimizer state of {name} lacks {', '.join(sorted(lacking)) or 'everything'}")
         for name, master in self.masters.items():
             if master is not self.weights[name]:
@@ -167,7 +168,7 @@ class Optimizer:
                 }
 
 
-def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings, cuda: bool) -> Any:
+def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.epsilon}
     if settings.kind == "adamw-8bit":
         return check_eight_bit()(groups, **common)

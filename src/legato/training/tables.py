@@ -67,7 +67,11 @@ class Tables:
 
     def anchors_itself(self, rows: Tensor) -> bool:
         """Whether these rows (on the CPU) have no old log-probs: their update is the first to move the policy."""
-        return self.old_logprobs is None or (self.anchored is not None and not bool(self.anchored[rows].all()))
+        if self.old_logprobs is None or self.anchored is None:
+            return True
+        known = self.anchored[rows]
+        assert bool(known.all()) or not bool(known.any()), "an update of which some rows have an anchor and some have none"
+        return not bool(known.all())
 
     def with_advantages(self, algorithm: Algorithm) -> "Tables":
         """rewards -> advantages, and what the filters keep, over the whole step."""
