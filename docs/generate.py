@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from benchmarks import smollm2_gpu
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
 from benchmarks.step_page import engine_section, step_section
@@ -30,6 +31,7 @@ def pages() -> dict[str, str]:
         "docs/resume.md": resume_page(),
         "docs/algorithms.md": algorithms_page(),
         "docs/performance.md": performance(),
+        "docs/experiments/smollm2.md": smollm2_gpu.experiment_page(json.loads(smollm2_gpu.RESULTS.read_text())),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
