@@ -97,11 +97,13 @@ def problems_that_come_again(bench: Bench) -> None:
 @effect("task.stages", "task.second", "task.second.kind", "task.second.OPTION", "task.second_after_steps")
 def a_second_stage(bench: Bench) -> None:
     second = {"task.stages": 2, "task.second": {"kind": "reversal", "length": 7}, "task.second_after_steps": 2}
-    source = bench.wired(second).source
-    prompts = [source.training(number).prompt for number in range(16)]
-    assert all("+" in prompt for prompt in prompts[:8])
-    assert any("+" not in prompt and len(prompt) == 8 for prompt in prompts[8:])
-    assert any("+" not in problem.prompt for problem in source.held_out(8))
+    steps = [
+        [group.problem.prompt for group in report.groups] for report in bench.run({**second, "training.steps": 4}).reports
+    ]
+    assert len(steps) == 4
+    assert all("+" in prompt for prompts in steps[:2] for prompt in prompts)
+    assert all(any("+" not in prompt and len(prompt) == 8 for prompt in prompts) for prompts in steps[2:])
+    assert any("+" not in problem.prompt for problem in bench.wired(second).source.held_out(8))
 
 
 # Rewards

@@ -2,6 +2,7 @@
 SIGINT and SIGTERM with the state saved."""
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -158,6 +159,8 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> Non
 
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2, our own fault a report file and exit code 1."""
+    # A shell starts background jobs with SIGINT ignored; `kill -INT` should still end a command.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app()
     except ValueError as error:

@@ -91,7 +91,7 @@ def source_of(config: Config, given: Given) -> Source:
 
 def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    made: Any = import_object("task", kind, options) if is_import_path(kind) else make("task", kind, options)
+    made: Any = import_object("task.kind =", kind, options) if is_import_path(kind) else make("task", kind, options)
     if hasattr(made, "load"):
         return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
     if not hasattr(made, "problem"):
