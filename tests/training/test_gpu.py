@@ -168,3 +168,23 @@ def test_graphs_see_the_weights_of_the_next_update() -> None:
     batch = collate(groups)
     scored = made.policy.score(Tables.of(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
     assert torch.allclose(scored[batch.mask], batch.sampler_logprobs[batch.mask], atol=1e-4)
+
+
+def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> None:
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    tokenizer = load_policy("tiny", Loading(dtype="float32")).tokenizer
+    config = DeepseekV3Config(
+        vocab_size=len(tokenizer), intermediate_size=32, first_k_dense_replace=1, **shape, **latent, **experts
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    policy = load_policy(model, Loading(dtype="float32"), tokenizer=tokenizer)
+    engine = local_engine(policy, 16)
+    assert isinstance(engine, LocalEngine)
+    assert any("a plainer one is tried" in note for note in policy.notes)
+    requests = [Request(prompt=torch.tensor([5, 6, 7]), seeds=(1, 2))]
+    (found,) = engine.generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=()))
+    assert all(len(response.tokens) == 4 for response in found)

@@ -5,7 +5,7 @@ decode in step, one token a pass; finished ones leave the batch when a quarter o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,9 @@ from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
 from legato.policy.fused import Norms, decode, plain_add_norm, plain_swiglu, turned, why_not
 from legato.policy.head import Head
-from legato.policy.packs import Pack, Texts, pack
+from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
-from legato.policy.selfcheck import tolerance
+from legato.rollouts.agreement import disagreement
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
@@ -248,19 +248,13 @@ class LocalEngine:
         """Whether decoding with a cache gives this body's own log-probs; looked at once, on a few tokens."""
         if self._checked is None:
             self._checked = True  # for the look itself
-            limits = Limits(max_response_tokens=4, end_tokens=())
-            prompts = [torch.tensor([1, 2, 3, 4]) % self.policy.vocabulary, torch.tensor([5, 6]) % self.policy.vocabulary]
-            requests = [Request(prompt=prompt, seeds=(0,)) for prompt in prompts]
-            try:
-                found = [row[0] for row in self.generate(requests, Sampling(), limits)]
-                right = self.policy.score(_written(prompts, found), torch.arange(2)).logprobs.cpu()
-                gap = (torch.stack([response.logprobs for response in found]) - right).abs().max()
-                self._checked = float(gap) <= tolerance(self.policy.model.get_input_embeddings().weight.dtype)
-            except (AttributeError, TypeError, KeyError, IndexError, RuntimeError):
-                self._checked = False
-            if not self._checked:
+            wrong = disagreement(self, self.policy)
+            self._checked = wrong is None
+            if wrong is not None:
                 family = type(self.policy.body).__name__
-                self.policy.notes.append(f"{family} cannot be decoded with our cache: every token is recomputed (slow)")
+                self.policy.notes.append(
+                    f"{family} cannot be decoded with our cache ({wrong}): every token is recomputed (slow)"
+                )
         return self._checked
 
     def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
@@ -330,15 +324,4 @@ def _start(
         rows=torch.arange(rows, device=device),
         seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
-    )
-
-
-def _written(prompts: list[Tensor], responses: list[Response]) -> Texts:
-    """Prompts with a response of equal length each."""
-    tokens = torch.stack([response.tokens for response in responses])
-    return replace(
-        prompt_texts(prompts),
-        tokens=tokens,
-        lengths=torch.full((len(tokens),), tokens.shape[1]),
-        mask=torch.ones_like(tokens, dtype=torch.bool),
     )

@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from legato.policy.policy import Policy
+from legato.rollouts.agreement import disagreement
 from legato.rollouts.engine import Engine
 from legato.rollouts.local import LocalEngine
 
@@ -16,4 +17,14 @@ def local_engine(policy: Policy, rows_at_once: int) -> Engine:
         return LocalEngine(policy, rows_at_once)
     from legato.rollouts.graphed import GraphedEngine
 
-    return GraphedEngine(policy, rows_at_once, say=policy.notes.append)
+    for graphs in (True, False):
+        engine = GraphedEngine(policy, rows_at_once, graphs=graphs, say=policy.notes.append)
+        wrong = disagreement(engine, policy)
+        engine.forget()
+        if wrong is None:
+            return engine
+        form = "with captured graphs" if graphs else "with slots"
+        policy.notes.append(
+            f"the engine {form} does not serve {type(policy.body).__name__} ({wrong}); a plainer one is tried"
+        )
+    return LocalEngine(policy, rows_at_once)
