@@ -39,17 +39,22 @@ def resume_command(path: Path, words: Sequence[str], allow_changes: bool) -> int
     return run.exit_code
 
 
+def _program() -> str:
+    """How this command was called, so that the next one can be typed as it is shown."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "legato" else "legato"
+
+
 def _end(run: Run) -> None:
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
-        Console(highlight=False).print(f"{run.reason}\nnext       legato resume {run.directory}", soft_wrap=True)
+        Console(highlight=False).print(f"{run.reason}\nnext       {_program()} resume {run.directory}", soft_wrap=True)
         return
     end_screen(
         summary(directory),
         samples=samples(directory),
         checkpoint=run.model_folder,
         report=directory.report_path,
-        next_command=f"legato sample {run.directory}",
+        next_command=f"{_program()} sample {run.directory}",
     )
 
 
