@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from legato.core.rollout import Problem, Rollout, Score, StopReason, Unscorable
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.run import wire
 from legato.run.load import load
+from proof.responses import response
 from proof.runs import SMALL, small, steps
 
 EFFECTS: dict[str, Callable[["Bench"], None]] = {}
@@ -93,21 +94,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
     """A finished response of so many tokens."""
-    whole = torch.zeros(length, dtype=torch.long)
-    return Rollout(
-        problem=Problem(prompt="?", answer=answer),
-        rollout_id=0,
-        prompt_tokens=whole,
-        tokens=whole,
-        sampler_logprobs=torch.zeros(length),
-        version=whole,
-        text=text,
-        stop=StopReason.END_TOKEN,
-        temperature=1.0,
-        mask=torch.ones(length, dtype=torch.bool),
-        turn=whole,
-        author=whole,
-    )
+    return response(Problem(prompt="?", answer=answer), text, length)
 
 
 def scored(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
+from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.core.workers import shared
 from legato.rewards.gym import WORKER, ReasoningGymScore, tagged_answer
 from legato.rewards.gym_worker import check_formula, evaluate_literal
 from legato.tasks.gym import ReasoningGym
 from legato.tasks.task import Task
+from proof.responses import response
 
 pytest.importorskip("reasoning_gym")
 
@@ -22,21 +22,7 @@ FAMILIES = ["chain_sum", "list_functions", "rearc", "word_ladder", "simple_integ
 
 
 def rollout(problem: Problem, text: str) -> Rollout:
-    whole = torch.zeros(1, dtype=torch.long)
-    return Rollout(
-        problem=problem,
-        rollout_id=0,
-        prompt_tokens=whole,
-        tokens=whole,
-        sampler_logprobs=torch.zeros(1),
-        version=whole,
-        text=text,
-        stop=StopReason.END_TOKEN,
-        temperature=1.0,
-        mask=torch.ones(1, dtype=torch.bool),
-        turn=whole,
-        author=whole,
-    )
+    return response(problem, text)
 
 
 def draw(task: ReasoningGym, seed: int = 0) -> Problem:

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from legato.core.boxed import last_boxed
-from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
+from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.core.workers import shared
 from legato.rewards.math import WORKER, MathVerify
+from proof.responses import response
 
 pytest.importorskip("math_verify")
 
@@ -23,21 +23,7 @@ HANGS = [r"$9^{9^{9^9}}$", r"$((999999)!)!$", r"$\binom{10^9}{5\cdot 10^8}$", r"
 
 
 def rollout(text: str, answer: str | None = "42") -> Rollout:
-    whole = torch.zeros(1, dtype=torch.long)
-    return Rollout(
-        problem=Problem(prompt="?", answer=answer),
-        rollout_id=0,
-        prompt_tokens=whole,
-        tokens=whole,
-        sampler_logprobs=torch.zeros(1),
-        version=whole,
-        text=text,
-        stop=StopReason.END_TOKEN,
-        temperature=1.0,
-        mask=torch.ones(1, dtype=torch.bool),
-        turn=whole,
-        author=whole,
-    )
+    return response(Problem(prompt="?", answer=answer), text)
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,15 @@
 import math
 
 import pytest
-import torch
 
-from legato.core.rollout import Problem, Rollout, StopReason, Unscorable
+from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.scoring import Component, WeightedSum, judge
 from legato.rewards.verifiers import CountdownMatch, ExactMatch, FormatMatch, LengthPenalty, NumberMatch, read_number
+from proof.responses import response
 
 
 def rollout(text: str, answer: str | None = "42", length: int = 3, **fields: object) -> Rollout:
-    whole = torch.zeros(length, dtype=torch.long)
-    return Rollout(
-        problem=Problem(prompt="?", answer=answer, fields=fields),
-        rollout_id=0,
-        prompt_tokens=whole,
-        tokens=whole,
-        sampler_logprobs=torch.zeros(length),
-        version=whole,
-        text=text,
-        stop=StopReason.END_TOKEN,
-        temperature=1.0,
-        mask=torch.ones(length, dtype=torch.bool),
-        turn=whole,
-        author=whole,
-    )
+    return response(Problem(prompt="?", answer=answer, fields=fields), text, length)
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,16 @@ import time
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from legato.core.rollout import Problem, Rollout, Score, StopReason, Unscorable
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum, batched, judge_all
 from legato.rewards.verifiers import ExactMatch
+from proof.responses import response
 
 
 def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
-    whole = torch.zeros(length, dtype=torch.long)
-    return Rollout(
-        problem=Problem(prompt="?", answer=answer),
-        rollout_id=0,
-        prompt_tokens=whole,
-        tokens=whole,
-        sampler_logprobs=torch.zeros(length),
-        version=whole,
-        text=text,
-        stop=StopReason.END_TOKEN,
-        temperature=1.0,
-        mask=torch.ones(length, dtype=torch.bool),
-        turn=whole,
-        author=whole,
-    )
+    return response(Problem(prompt="?", answer=answer), text, length)
 
 
 ROLLOUTS = [rollout(text) for text in ("a", "bb", "", "dddd")]

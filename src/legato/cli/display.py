@@ -19,8 +19,9 @@ from rich.text import Text
 from legato.cli.ending import end_screen
 from legato.dashboard.legible import legible
 from legato.dashboard.report import duration
+from legato.run.watcher import Watcher
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "end_screen", "for_terminal", "sparkline", "time_left"]
+__all__ = ["LiveDisplay", "PlainDisplay", "end_screen", "for_terminal", "sparkline", "time_left"]
 
 Metrics = Mapping[str, float]
 
@@ -48,24 +49,7 @@ class Stream(Protocol):
     def flush(self) -> None: ...
 
 
-@runtime_checkable
-class Display(Protocol):
-    """What the trainer calls. `seconds_left` None: the display estimates it from `time/step_seconds`."""
-
-    def start(self, title: str, notes: Sequence[str]) -> None: ...
-
-    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
-
-    def step(
-        self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None
-    ) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def for_terminal(console: Console | None = None) -> Display:
+def for_terminal(console: Console | None = None) -> Watcher:
     """Live where someone looks on, plain lines into files, pipes and terminals that cannot move their cursor."""
     console = console or Console(highlight=False)
     return LiveDisplay(console) if console.is_interactive and not console.is_dumb_terminal else PlainDisplay(console.file)

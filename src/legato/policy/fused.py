@@ -7,6 +7,7 @@ runs: a body that is not known part by part is left to its own forward. The part
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,27 @@ FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeM
 
 Norms = tuple[Tensor, Tensor, float]
 """Weights of the norms of queries and keys, and their epsilon."""
-Ready = Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Norms | None, int], Tensor]
-"""(layer, query, key, value, cosine, sine, norms, width): make heads ready, store keys and values; queries [R, H, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """What the projections of a layer gave for one token per row, and what makes heads of it."""
+
+    query: Tensor
+    """[R, H * D]"""
+    key: Tensor
+    """[R, K * D]"""
+    value: Tensor
+    cosine: Tensor
+    """[R, D]"""
+    sine: Tensor
+    norms: Norms | None
+    width: int
+    """D"""
+
+
+Ready = Callable[[int, Projected], Tensor]
+"""(layer, projections): make heads ready, store keys and values; queries [R, H, D]."""
 Attend = Callable[[int, Tensor, float], Tensor]
 """(layer, queries [R, H, D], scaling) -> [R, H, D]; the new keys and values are stored already."""
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -67,8 +87,16 @@ def decode(
         norms = None
         if hasattr(attention, "q_norm"):
             norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-        projected = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-        asked = ready(number, *projected, cosine, sine, norms, attention.head_dim)
+        projected = Projected(
+            query=attention.q_proj(x),
+            key=attention.k_proj(x),
+            value=attention.v_proj(x),
+            cosine=cosine,
+            sine=sine,
+            norms=norms,
+            width=attention.head_dim,
+        )
+        asked = ready(number, projected)
         found = attention.o_proj(attend(number, asked, attention.scaling).flatten(1))
         second = layer.post_attention_layernorm
         residual, x = add_norm(residual, found, second.weight, second.variance_epsilon)
@@ -93,14 +121,13 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def turned(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, norms: Norms | None, width: int
-) -> tuple[Tensor, Tensor]:
+def turned(projected: Projected) -> tuple[Tensor, Tensor]:
     """Queries [R, H, D] and keys [R, K, D], normed where there are norms, turned by their position."""
-    query, key = query.reshape(len(query), -1, width), key.reshape(len(key), -1, width)
+    width, norms = projected.width, projected.norms
+    query, key = (x.reshape(len(x), -1, width) for x in (projected.query, projected.key))
     if norms is not None:
         query, key = rms_norm(query, (width,), norms[0], norms[2]), rms_norm(key, (width,), norms[1], norms[2])
     both = torch.cat([query, key], 1)
     low, high = both.chunk(2, -1)
-    both = both * cosine.unsqueeze(1) + torch.cat([-high, low], -1) * sine.unsqueeze(1)
+    both = both * projected.cosine.unsqueeze(1) + torch.cat([-high, low], -1) * projected.sine.unsqueeze(1)
     return both[:, : query.shape[1]], both[:, query.shape[1] :]

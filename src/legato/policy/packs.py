@@ -36,10 +36,6 @@ class Texts:
     temperature: Tensor
     """[B]"""
 
-    def to(self, device: torch.device) -> "Texts":
-        names = ("prompts", "prompt_lengths", "tokens", "lengths", "mask", "group", "temperature")
-        return Texts(**{name: getattr(self, name).to(device) for name in names})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
@@ -87,6 +83,11 @@ class Pack:
             if isinstance(getattr(self, field.name), Tensor)
         }
         return Pack(**tensors, width=self.width, counts=self.counts, prefix_tokens=self.prefix_tokens)
+
+    @property
+    def prompt_ends(self) -> Tensor:
+        """[G]: the last token of each prompt among the N."""
+        return self.prefix.gather(1, self.prefix_lengths[:, None] - 1).squeeze(1)
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
@@ -148,14 +149,18 @@ class _Gather(torch.autograd.Function):
         return towards, None, None, None
 
 
-class _Restore(torch.autograd.Function):
-    """From the padded tables back to tokens; the backward writes each to its one place."""
+class _Select(torch.autograd.Function):
+    """Some rows of a table, in an order; what becomes of their gradient is the affair of those below."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, restore: Tensor) -> Tensor:
-        ctx.save_for_backward(restore)
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
         ctx.shape = values.shape
-        return values.index_select(0, restore)
+        return values.index_select(0, index)
+
+
+class _Restore(_Select):
+    """From the padded tables back to tokens; the backward writes each to its one place."""
 
     @staticmethod
     @once_differentiable
@@ -164,14 +169,8 @@ class _Restore(torch.autograd.Function):
         return gradients[0].new_zeros(ctx.shape).index_copy_(0, restore, gradients[0]), None
 
 
-class _Share(torch.autograd.Function):
+class _Share(_Select):
     """A prompt's keys for each of its rows; the backward adds rows up as a product with 0s and 1s, in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, owner: Tensor) -> Tensor:
-        ctx.save_for_backward(owner)
-        ctx.shape = values.shape
-        return values.index_select(0, owner)
 
     @staticmethod
     @once_differentiable

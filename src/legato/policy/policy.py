@@ -122,7 +122,7 @@ class Policy:
         """The channels of some rows without a gradient."""
         packed = pack(texts, rows).to(self.device)
         with torch.no_grad(), self._laid_out(packed) as hidden:
-            return _joined([self._channels(hidden, packed, part) for part in self._parts(packed)])
+            return joined([self._channels(hidden, packed, part) for part in self._parts(packed)])
 
     def learn(self, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
         """Add the gradient of a pack. `respond` is given the channels of some of its rows and says their coefficients.
@@ -151,10 +151,10 @@ class Policy:
         """[K, N]: the last hidden state wherever the pack wants logits."""
         if self.packing:
             with self.attending(packed):
-                yield self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0][packed.read]
+                yield self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0][packed.read]
         else:
             tokens, positions, read = padded(packed)
-            yield self._hidden(tokens, positions).flatten(0, 1)[read]
+            yield self.hidden(tokens, positions).flatten(0, 1)[read]
 
     def _parts(self, packed: Pack) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
@@ -184,7 +184,8 @@ class Policy:
             values=None if values is None else _spread(values, place, shape),
         )
 
-    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The body's last hidden state, `[rows, tokens, N]`; inside `attending`, laid out as the view says."""
         output = self.body.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -211,7 +212,8 @@ def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
     return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).reshape(shape)
 
 
-def _joined(parts: list[Channels]) -> Channels:
+def joined(parts: list[Channels]) -> Channels:
+    """The channels of several runs of rows as one table; they are equally wide."""
     if len(parts) == 1:
         return parts[0]
     values = [part.values for part in parts if part.values is not None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from legato.policy.attention import Heads
-from legato.policy.fused import Norms
+from legato.policy.fused import Projected
 from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store
 from legato.policy.triton.layers import heads as heads_ready
 from legato.rollouts.slots import Store, blocks
@@ -25,19 +25,19 @@ class Bucket:
         self.block_rows: Tensor | None = None
         self.workspaces: dict[tuple[int, int], Workspace] = {}
         self.graphs: dict[Any, Any] = {}
-        self._pending: tuple[list[int], list[int]] | None = None
+        self.prompts = [-1] * rows
+        """The prompt of each row, -1 where a row only fills up."""
 
     def place(self, slots: list[int], prompts: list[int]) -> None:
         """Put slots into the rows; rows left over go to the dump."""
         filler = self.rows - len(slots)
         self.slots.copy_(torch.tensor([*slots, *[self.store.dump] * filler]))
-        self._pending = (slots, [*prompts, *[-1] * filler])
-        for per_block in {rows.shape[1] for rows in [self.block_rows] if rows is not None}:
-            self._blocks(per_block)
+        self.prompts = [*prompts, *[-1] * filler]
+        if self.block_rows is not None:
+            self._blocks(self.block_rows.shape[1])
 
     def _blocks(self, per_block: int) -> None:
-        assert self._pending is not None
-        owners, rows = blocks(self._pending[1], per_block, self.rows)
+        owners, rows = blocks(self.prompts, per_block, self.rows)
         device = self.slots.device
         if self.block_rows is None or self.block_prompt is None:
             self.block_prompt = torch.tensor(owners, device=device)
@@ -68,21 +68,22 @@ class Bucket:
         )
         return found.unsqueeze(1)
 
-    def ready(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        norms: Norms | None,
-        width: int,
-    ) -> Tensor:
+    def ready(self, layer: int, projected: Projected) -> Tensor:
         """Make heads ready and store keys and values, in one kernel."""
         memory = self.store
-        keys, values = memory.keys[layer], memory.values[layer]
-        return heads_ready(query, key, value, cosine, sine, norms, keys, values, self.slots, memory.length, width)
+        return heads_ready(
+            projected.query,
+            projected.key,
+            projected.value,
+            projected.cosine,
+            projected.sine,
+            projected.norms,
+            memory.keys[layer],
+            memory.values[layer],
+            self.slots,
+            memory.length,
+            projected.width,
+        )
 
     def look(
         self,

@@ -12,9 +12,9 @@ from legato.core.rollout import StopReason
 from legato.policy.packs import pack
 from legato.policy.policy import Policy
 from legato.rollouts.buckets import Bucket
-from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.engine import Limits, Request, Response, written
 from legato.rollouts.prompts import prompt_texts
-from legato.rollouts.sampling import Sampling
+from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.slots import Prefill, Store
 
 _LOOK_EVERY = 8
@@ -31,23 +31,7 @@ class Decoder(Protocol):
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None: ...
 
-    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor: ...
-
-    def choose(
-        self, hidden: Tensor, slots: Tensor, sampling: Sampling, add: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-    def note(
-        self,
-        memory: Store,
-        slots: Tensor,
-        place: Tensor,
-        alive: Tensor,
-        tokens: Tensor,
-        logprobs: Tensor,
-        kept: Tensor | None,
-        ends: Tensor,
-    ) -> None: ...
+    def choose(self, hidden: Tensor, slots: Tensor, sampling: Sampling, add: int) -> Choice: ...
 
     def end_tokens(self, ends: tuple[int, ...]) -> Tensor: ...
 
@@ -125,15 +109,13 @@ class Call:
         placed = torch.tensor(entries, device=device)
         memory.prompt_length[placed] = packed.prefix_lengths
         with engine.policy.attending(Prefill(memory, packed, placed)):
-            hidden = engine.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
-        ends = packed.prefix.gather(1, packed.prefix_lengths[:, None] - 1).squeeze(1)
+            hidden = engine.policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
         owner = torch.tensor([i for i, (_, seeds, _) in enumerate(parts) for _ in seeds], device=device)
         slots = torch.tensor([slot for _, _, listed in parts for slot in listed], device=device)
         seeds = torch.tensor([seed for _, listed, _ in parts for seed in listed], device=device)
         memory.admit(slots, placed[owner], packed.prefix_lengths[owner], seeds, self.limits.max_response_tokens)
-        tokens, logprobs, kept = engine.choose(hidden[ends][owner], slots, self.sampling, 0)
-        alive = torch.ones_like(slots, dtype=torch.bool)
-        engine.note(memory, slots, torch.zeros_like(slots), alive, tokens, logprobs, kept, self.ends)
+        choice = engine.choose(hidden[packed.prompt_ends][owner], slots, self.sampling, 0)
+        memory.write(slots, torch.zeros_like(slots), torch.ones_like(slots, dtype=torch.bool), choice, self.ends)
         for entry, (number, seeds_, listed) in zip(entries, parts, strict=True):
             self.users[entry] = len(seeds_)
             for slot in listed:
@@ -176,39 +158,25 @@ class Call:
         for slot, row, length in zip(listed, tokens, written, strict=True):
             if self.active[slot][0] in self.cut:
                 continue
-            whole = decode(row[:length].tolist(), skip_special_tokens=True)
-            if not any(stop in whole for stop in self.limits.stop_strings):
+            if self.limits.before_stop(decode(row[:length].tolist(), skip_special_tokens=True)) is None:
                 continue
             for count in range(1, length + 1):
-                text = decode(row[:count].tolist(), skip_special_tokens=True)
-                cuts = [text.find(stop) for stop in self.limits.stop_strings if stop in text]
-                if cuts:
-                    self.cut[self.active[slot][0]] = (count, text[: min(cuts)])
+                before = self.limits.before_stop(decode(row[:count].tolist(), skip_special_tokens=True))
+                if before is not None:
+                    self.cut[self.active[slot][0]] = (count, before)
                     found.append(slot)
                     break
         return found
 
     def _responses(self) -> list[list[Response]]:
-        tokens, logprobs, lengths = self.tokens.cpu(), self.logprobs.cpu(), self.lengths.tolist()
-        kept = None if self.kept is None else self.kept.cpu()
+        tokens, lengths = self.tokens.cpu(), self.lengths.tolist()
         ends = set(self.limits.end_tokens)
-        said, stops = [], []
-        for row, length in enumerate(lengths):
-            if row in self.cut:
-                lengths[row] = length = self.cut[row][0]
-                stops.append(StopReason.STOP_STRING)
-            else:
-                stops.append(StopReason.END_TOKEN if int(tokens[row, length - 1]) in ends else StopReason.LENGTH)
-            said.append(tokens[row, : length - (stops[-1] is StopReason.END_TOKEN)].tolist())
-        texts = self.engine.policy.tokenizer.batch_decode(said, skip_special_tokens=True)
-        found = [
-            Response(
-                tokens=tokens[row, :length].clone(),
-                logprobs=logprobs[row, :length].clone(),
-                kept_logmass=None if kept is None else kept[row, :length].clone(),
-                text=self.cut[row][1] if row in self.cut else texts[row],
-                stop=stops[row],
-            )
+        stops = [
+            StopReason.END_TOKEN if int(tokens[row, length - 1]) in ends else StopReason.LENGTH
             for row, length in enumerate(lengths)
         ]
+        for row, (count, _) in self.cut.items():
+            lengths[row], stops[row] = count, StopReason.STOP_STRING
+        texts = {row: text for row, (_, text) in self.cut.items()}
+        found = written(self.engine.policy.tokenizer, tokens, self.logprobs, self.kept, lengths, stops, texts)
         return [found[start:end] for start, end in pairwise(self.first)]

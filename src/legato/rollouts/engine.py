@@ -1,8 +1,8 @@
 """What an engine is: prompts with seeds in, sampled tokens out, in the order asked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,11 @@ class Limits:
     """Written and counted: the policy chose to stop."""
     stop_strings: tuple[str, ...] = ()
 
+    def before_stop(self, text: str) -> str | None:
+        """The text before the first stop string in it; None where there is none."""
+        cuts = [text.find(stop) for stop in self.stop_strings if stop in text]
+        return text[: min(cuts)] if cuts else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
@@ -40,6 +45,31 @@ class Response:
     text: str
     """Without end tokens and without the stop string."""
     stop: StopReason
+
+
+def written(
+    tokenizer: Any,
+    tokens: Tensor,
+    logprobs: Tensor,
+    kept: Tensor | None,
+    lengths: Sequence[int],
+    stops: Sequence[StopReason],
+    cut: Mapping[int, str],
+) -> list[Response]:
+    """Tables [rows, T] as responses. `cut` holds the texts that a stop string ended; the others are decoded here."""
+    tokens, logprobs, kept = tokens.cpu(), logprobs.cpu(), None if kept is None else kept.cpu()
+    said = [tokens[row, : length - (stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)]
+    texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+    return [
+        Response(
+            tokens=tokens[row, :length].clone(),
+            logprobs=logprobs[row, :length].clone(),
+            kept_logmass=None if kept is None else kept[row, :length].clone(),
+            text=cut.get(row, texts[row]),
+            stop=stops[row],
+        )
+        for row, length in enumerate(lengths)
+    ]
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from legato.rollouts.buckets import BUCKETS, Bucket
 from legato.rollouts.calls import Call
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.randomness import uniform
-from legato.rollouts.sampling import Sampling
+from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
 from legato.rollouts.slots import Room, Store
 
@@ -112,48 +112,25 @@ class GraphedEngine:
         memory, slots = bucket.store, bucket.slots
         length = memory.length[slots]
         hidden = self._decoded(bucket, memory.token[slots], memory.base[slots] + length)
-        tokens, logprobs, kept = self.choose(hidden, slots, sampling, 1)
+        choice = self.choose(hidden, slots, sampling, 1)
         alive = ~memory.done[slots]
-        place = (length + 1).clamp(max=memory.room.response_tokens - 1)
-        self.note(memory, slots, place, alive, tokens, logprobs, kept, ends)
+        memory.write(slots, (length + 1).clamp(max=memory.room.response_tokens - 1), alive, choice, ends)
         memory.length[slots] = torch.where(alive, length + 1, length)
 
-    def choose(self, hidden: Tensor, slots: Tensor, sampling: Sampling, add: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def choose(self, hidden: Tensor, slots: Tensor, sampling: Sampling, add: int) -> Choice:
+        """The next token of each slot, `add` places after those whose keys are stored."""
         memory = self.store
         assert memory is not None
         logits = Head.of(self.policy.body).exact(hidden)
         if not sampling.truncates:
             tokens, logprobs = sample(logits, slots, memory.seed, memory.length, temperature=sampling.temperature, add=add)
-            return tokens, logprobs, None
-        choice = choose_plainly(logits, uniform(memory.seed[slots], memory.length[slots] + add), sampling)
-        return choice.tokens, choice.logprobs, choice.kept_logmass
-
-    def note(
-        self,
-        memory: Store,
-        slots: Tensor,
-        place: Tensor,
-        alive: Tensor,
-        tokens: Tensor,
-        logprobs: Tensor,
-        kept: Tensor | None,
-        ends: Tensor,
-    ) -> None:
-        """Write what was chosen for the rows still writing, and which of them end with it."""
-        memory.tokens[slots, place] = torch.where(alive, tokens, memory.tokens[slots, place])
-        memory.logprobs[slots, place] = torch.where(alive, logprobs, memory.logprobs[slots, place])
-        if kept is not None:
-            memory.kept[slots, place] = torch.where(alive, kept.float(), memory.kept[slots, place])
-        memory.token[slots] = torch.where(alive, tokens, memory.token[slots])
-        written = torch.where(alive, place + 1, memory.written[slots])
-        memory.written[slots] = written
-        ended = (tokens.unsqueeze(1) == ends).any(1) | (written >= memory.limit[slots])
-        memory.done[slots] = ~alive | ended
+            return Choice(tokens=tokens, logprobs=logprobs, kept_logmass=None)
+        return choose_plainly(logits, uniform(memory.seed[slots], memory.length[slots] + add), sampling)
 
     def _decoded(self, bucket: Bucket, tokens: Tensor, positions: Tensor) -> Tensor:
         """[R, N]: the last hidden state of one token per row, through fused parts where the family is known."""
         if not self.fused:
-            return self.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
+            return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
         return decode(
             self.policy.body.get_decoder(),
             tokens,
@@ -163,11 +140,6 @@ class GraphedEngine:
             add_norm=add_norm,
             swiglu=swiglu,
         )
-
-    def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        body: Any = self.policy.body.get_decoder()
-        hidden: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-        return hidden
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """One step of a bucket: a replay where it is captured."""

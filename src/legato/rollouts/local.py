@@ -7,7 +7,6 @@ decode in step, one token a pass; finished ones leave the batch when a quarter o
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.fused import Norms, decode, plain_add_norm, plain_swiglu, turned, why_not
+from legato.policy.fused import Projected, decode, plain_add_norm, plain_swiglu, turned, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
 from legato.rollouts.agreement import disagreement
-from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.engine import Limits, Request, Response, written
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
 from legato.rollouts.recompute import Recompute
@@ -63,21 +62,11 @@ class _Cache:
             table[:, :, : self.width] = found
             store[heads.layer] = table
 
-    def ready(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
-        norms: Norms | None,
-        width: int,
-    ) -> Tensor:
+    def ready(self, layer: int, projected: Projected) -> Tensor:
         """Queries of a fused body; its keys and values are stored."""
-        query, key = turned(query, key, cosine, sine, norms, width)
+        query, key = turned(projected)
         self.keys[layer][:, :, self.column] = key
-        self.values[layer][:, :, self.column] = value.reshape(key.shape)
+        self.values[layer][:, :, self.column] = projected.value.reshape(key.shape)
         return query
 
     def look(self, layer: int, query: Tensor, scaling: float) -> Tensor:
@@ -139,9 +128,8 @@ class _Cached:
         """[n, V]: prompts are read once each, whatever the number of their rows."""
         packed = self.packed
         with self.policy.attending(_Prefill(packed, self.cache, self.owner)):
-            hidden = self._hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
-        ends = packed.prefix.gather(1, packed.prefix_lengths[:, None] - 1).squeeze(1)
-        return self.head.exact(hidden[ends])[self.owner]
+            hidden = self.policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+        return self.head.exact(hidden[packed.prompt_ends])[self.owner]
 
     def next(self, tokens: Tensor) -> Tensor:
         """[n, V] after one more token of each row."""
@@ -157,7 +145,7 @@ class _Cached:
             )
         else:
             with self.policy.attending(self.cache):
-                hidden = self._hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
+                hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
         self.positions = self.positions + 1
         self.cache.advance()
         return self.head.exact(hidden)
@@ -165,11 +153,6 @@ class _Cached:
     def keep(self, rows: Tensor) -> None:
         self.cache.keep(rows)
         self.positions = self.positions[rows]
-
-    def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        body: Any = self.policy.body.get_decoder()
-        hidden: Tensor = body(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
-        return hidden
 
 
 @dataclass(slots=True)
@@ -181,7 +164,8 @@ class _Wave:
     kept: Tensor | None
     lengths: Tensor
     stops: list[StopReason]
-    texts: list[str | None]
+    cut: dict[int, str]
+    """row -> its text, where a stop string ended it"""
     rows: Tensor
     """[n]: the wave's row of each cached row."""
     seeds: Tensor
@@ -240,7 +224,9 @@ class LocalEngine:
             if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
                 break
             logits = memory.next(self._compact(wave, memory, choice.tokens))
-        responses = self._responses(wave)
+        responses = written(
+            self.policy.tokenizer, wave.tokens, wave.logprobs, wave.kept, wave.lengths.tolist(), wave.stops, wave.cut
+        )
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 
@@ -277,9 +263,9 @@ class LocalEngine:
         for index in asked.nonzero().squeeze(1).tolist():
             row = int(wave.rows[index])
             text = self.policy.tokenizer.decode(wave.tokens[row, : place + 1].tolist(), skip_special_tokens=True)
-            cuts = [text.find(stop) for stop in limits.stop_strings if stop in text]
-            if cuts:
-                wave.stops[row], wave.texts[row] = StopReason.STOP_STRING, text[: min(cuts)]
+            before = limits.before_stop(text)
+            if before is not None:
+                wave.stops[row], wave.cut[row] = StopReason.STOP_STRING, before
                 ended[index] = True
 
     def _compact(self, wave: _Wave, memory: _Cached | Recompute, tokens: Tensor) -> Tensor:
@@ -290,24 +276,6 @@ class LocalEngine:
         memory.keep(writing)
         wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
         return tokens[writing]
-
-    def _responses(self, wave: _Wave) -> list[Response]:
-        tokens, logprobs, lengths = wave.tokens.cpu(), wave.logprobs.cpu(), wave.lengths.tolist()
-        kept = None if wave.kept is None else wave.kept.cpu()
-        said = [
-            tokens[row, : length - (wave.stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)
-        ]
-        texts = self.policy.tokenizer.batch_decode(said, skip_special_tokens=True)
-        return [
-            Response(
-                tokens=tokens[row, :length].clone(),
-                logprobs=logprobs[row, :length].clone(),
-                kept_logmass=None if kept is None else kept[row, :length].clone(),
-                text=texts[row] if wave.texts[row] is None else str(wave.texts[row]),
-                stop=wave.stops[row],
-            )
-            for row, length in enumerate(lengths)
-        ]
 
 
 def _start(
@@ -320,7 +288,7 @@ def _start(
         kept=torch.zeros(rows, width, dtype=torch.float32, device=device) if sampling.truncates else None,
         lengths=torch.zeros(rows, dtype=torch.int64, device=device),
         stops=[StopReason.LENGTH] * rows,
-        texts=[None] * rows,
+        cut={},
         rows=torch.arange(rows, device=device),
         seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),

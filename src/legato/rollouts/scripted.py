@@ -37,10 +37,9 @@ class ScriptedEngine:
         stop = StopReason.END_TOKEN if ended else StopReason.LENGTH
         text = self.decode(list(tokens[: length - ended]))
         for count in range(1, length + 1 - ended):
-            so_far = self.decode(list(tokens[:count]))
-            cuts = [so_far.find(word) for word in limits.stop_strings if word in so_far]
-            if cuts:
-                length, text, stop = count, so_far[: min(cuts)], StopReason.STOP_STRING
+            before = limits.before_stop(self.decode(list(tokens[:count])))
+            if before is not None:
+                length, text, stop = count, before, StopReason.STOP_STRING
                 break
         return Response(
             tokens=torch.tensor(list(tokens[:length])),

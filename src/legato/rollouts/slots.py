@@ -12,6 +12,7 @@ from torch import Tensor
 
 from legato.policy.attention import Heads
 from legato.policy.packs import Pack
+from legato.rollouts.sampling import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,19 @@ class Store:
         self.prompt[slots], self.base[slots], self.seed[slots] = prompts, lengths, seeds
         self.length[slots], self.written[slots], self.limit[slots] = 0, 0, limit
         self.done[slots] = False
+
+    def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:
+        """Note what was chosen for the rows still writing, and which of them end with it."""
+        tokens = choice.tokens
+        self.tokens[slots, place] = torch.where(alive, tokens, self.tokens[slots, place])
+        self.logprobs[slots, place] = torch.where(alive, choice.logprobs, self.logprobs[slots, place])
+        if choice.kept_logmass is not None:
+            self.kept[slots, place] = torch.where(alive, choice.kept_logmass.float(), self.kept[slots, place])
+        self.token[slots] = torch.where(alive, tokens, self.token[slots])
+        written = torch.where(alive, place + 1, self.written[slots])
+        self.written[slots] = written
+        ended = (tokens.unsqueeze(1) == ends).any(1) | (written >= self.limit[slots])
+        self.done[slots] = ~alive | ended
 
 
 class Prefill:

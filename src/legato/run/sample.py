@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from legato.core.rollout import Problem
-from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.engine import Request, Response
 from legato.rollouts.randomness import seed_of
-from legato.rollouts.render import Rendering, end_tokens
-from legato.rollouts.sampling import Sampling
 from legato.rollouts.select import local_engine
+from legato.run import wire
 from legato.run.target import Target
 
 
@@ -33,19 +32,9 @@ def sample(
     config = target.resolved.config
     policy = target.policy()
     engine = local_engine(policy, config.rollouts.rows_at_once)
-    rendering = Rendering(
-        tokenizer=policy.tokenizer,
-        chat=config.policy.chat,
-        system_prompt=config.task.system_prompt,
-        template_options=config.policy.chat_template_kwargs,
-    )
-    limits = Limits(
-        max_response_tokens=max_response_tokens or config.rollouts.max_response_tokens,
-        end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
-        stop_strings=config.rollouts.stop,
-    )
-    rollouts = config.rollouts
-    sampling = Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p)
+    rendering, limits, sampling = wire.rendering_of(config, policy), wire.limits_of(config, policy), wire.sampling_of(config)
+    if max_response_tokens is not None:
+        limits = replace(limits, max_response_tokens=max_response_tokens)
     if temperature is not None:
         sampling = replace(sampling, temperature=temperature)
     seed = config.training.seed if seed is None else seed

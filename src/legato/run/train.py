@@ -118,6 +118,7 @@ def start(
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
         notes, noted = _notes(resolved, policy.notes), len(policy.notes)
+        made_of = _made_of(given, source)
         loggers = _loggers(resolved, directory, watcher, 0)
         directory.append_metrics(
             {
@@ -127,7 +128,7 @@ def start(
                 "algorithm": resolved.algorithm.name,
                 "deviations": list(resolved.deviations),
                 "notes": notes,
-                "given": _made_of(given, source)["given"],
+                "given": made_of["given"],
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
@@ -149,7 +150,7 @@ def start(
             watcher=watcher,
             loggers=loggers,
             callback=callback,
-            made_of=_made_of(given, source),
+            made_of=made_of,
             noted=noted,
         )
         return _finish(execution)

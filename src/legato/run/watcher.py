@@ -6,11 +6,13 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Watcher(Protocol):
-    """What a run calls as it goes; `cli/display.py` has two of them."""
+    """What a run calls as it goes; `cli/display.py` has two of them. Bodies are there for those who only listen to some."""
 
-    def start(self, title: str, notes: Sequence[str]) -> None: ...
+    def start(self, title: str, notes: Sequence[str]) -> None:
+        return
 
-    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
+    def warm_up(self, step: int, steps: int, loss: float) -> None:
+        return
 
     def step(
         self,
@@ -19,29 +21,15 @@ class Watcher(Protocol):
         metrics: Mapping[str, float],
         evaluation: Mapping[str, float] | None,
         seconds_left: float | None,
-    ) -> None: ...
+    ) -> None:
+        return
 
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
-class Silent:
+class Silent(Watcher):
     """Nobody looks on."""
-
-    def start(self, title: str, notes: Sequence[str]) -> None: ...
-
-    def warm_up(self, step: int, steps: int, loss: float) -> None: ...
-
-    def step(
-        self,
-        step: int,
-        steps: int,
-        metrics: Mapping[str, float],
-        evaluation: Mapping[str, float] | None,
-        seconds_left: float | None,
-    ) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
-    def close(self) -> None: ...

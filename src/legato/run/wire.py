@@ -128,6 +128,31 @@ def _reward(kind: str, options: Mapping[str, Any]) -> Any:
     return import_reward(kind, options) if is_import_path(kind) else make("reward", kind, options)
 
 
+def rendering_of(config: Config, policy: Policy) -> Rendering:
+    """How problems become prompts."""
+    return Rendering(
+        tokenizer=policy.tokenizer,
+        chat=config.policy.chat,
+        system_prompt=config.task.system_prompt,
+        template_options=config.policy.chat_template_kwargs,
+    )
+
+
+def limits_of(config: Config, policy: Policy) -> Limits:
+    """When a response ends."""
+    return Limits(
+        max_response_tokens=config.rollouts.max_response_tokens,
+        end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
+        stop_strings=config.rollouts.stop,
+    )
+
+
+def sampling_of(config: Config) -> Sampling:
+    """How tokens are chosen."""
+    rollouts = config.rollouts
+    return Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p)
+
+
 def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:
     """prompts -> rollouts -> rewards, as configured."""
     rollouts = config.rollouts
@@ -140,21 +165,10 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
     return Collector(
         source=source,
         engine=local_engine(policy, rollouts.rows_at_once),
-        rendering=Rendering(
-            tokenizer=policy.tokenizer,
-            chat=config.policy.chat,
-            system_prompt=config.task.system_prompt,
-            template_options=config.policy.chat_template_kwargs,
-        ),
+        rendering=rendering_of(config, policy),
         judge=reward.score_all,
-        sampling=Sampling(
-            temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p
-        ),
-        limits=Limits(
-            max_response_tokens=rollouts.max_response_tokens,
-            end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
-            stop_strings=rollouts.stop,
-        ),
+        sampling=sampling_of(config),
+        limits=limits_of(config, policy),
         samples_per_prompt=rollouts.samples_per_prompt,
         seed=config.training.seed,
         max_prompt_tokens=config.policy.max_prompt_tokens,

@@ -19,7 +19,7 @@ from legato.core.sums import Sums
 from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
 from legato.policy.packs import pack
-from legato.policy.policy import Channels, Policy
+from legato.policy.policy import Channels, Policy, joined
 from legato.training.plan import Update
 from legato.training.tables import Tables
 
@@ -148,12 +148,7 @@ def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:
     """The channels of all rows without a gradient, one table over the packs' rows in order."""
     width = int(work.tables.texts.lengths.max())
     found = [_widen(work.policy.score(work.tables.texts, rows), width) for rows in packs]
-    values = [c.values for c in found if c.values is not None]
-    return Channels(
-        logprobs=torch.cat([c.logprobs for c in found]),
-        entropy=torch.cat([c.entropy for c in found]),
-        values=torch.cat(values) if values else None,
-    )
+    return joined(found)
 
 
 def _detached(channels: Channels) -> Channels:

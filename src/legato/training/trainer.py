@@ -22,7 +22,7 @@ from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer
 from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
-from legato.training.probe import Floor, band, probe
+from legato.training.probe import Floor, probe
 from legato.training.tables import Tables, needs
 
 
@@ -100,22 +100,24 @@ class Trainer:
         updates = self._plan(batch)
         floor = self._probe(tables)
         tables = self._anchored(tables, updates)
+        silent = self._silent(tables)
         anchored = time.perf_counter()
         reports, norms = [], []
         for update in updates:
-            report, norm = self._update(tables, update)
+            report, norm = self._update(tables, update, silent)
             reports.append(report)
             norms.append(norm)
         self.collector.version += 1
         self.steps_done += 1
+        sums = sum((report.sums for report in reports), start=Sums())
         times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
         return StepReport(
             step=self.steps_done,
-            metrics={**_summed(updates, reports, norms, self.optimizer.lr), **_seen(tally), **_timed(times, tally)},
+            metrics={**_summed(sums, updates, reports, norms, self.optimizer.lr), **_seen(tally), **_timed(times, tally)},
             groups=tuple(groups),
             floor=floor,
             unscorable=dict(tally.reasons),
-            sums=sum((report.sums for report in reports), start=Sums()),
+            sums=sums,
         )
 
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
@@ -169,12 +171,11 @@ class Trainer:
     def _silent(self, tables: Tables) -> torch.Tensor | None:
         return silent_rows(self.algorithm, tables) if self.settings.skip_silent_rows else None
 
-    def _update(self, tables: Tables, update: Update) -> tuple[Report, float]:
+    def _update(self, tables: Tables, update: Update, silent: torch.Tensor | None) -> tuple[Report, float]:
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
         counts = self.world.sum(count_update(algorithm, tables, update))
-        silent = self._silent(tables)
         passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
         report = update_gradient(self.policy, algorithm, tables, update, counts, self.state, passes=passes, silent=silent)
         norm, _ = self.optimizer.step()
@@ -208,10 +209,6 @@ class Trainer:
         self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
         self.collector.load(memory["collector"])
 
-    @property
-    def band(self) -> float | None:
-        return band(self.algorithm)
-
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
@@ -240,9 +237,9 @@ def _seen(tally: Tally) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
 
 
-def _summed(updates: list[Update], reports: list[Report], norms: list[float], lr: float) -> dict[str, float]:
-    """Metrics of the updates: over all of them, and per update index k as `key@k`."""
-    metrics = _report(sum((report.sums for report in reports), start=Sums()), len(reports))
+def _summed(sums: Sums, updates: list[Update], reports: list[Report], norms: list[float], lr: float) -> dict[str, float]:
+    """Metrics of the updates: over all of them (`sums`), and per update index k as `key@k`."""
+    metrics = _report(sums, len(reports))
     for index in sorted({update.index for update in updates}):
         of_index = [report.sums for update, report in zip(updates, reports, strict=True) if update.index == index]
         found = _report(sum(of_index, start=Sums()), len(of_index))
