@@ -16,7 +16,7 @@ from legato.policy.fused import Projected, turned  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
 from legato.policy.packs import Pack, Texts  # noqa: E402
-from legato.policy.segments import Segments, Uses  # noqa: E402
+from legato.policy.spans import Spans, Uses  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
 from legato.policy.triton.sums import sum_uses  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_the_head_and_its_gradient_are_those_of_float64(
     tokens = 150
     x, w = leaf(tokens, hidden), leaf(vocabulary, hidden, size=0.3)
     targets, temperature = torch.randint(0, vocabulary, (tokens,)), torch.rand(tokens) + 0.5
-    logprobs, entropy = _Exact.apply(x, w, targets, temperature, scale, softcap, at_once)
+    logprobs, entropy = _Exact.apply(x, w, None, targets, temperature, scale, softcap, at_once)
     xx, ww = (value.detach().double().requires_grad_() for value in (x, w))
     logits = xx @ ww.t() * scale
     if softcap is not None:
@@ -82,7 +82,8 @@ def test_the_head_and_its_gradient_are_those_of_float64(
 
 
 def test_without_a_gradient_the_head_gives_the_same_bits_and_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = torch.randn(70, 32, device=DEVICE), torch.randn(130, 32, device=DEVICE)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x, w = torch.randn(70, 32, device=DEVICE).to(dtype), torch.randn(130, 32, device=DEVICE).to(dtype)
     targets, temperature = torch.randint(0, 130, (70,), device=DEVICE), torch.ones(70, device=DEVICE)
     kept = []
     project = kernels.project
@@ -93,15 +94,30 @@ def test_without_a_gradient_the_head_gives_the_same_bits_and_keeps_no_logits(mon
 
     monkeypatch.setattr(kernels, "project", spy)
     with torch.no_grad():
-        quiet = _Exact.apply(x, w, targets, temperature, 1.0, None, 999)
-    loud = _Exact.apply(x.clone().requires_grad_(), w, targets, temperature, 1.0, None, 999)
-    part = _Exact.apply(x[33:], w, targets[33:], temperature[33:], 1.0, None, 999)
+        quiet = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999)
+    loud = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999)
+    part = _Exact.apply(x[33:], w, None, targets[33:], temperature[33:], 1.0, None, 999)
     assert kept == [False, True, False]
     assert torch.equal(quiet[0], loud[0]) and torch.equal(quiet[1], loud[1])
     if DEVICE == "cpu":  # numpy's products depend on the number of rows; a GPU's tiles do not
         assert torch.allclose(quiet[0][33:], part[0], atol=1e-6)
     else:
         assert torch.equal(quiet[0][33:], part[0])
+
+
+def test_lora_on_the_head_is_one_wider_product() -> None:
+    if DEVICE == "cuda":
+        pytest.skip("float32 products")
+    hidden, base, down, up = leaf(40, 24), torch.randn(60, 24), leaf(8, 24), leaf(60, 8)
+    targets, temperature, pull = torch.randint(0, 60, (40,)), torch.ones(40), torch.randn(40)
+    beside = hidden @ down.t() * 2.0
+    found, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16)
+    logits = hidden @ base.t() + hidden @ down.t() * 2.0 @ up.t()
+    right = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert torch.allclose(found, right, atol=1e-4)
+    leaves = [hidden, down, up]
+    pairs = zip(gradients(found, pull, leaves), gradients(right, pull, leaves), strict=True)
+    assert all(off(a, b) < 1e-5 for a, b in pairs)
 
 
 @pytest.mark.parametrize("updates", [True, False])
@@ -159,11 +175,11 @@ def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
     assert torch.equal(uses.take(table), table[index])
 
 
-def plain_attention(segments: Segments, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def plain_attention(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """A loop over sequences: every query sees the keys up to its own, counted from the end."""
     found, repeat = [], query.shape[1] // key.shape[1]
-    keys, values = (x[segments.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
-    ends = list(zip(segments.query_ends.tolist(), segments.key_ends.tolist(), strict=True))
+    keys, values = (x[spans.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
+    ends = list(zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True))
     for (q, k), (q_end, k_end) in pairwise(ends):
         asked, seen, said = query[q:q_end], keys[k:k_end], values[k:k_end]
         scores = torch.einsum("qhd,khd->hqk", asked, seen) * scaling
@@ -214,18 +230,18 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
     right, slopes = learnt()
     plain_pack = policy.pack
 
-    def with_segments(given: Texts, chosen: Tensor) -> Pack:
+    def with_spans(given: Texts, chosen: Tensor) -> Pack:
         from dataclasses import replace
 
         packed = plain_pack(given, chosen)
-        segments = Segments.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner)
-        return replace(packed, segments=segments, reads=Uses.of(packed.read, len(packed.tokens)))
+        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner)
+        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
 
-    monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_segments(given, chosen))
-    monkeypatch.setattr(Segments, "serves", lambda self, like, width: True)
+    monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
+    monkeypatch.setattr(Spans, "serves", lambda self, like, width: True)
     asked = []
     monkeypatch.setattr(
-        Segments, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)
+        Spans, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)
     )
     found, fused = learnt()
     assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)

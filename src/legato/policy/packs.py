@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.segments import Segments, Uses, moved
+from legato.policy.spans import Spans, Uses, moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Pack:
     """[R]: how many of the K tokens are of each row; known on the host."""
     prefix_tokens: int
     """How many of the N tokens are of prompts; they come first."""
-    segments: Segments | None = None
+    spans: Spans | None = None
     """Where the sequences lie, on a GPU."""
     reads: Uses | None = None
     """`read`, and the way back, on a GPU."""
@@ -84,8 +84,8 @@ class Pack:
             return self
         found = self
         if device.type == "cuda":
-            segments = Segments.of(self.prefix_lengths, self.suffix_lengths, self.owner)
-            found = replace(self, segments=segments, reads=Uses.of(self.read, len(self.tokens)))
+            spans = Spans.of(self.prefix_lengths, self.suffix_lengths, self.owner)
+            found = replace(self, spans=spans, reads=Uses.of(self.read, len(self.tokens)))
         given = {f.name: moved(getattr(found, f.name), device) for f in fields(self) if f.init and f.name != "_biases"}
         return Pack(**given)
 
@@ -97,9 +97,9 @@ class Pack:
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
         plain = heads.softcap is None and heads.sinks is None
-        if plain and self.segments is not None and self.segments.serves(query, query.shape[-1]):
+        if plain and self.spans is not None and self.spans.serves(query, query.shape[-1]):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-            return self.segments.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)
+            return self.spans.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)
         prefix_bias, suffix_bias = self._bias(heads.window, heads.query)
         first = [self._table(x, self.prefix, 0) for x in (query, key, value)]
         parts = [_flat(attend(heads, first[0], first[1], first[2], prefix_bias))]

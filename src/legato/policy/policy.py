@@ -175,9 +175,9 @@ class Policy:
     def _trains_fused(self, packed: Pack) -> bool:
         """Whether the layers of a pack go through fused parts: on a GPU in 16 bits, in a family whose parts are known."""
         decoder = self.body.get_decoder()
-        if not self.fused or packed.segments is None or why_not(decoder) is not None:
+        if not self.fused or packed.spans is None or why_not(decoder) is not None:
             return False
-        return packed.segments.serves(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
+        return packed.spans.serves(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
 
     def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
@@ -223,8 +223,8 @@ def _through_pack(decoder: Any, packed: Pack) -> Tensor:
     """[N, H]: the last hidden state of a pack's tokens, layer by layer through fused parts with their gradients."""
     from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn
 
-    segments, held = packed.segments, dict[int, tuple[Tensor, Tensor]]()
-    assert segments is not None
+    spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
+    assert spans is not None
 
     def ready(layer: int, projected: Projected) -> Tensor:
         query_norm, key_norm, epsilon = (None, None, 0.0) if projected.norms is None else projected.norms
@@ -235,7 +235,7 @@ def _through_pack(decoder: Any, packed: Pack) -> Tensor:
 
     def attend(layer: int, query: Tensor, scaling: float) -> Tensor:
         key, value = held.pop(layer)
-        return segments.attend(query, key, value, scaling, None)
+        return spans.attend(query, key, value, scaling, None)
 
     parts = Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned)
     return through(decoder, packed.tokens, packed.positions, parts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts
+from legato.core.device import sent
 from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
@@ -20,7 +21,6 @@ from legato.core.sums import Sums
 from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
 from legato.policy.policy import Channels, Policy, joined
-from legato.policy.segments import moved
 from legato.training.plan import Update
 from legato.training.tables import Tables
 
@@ -84,7 +84,7 @@ def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts
     groups = tables.dense_groups(update.rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
     device = tables.device
-    return algorithm.count(tables.signals(moved(update.rows, device), moved(groups, device), None), size)
+    return algorithm.count(tables.signals(sent(update.rows, device), sent(groups, device), None), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,8 @@ class _Work:
     def outcome(self, rows: Tensor, channels: Channels) -> tuple[Signals, Outcome]:
         """The objective on some rows of the update, and what it read."""
         device = self.tables.device
-        groups = moved(self.groups[torch.searchsorted(self.rows, rows)], device)
-        signals = self.tables.signals(moved(rows, device), groups, channels, self.tables.anchors_itself(rows))
+        groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
+        signals = self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows))
         return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
 
@@ -144,7 +144,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
             continue
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
-            chosen = outcome.field.rows(moved(numbers[run.start : run.stop], device))
+            chosen = outcome.field.rows(sent(numbers[run.start : run.stop], device))
             return _narrow(chosen, channels.logprobs.shape[1])
 
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond)

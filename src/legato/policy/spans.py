@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from legato.core.device import sent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
@@ -64,7 +66,7 @@ class _Take(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segments:
+class Spans:
     """Where the sequences of a pack begin and end, for queries and for gathered keys."""
 
     query_ends: Tensor
@@ -75,7 +77,7 @@ class Segments:
     keys: Uses
 
     @classmethod
-    def of(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor) -> "Segments":
+    def of(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor) -> "Spans":
         """On the host."""
         prompt, tokens = int(prefix_lengths.sum()), int(prefix_lengths.sum() + suffix_lengths.sum())
         seen = prefix_lengths[owner]
@@ -113,17 +115,17 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None, window: int | None
     ) -> Tensor:
-        ctx.segments, ctx.how = segments, _how(scaling, window)
+        ctx.spans, ctx.how = spans, _how(scaling, window)
         out, normaliser, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
-            key.index_select(0, segments.keys.index),
-            value.index_select(0, segments.keys.index),
-            segments.query_ends,
-            segments.key_ends,
-            segments.longest_query,
-            segments.longest_keys,
+            key.index_select(0, spans.keys.index),
+            value.index_select(0, spans.keys.index),
+            spans.query_ends,
+            spans.key_ends,
+            spans.longest_query,
+            spans.longest_keys,
             0.0,
             True,
             False,
@@ -136,11 +138,11 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser, state, unused = ctx.saved_tensors
-        segments: Segments = ctx.segments
+        spans: Spans = ctx.spans
         # With a key head per query head the kernel's own sum over them, which is slow, falls away.
         repeat = query.shape[1] // key.shape[1]
         keys, values = (
-            x.index_select(0, segments.keys.index).repeat_interleave(repeat, 1) if repeat > 1 else x[segments.keys.index]
+            x.index_select(0, spans.keys.index).repeat_interleave(repeat, 1) if repeat > 1 else x[spans.keys.index]
             for x in (key, value)
         )
         with _same_every_time():
@@ -151,17 +153,17 @@ class _Attend(torch.autograd.Function):
                 values,
                 out,
                 normaliser,
-                segments.query_ends,
-                segments.key_ends,
-                segments.longest_query,
-                segments.longest_keys,
+                spans.query_ends,
+                spans.key_ends,
+                spans.longest_query,
+                spans.longest_keys,
                 0.0,
                 True,
                 state,
                 unused,
                 **ctx.how,
             )
-        back = segments.keys.give_back
+        back = spans.keys.give_back
         return to_query, back(to_keys, repeat), back(to_values, repeat), None, None, None
 
 
@@ -187,10 +189,9 @@ def _ends(lengths: Tensor) -> Tensor:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A frozen value of tensors and plain numbers on another device. Copies from pinned memory are not waited for."""
+    """A value of tensors and plain numbers on another device."""
     if isinstance(value, Tensor):
-        pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
-        return pinned.to(device, non_blocking=True)
-    if isinstance(value, Uses | Segments):
+        return sent(value, device)
+    if isinstance(value, Uses | Spans):
         return type(value)(**{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
     return value
