@@ -102,8 +102,9 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
         if self.settings.kind == "adamw":
-            self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-            self.inner.found_inf = (~applied).to(norm.dtype)
+            # The fused kernel divides by the one and leaves everything alone where the other is 1; it reads both as float32.
+            self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else norm.new_ones(()).float()
+            self.inner.found_inf = (~applied).float()
             self.inner.step()
             self._copy_back()
         elif bool(applied):

@@ -25,7 +25,10 @@ from legato.training.plan import Update
 from legato.training.tables import Tables
 
 BREAK_EVEN = 1 / 3
-"""Two passes cost 1 + 3 (1 - c) forwards, one pass 3: equal at c = 1/3."""
+"""Two passes cost 1 + 3 (1 - c) forwards, one pass 3: equal at c = 1/3, where c is the share of the tokens computed.
+
+Prompts are computed as long as one of their responses is, so they count among the tokens and are never saved.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Report:
     """Rows left out beforehand: they have no advantage and nothing else pulls at them."""
     without_gradient: Tensor
     """Of the rows scored, those whose coefficients were all 0. On the device: reading it waits for the update."""
+    savable: Tensor
+    """What share of the tokens computed were responses of such rows. On the device."""
     passes: int
 
 
@@ -75,8 +80,26 @@ def update_gradient(
         counts=counts,
         state=state,
     )
-    sums, without = (_two_passes if two else _one_pass)(work, packs)
-    return Report(sums=sums, rows=len(rows), silent=left_out, without_gradient=without, passes=2 if two else 1)
+    if packs:
+        sums, dead = (_two_passes if two else _one_pass)(work, packs)
+    else:
+        sums, dead = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device)
+    lengths = tables.mask[sent(torch.cat(packs), tables.device)].sum(1) if packs else dead
+    return Report(
+        sums=sums,
+        rows=len(rows),
+        silent=left_out,
+        without_gradient=dead.sum(),
+        savable=(lengths * dead).sum() / max(1, sum(_computed(policy, tables, rows) for rows in packs)),
+        passes=2 if two else 1,
+    )
+
+
+def _computed(policy: Policy, tables: Tables, rows: Tensor) -> int:
+    """How many tokens the body reads for a pack of these rows."""
+    texts, groups = tables.texts, tables.texts.group[rows]
+    prompts = texts.prompt_lengths[torch.unique(groups) if policy.packing and policy.shared_prompts else groups]
+    return int(prompts.sum() + texts.lengths[rows].sum())
 
 
 def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts:
@@ -108,8 +131,7 @@ class _Work:
 
 
 def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
-    if not packs:
-        return _nothing(work)
+    """Measures, and [rows] bool: which had no gradient."""
     width, seen = int(work.tables.texts.lengths.max()), list[Channels]()
     for rows in packs:
 
@@ -121,20 +143,15 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         work.policy.learn(work.policy.pack(work.tables.texts, rows), respond)
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
     signals, outcome = work.outcome(torch.cat(packs), joined(seen))
-    return measure(signals, outcome), (~_alive(outcome.field)).sum()
-
-
-def _nothing(work: _Work) -> tuple[Sums, Tensor]:
-    return Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.device)
+    return measure(signals, outcome), ~_alive(outcome.field)
 
 
 def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
-    if not packs:
-        return _nothing(work)
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
     signals, outcome = work.outcome(rows, _first_pass(work, packs))
-    alive = _alive(outcome.field).cpu()
+    dead = ~_alive(outcome.field)
+    alive = ~dead.cpu()
     start = 0
     for part in packs:
         numbers = torch.arange(start, start + len(part))
@@ -148,7 +165,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
             return _narrow(chosen, channels.logprobs.shape[1])
 
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond)
-    return measure(signals, outcome), (~alive).sum()
+    return measure(signals, outcome), dead
 
 
 def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:

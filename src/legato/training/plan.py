@@ -41,8 +41,9 @@ def plan(batch: Batch, *, updates: int, epochs: int, tokens_per_pack: int, seed:
 def packs(batch: Batch, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
     """Rows of the groups in packs of at most so many tokens; a row longer than that is a pack of its own.
 
-    First fit by decreasing size. A group stays together, so that its prompt is computed once, unless it is larger than a
-    pack. Unshared (padded rows) a row costs its own prompt, and rows of like length stand together.
+    As many packs as first fit by decreasing size needs, then evenly filled. A group stays together, so that its prompt is
+    computed once, unless it is larger than a pack. Unshared (padded rows) a row costs its own prompt, and rows of like
+    length stand together.
     """
     rows = {group: (batch.group == group).nonzero().squeeze(1).tolist() for group in groups}
     prompt, response = batch.prompt_lengths.tolist(), (batch.lengths - 1).clamp(min=0).tolist()
@@ -72,4 +73,19 @@ def packs(batch: Batch, groups: Sequence[int], tokens_per_pack: int, *, shared: 
         else:
             bins[place] += members
             filled[place] = costs[place]
+    if shared:
+        bins = _even(pieces, len(bins), tokens_per_pack) or bins
     return tuple(torch.tensor(sorted(members)) for members in bins)
+
+
+def _even(pieces: list[tuple[int, list[int]]], count: int, most: int) -> list[list[int]] | None:
+    """The pieces, largest first, each to the emptiest of so many packs; None where one would overflow."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for size, members in pieces:
+        place = filled.index(min(filled))
+        if filled[place] and filled[place] + size > most:
+            return None
+        bins[place] += members
+        filled[place] += size
+    return bins

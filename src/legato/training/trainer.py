@@ -37,7 +37,7 @@ class TrainingSettings:
     anchor: str = "auto"
     """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
     update_passes: str = "auto"
-    """'one', 'two', or 'auto': by how many rows had no gradient the last times."""
+    """'one', 'two', or 'auto': by how many tokens had no gradient the last times."""
     skip_silent_rows: bool = True
     """Leave out rows that cannot have a gradient whatever the policy says; the gradient is the same either way."""
     tokens_per_pack: int = 16384
@@ -87,7 +87,7 @@ class Trainer:
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
         self.skipped: dict[int, float] = {}
-        """The share of scored rows without a gradient, per update index, averaged over the last steps."""
+        """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
 
     def step(self) -> StepReport:
         started = time.perf_counter()
@@ -104,9 +104,10 @@ class Trainer:
         anchored = time.perf_counter()
         done = [self._update(tables, update, silent) for update in updates]
         # Here the host waits for the device, once a step.
-        found = torch.stack([torch.stack([r.without_gradient.to(norm), norm]) for r, norm in done]).tolist()
-        reports, norms, without = [report for report, _ in done], [norm for _, norm in found], [int(n) for n, _ in found]
-        self._note_skipped(updates, reports, without)
+        read = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in done])
+        dead, savable, norms = read.t().tolist()
+        reports, without = [report for report, _ in done], [int(count) for count in dead]
+        self._note_savable(updates, reports, savable)
         self.collector.version += 1
         self.steps_done += 1
         sums = sum((report.sums for report in reports), start=Sums())
@@ -187,15 +188,14 @@ class Trainer:
             self.state = algorithm.advance(self.state, report.sums)
         return report, norm
 
-    def _note_skipped(self, updates: list[Update], reports: list[Report], without: list[int]) -> None:
-        for update, report, count in zip(updates, reports, without, strict=True):
-            scored = report.rows - report.silent
-            if scored:
-                share, before = count / scored, self.skipped.get(update.index)
+    def _note_savable(self, updates: list[Update], reports: list[Report], savable: list[float]) -> None:
+        for update, report, share in zip(updates, reports, savable, strict=True):
+            if report.rows > report.silent:
+                before = self.skipped.get(update.index)
                 self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
 
     def _cheaper(self, index: int) -> int:
-        """Two passes where enough rows had no gradient the last times; the first update of a step never clips."""
+        """Two passes where enough tokens had no gradient the last times; the first update of a step never clips."""
         return 2 if self.skipped.get(index, 0.0) > BREAK_EVEN else 1
 
     def memory(self) -> dict[str, Any]:
