@@ -12,7 +12,7 @@ once and cut to every length.
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ from benchmarks import gpu_work as work
 from benchmarks.gpu_measure import Bench, Part, words
 from torch import Tensor
 
+from legato.core.outcome import Coefficients
 from legato.policy.packs import Pack, Texts, pack
+from legato.policy.policy import Channels
 from legato.rollouts.engine import Limits
 from legato.rollouts.sampling import Sampling
 
@@ -77,12 +79,26 @@ def gap(first: Tensor, second: Tensor) -> dict[str, float]:
     }
 
 
-def scored(policy: Any, packs: list[Pack], rows: int, columns: int, *, learning: bool = False) -> Tensor:
-    """[B, T] log-probs, pack by pack, with the graph of a backward pass or without."""
-    table = torch.zeros(rows, columns, dtype=policy.dtype)
+def scored(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
+    """[B, T] log-probs without a gradient, as the anchor is computed."""
+    table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
     for packed in packs:
-        with torch.set_grad_enabled(learning), policy.reading(packed) as channels:
-            table[packed.rows] = channels.logprobs.detach().cpu()
+        table[packed.rows] = policy.score(texts, packed.rows).logprobs.cpu()
+    return table
+
+
+def learned(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
+    """[B, T] log-probs as an update computes them. It asks for no gradient in the end, so nothing is learnt."""
+    table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
+    for packed in packs:
+
+        def respond(part: range, channels: Channels, packed: Pack = packed) -> Coefficients:
+            table[packed.rows[part.start : part.stop]] = channels.logprobs.detach().cpu()
+            return Coefficients(logprobs=torch.zeros_like(channels.logprobs))
+
+        policy.learn(packed, respond)
+        for parameter in policy.parameters().values():
+            parameter.grad = None
     return table
 
 
@@ -109,48 +125,27 @@ def rounded_logits() -> Iterator[None]:
         Head.scored = original  # type: ignore[method-assign]
 
 
-def trl_gap(bench: Bench, prompts: Tensor, tokens: Tensor) -> dict[str, float]:
-    """Old log-probs as its scoring computes them, new ones as its loss does: rows shuffled, with a gradient."""
-    given = work.fixed_work(bench.tiny)
-    rows, micro = len(tokens), min(len(tokens), 16)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = gpu_trl.trainer_of(bench, "0.6B", given, folder, strong=True, micro=4, steps=1, liger=False)
-        made = trainer.model.to(bench.device).train()
-        ids = torch.cat([prompts.repeat_interleave(rows // len(prompts), 0), tokens], 1).to(bench.device)
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(bench.device)
-        call = trainer._get_per_token_logps_and_entropies
-        keep = tokens.shape[1]
-        with torch.no_grad():
-            old = call(made, ids, torch.ones_like(ids), keep, batch_size=micro)[0]
-        new = torch.empty_like(old)
-        for part in order.split(micro):
-            new[part] = call(made, ids[part], torch.ones_like(ids[part]), keep)[0].detach()
-    return gap(new, old)
-
-
 def numerics_part(bench: Bench) -> dict[str, Any]:
     gpu_update.drop(bench)
     policy = work.policy(bench, "0.6B")
     prompts, tokens, engine = sampled(bench, policy)
-    rows = len(tokens)
     table: dict[str, Any] = {}
     for length in lengths_of(bench):
         texts = texts_of(prompts, tokens[:, :length])
         together = gpu_saved.packs_of(texts, 64 if bench.tiny else TOKENS_PER_PACK)
-        alone = [pack(texts, torch.tensor([row])) for row in range(rows)]
-        base = scored(policy, together, rows, length)
+        alone = [pack(texts, torch.tensor([row])) for row in range(len(tokens))]
+        base = scored(policy, texts, together)
         with rounded_logits():
-            rounded = [scored(policy, packs, rows, length) for packs in (together, alone)]
+            rounded = [scored(policy, texts, packs) for packs in (together, alone)]
         table[str(length)] = {
-            "same path": gap(scored(policy, together, rows, length, learning=True), base),
-            "different packs": gap(scored(policy, alone, rows, length), base),
+            "same path": gap(learned(policy, texts, together), base),
+            "different packs": gap(scored(policy, texts, alone), base),
             "engine": gap(base, engine[:, :length]),
             "16-bit logits, different packs": gap(rounded[1], rounded[0]),
-            "16-bit logits, against the engine": gap(rounded[0], engine[:, :length]),
+            "16-bit logits, engine": gap(rounded[0], engine[:, :length]),
         }
         bench.free()
-    return {"rows": rows, "lengths": table}
+    return {"rows": len(tokens), "lengths": table}
 
 
 def trl_part(bench: Bench) -> dict[str, Any]:
@@ -160,20 +155,34 @@ def trl_part(bench: Bench) -> dict[str, Any]:
     prompts, tokens, _ = sampled(bench, policy)
     del policy
     bench.free()
-    table: dict[str, Any] = {}
-    for length in lengths_of(bench):
-        if not bench.tiny and length > 2048:
-            continue
-        table[str(length)] = _guarded(lambda length=length: trl_gap(bench, prompts, tokens[:, :length]))
-        bench.free()
-    return {"rows": len(tokens), "lengths": {length: {"TRL": found} for length, found in table.items()}}
+    given, table = work.fixed_work(bench.tiny), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = gpu_trl.trainer_of(bench, "0.6B", given, folder, strong=True, micro=4, steps=1, liger=False)
+        for length in lengths_of(bench):
+            try:
+                found: dict[str, Any] = trl_gap(bench, trainer, prompts, tokens[:, :length])
+            except Exception as error:
+                found = {"error": words(error)}
+            table[str(length)] = {"TRL": found}
+            bench.free()
+    return {"rows": len(tokens), "lengths": table}
 
 
-def _guarded(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return call()
-    except Exception as error:
-        return {"error": words(error)}
+def trl_gap(bench: Bench, trainer: Any, prompts: Tensor, tokens: Tensor) -> dict[str, float]:
+    """Old log-probs as its scoring computes them, new ones as its loss does: rows shuffled, with a gradient."""
+    rows = len(tokens)
+    micro = min(rows, 16, max(1, TOKENS_PER_PACK // (tokens.shape[1] + prompts.shape[1])))
+    made = trainer.model.to(bench.device).train()
+    ids = torch.cat([prompts.repeat_interleave(rows // len(prompts), 0), tokens], 1).to(bench.device)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(bench.device)
+    call, keep = trainer._get_per_token_logps_and_entropies, tokens.shape[1]
+    with torch.no_grad():
+        old = call(made, ids, torch.ones_like(ids), keep, batch_size=micro)[0]
+    new = torch.empty_like(old)
+    for part in order.split(micro):
+        new[part] = call(made, ids[part], torch.ones_like(ids[part]), keep)[0].detach()
+    return gap(new, old)
 
 
 B10: dict[str, Part] = {"Legato": numerics_part, "TRL": trl_part}
