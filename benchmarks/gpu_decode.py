@@ -40,7 +40,7 @@ def ragged(bench: Bench) -> list[int]:
 
 
 def floor_seconds(bench: Bench, made: Any, lengths: Sequence[int], *, shared: bool) -> float:
-    """The roofline: weights or matrix products, whichever is slower, and the keys and values of what is still being written."""
+    """The roofline: weights or products, whichever is slower, and the keys and values of the rows still being written."""
     config = made.config
     flops = work.Flops.of(made)
     rate, bandwidth = bench.ceilings["tflops"] * 1e12, bench.ceilings["terabytes_per_second"] * 1e12

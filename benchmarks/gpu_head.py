@@ -112,7 +112,9 @@ def _as_pack(counts: tuple[int, ...]) -> Any:
     return pack(texts, torch.arange(rows))
 
 
-def sequences(bench: Bench, size: tuple[int, int, int], temperature: float, weight: Tensor, active: float = 1.0) -> Sequences:
+def sequences(
+    bench: Bench, size: tuple[int, int, int], temperature: float, weight: Tensor, active: float = 1.0
+) -> Sequences:
     """Hidden states whose logits have a deviation of 3, targets drawn from them, ratios within a hundredth of 1."""
     tokens, hidden, _ = size
     source = torch.Generator(device=bench.device).manual_seed(0)

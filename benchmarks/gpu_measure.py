@@ -132,8 +132,6 @@ class Bench:
             "tflops": 2 * size**3 / found["product"]["seconds"] / 1e12,
             "terabytes_per_second": 2 * length / found["copy"]["seconds"] / 1e12,
         }
-        del first, second, out, source, target
-        self.free()
 
     def machine(self) -> dict[str, str]:
         import transformers

@@ -81,9 +81,7 @@ def trl_on_logits() -> Scorer:
 
     def call(given: Sequences) -> Tensor:
         logits = given.hidden @ given.weight.t()
-        found: Tensor = function(
-            logits, given.targets, entropy_requires_grad=False, temperature=given.temperature
-        )[0]
+        found: Tensor = function(logits, given.targets, entropy_requires_grad=False, temperature=given.temperature)[0]
         return found
 
     return call

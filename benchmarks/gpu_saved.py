@@ -1,4 +1,4 @@
-"""B5 and B6: what is not computed. Prompts shared by a group, and rows that the clip or the rewards leave without a gradient."""
+"""B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
 
 import statistics
 from typing import Any
@@ -53,7 +53,9 @@ def learn_all(policy: Any, packs: list[Pack]) -> None:
 
     def respond(part: range, channels: Any) -> Coefficients:
         signs = torch.where(torch.arange(len(part), device=channels.logprobs.device) % 2 == 0, 1e-3, -1e-3)
-        return Coefficients(logprobs=signs.unsqueeze(1).to(channels.logprobs.dtype).expand_as(channels.logprobs).contiguous())
+        return Coefficients(
+            logprobs=signs.unsqueeze(1).to(channels.logprobs.dtype).expand_as(channels.logprobs).contiguous()
+        )
 
     for packed in packs:
         policy.learn(packed, respond)
@@ -133,9 +135,7 @@ def silent_part(share: float, name: str) -> Part:
         trainer = built.trainer
         table = work.reward_table(len(given.prompts), len(given.rewards[0]), share)
         old, _ = _forced(given, exact, 0.0)
-        tokens = sum(
-            sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row)
-        )
+        tokens = sum(sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row))
         kept = trainer.collector.engine, trainer.collector.judge
         trainer.collector.engine, trainer.collector.judge = gpu_update.scripted(given, old), gpu_update.tabled(table)
         try:

@@ -119,7 +119,9 @@ def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any
         whole = ends[(number + 1) * work.UPDATES] - ends[number * work.UPDATES]
         update = whole - preparing[number]
         phase = whole - generating[number]
-        samples.append({"rollouts": generating[number], "anchor": phase - update, "update": update, "phase": phase, "step": whole})
+        samples.append(
+            {"rollouts": generating[number], "anchor": phase - update, "update": update, "phase": phase, "step": whole}
+        )
     logs = [entry for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
     return samples, logs
 
@@ -153,7 +155,15 @@ def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, 
                 samples, logs = cycles(bench, trainer)
             found["static_gib"] = (bench.held() - before) / GIB
             clipped = [entry.get("clip_ratio/region_mean", 0.0) for entry in logs[1:]]
-            return {**found, "samples": samples, "micro": micro, "liger": liger, "notes": notes, **_versions(), "clipped": clipped}
+            return {
+                **found,
+                "samples": samples,
+                "micro": micro,
+                "liger": liger,
+                "notes": notes,
+                **_versions(),
+                "clipped": clipped,
+            }
         except torch.OutOfMemoryError:
             error = f"{micro} rows a micro-batch did not fit"
             if micro == 1:

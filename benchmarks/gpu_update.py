@@ -169,7 +169,12 @@ def measured(
     finally:
         del trainer._anchored, trainer._update
     executed = {name: counted.flops.total / len(samples) for name, counted in counts.items()}
-    return {**found, **_rates(bench, samples, executed, useful), **_told(reports), "static_gib": (bench.held() - before) / GIB}
+    return {
+        **found,
+        **_rates(bench, samples, executed, useful),
+        **_told(reports),
+        "static_gib": (bench.held() - before) / GIB,
+    }
 
 
 def _rates(bench: Bench, samples: list[dict[str, float]], executed: dict[str, float], useful: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks work on: shapes of Qwen3 with random weights, fixed lengths and rewards, and the counting of FLOPs.
+"""What the GPU benchmarks work on: Qwen3 shapes with random weights, fixed lengths and rewards, the counting of FLOPs.
 
 `gpu_lengths.json` holds the lengths: made once by `python -m benchmarks.gpu_work`, the same for every side and every run.
 """
