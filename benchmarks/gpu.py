@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=(), help="only the parts whose names begin with one of these")
     parser.add_argument("--output", type=Path, help=f"default {RESULTS.name} under benchmarks/results; none with --tiny")
     parser.add_argument("--seconds", type=float, default=540.0, help="no part is begun after so long")
+    parser.add_argument("--without", nargs="+", default=(), help="heads of B1 and B2 that are not to be called, by name")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="print sections and parts")
@@ -65,7 +66,12 @@ def main() -> None:
 
     if asked.device == "cpu":
         torch.set_num_threads(2)
-    bench = Bench(device=torch.device(asked.device), tiny=asked.tiny, deadline=time.monotonic() + asked.seconds)
+    bench = Bench(
+        device=torch.device(asked.device),
+        tiny=asked.tiny,
+        deadline=time.monotonic() + asked.seconds,
+        without=tuple(asked.without),
+    )
     bench.measure_ceilings()
     print(f"ceilings: {bench.ceilings}", flush=True)
     document = Document(asked.output or (Path("tiny-gpu.json") if asked.tiny else RESULTS))

@@ -40,7 +40,7 @@ class OurHead:
             num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=1,
-            head_dim=16,
+            head_dim=64,
             tie_word_embeddings=True,
         )
         automatic: Any = AutoModelForCausalLM
@@ -178,12 +178,12 @@ def exact(given: Sequences, tokens: int) -> Tensor:
     return logits.log_softmax(1).gather(1, given.targets[:tokens, None]).squeeze(1)
 
 
-def scorers(ours: OurHead) -> dict[str, Any]:
+def scorers(bench: Bench, ours: OurHead) -> dict[str, Any]:
     """Every head that returns log-probs, ours first; in place of one that cannot be had, its reason."""
     found: dict[str, Any] = {"Legato": ours.score}
     for name, build in SCORERS.items():
         try:
-            found[name] = build()
+            found[name] = bench.wanted(name) and build()
         except Exception as error:
             found[name] = words(error)
     return found
@@ -200,7 +200,7 @@ def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
         errors: dict[str, float] = {}
         calls: dict[str, Callable[[], Any]] = {}
         failed: dict[str, Any] = {}
-        for name, scorer in scorers(ours).items():
+        for name, scorer in scorers(bench, ours).items():
             try:
                 errors[name] = _gate_forward(scorer, given, truth)
                 calls[name] = _quietly(scorer, given)
@@ -246,12 +246,12 @@ def _rounds(bench: Bench, size: tuple[int, int, int]) -> dict[str, Any]:
     return {"warm": 10, "samples": 30, "seconds": 75.0} if size == BOLD else {"warm": 3, "samples": 10, "seconds": 25.0}
 
 
-def learners(ours: OurHead) -> dict[str, Any]:
+def learners(bench: Bench, ours: OurHead) -> dict[str, Any]:
     """Every head as a function from sequences to the gradient at the hidden states."""
     found: dict[str, Any] = {"Legato": ours.learn}
     for name, build in {**SCORERS, **LOSSES}.items():
         try:
-            made = build()
+            made = bench.wanted(name) and build()
         except Exception as error:
             found[name] = words(error)
             continue
@@ -318,7 +318,7 @@ def backward_part(size: tuple[int, int, int]) -> Part:
         calls: dict[str, Callable[[], Any]] = {}
         cosines: dict[str, tuple[float, float]] = {}
         failed: dict[str, Any] = {}
-        for name, learner in learners(ours).items():
+        for name, learner in learners(bench, ours).items():
             even = name in LOSSES
             try:
                 cosines[name] = _gate_gradient(learner, evened(few) if even else few)

@@ -28,7 +28,14 @@ class Bench:
     device: torch.device
     tiny: bool
     deadline: float
+    without: tuple[str, ...] = ()
+    """Peers that are not to be called: one that breaks the device would take the rest of the command with it."""
     ceilings: dict[str, float] = field(default_factory=dict)
+
+    def wanted(self, peer: str) -> bool:
+        if peer in self.without:
+            raise ValueError("left out by --without")
+        return True
 
     @property
     def cuda(self) -> bool:

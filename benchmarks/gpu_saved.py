@@ -154,9 +154,7 @@ _exact: dict[int, gpu_update.Logprobs] = {}
 
 def _still(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
     """The trainer of B4 with a learning rate of 0, so that the forced shares stay what they are."""
-    built, given = gpu_update.ours(bench, "0.6B", 0.0), work.fixed_work(bench.tiny)
-    for group in built.trainer.optimizer.inner.param_groups:
-        group["peak"] = 0.0
+    built, given = gpu_update.ours(bench, "0.6B", 0.0, lr=0.0), work.fixed_work(bench.tiny)
     if id(built) not in _exact:
         _exact.clear()
         _exact[id(built)] = gpu_update.scored(built.trainer.policy, given)

@@ -80,7 +80,9 @@ def trl_part(*, strong: bool) -> Part:
         gpu_update.drop(bench)
         given, new = step_work(bench), gpu_decode.sizes(bench)[3]
         steps = 1 if bench.tiny else 2
-        found = gpu_trl.fitting(bench, "0.6B", given, strong=strong, steps=steps, prompts=texts_of(bench), tokens=new)
+        found = gpu_trl.fitting(
+            bench, "0.6B", given, strong=strong, steps=steps, prompts=texts_of(bench), tokens=new, micro=64
+        )
         rows = len(given.prompts) * len(given.rewards[0])
         side = f"TRL {'strong' if strong else 'defaults'}, `generate`"
         return {"side": side, **found, **summary(found["samples"], rows * new)}

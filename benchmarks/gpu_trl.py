@@ -141,7 +141,7 @@ def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Call
 def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
     """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
     rows = len(given.prompts) * len(given.rewards[0]) // work.UPDATES
-    micro = min(rows, 4 if bench.tiny else FIRST_MICRO[shape, strong])
+    micro = min(rows, options.pop("micro", None) or (4 if bench.tiny else FIRST_MICRO[shape, strong]))
     liger, notes = strong and bench.cuda, list[str]()
     while True:
         bench.free()

@@ -201,7 +201,7 @@ def _told(reports: list[Any]) -> dict[str, float]:
 class _Built:
     """The trainer of the last part, kept for the next: building one takes longer than measuring it."""
 
-    key: tuple[str, float]
+    key: tuple[str, float, float]
     trainer: Trainer
     useful: int
     before: int
@@ -210,14 +210,15 @@ class _Built:
 _built: list[_Built] = []
 
 
-def ours(bench: Bench, shape: str, silent: float) -> _Built:
-    if not _built or _built[0].key != (shape, silent):
+def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE) -> _Built:
+    key = (shape, silent, lr)
+    if not _built or _built[0].key != key:
         drop(bench)
         before = bench.held()
         given = work.fixed_work(bench.tiny, silent=silent)
         policy = work.policy(bench, shape)
-        trainer = fixed_trainer(policy, given, scored(policy, given))
-        _built.append(_Built((shape, silent), trainer, given.useful, before))
+        trainer = fixed_trainer(policy, given, scored(policy, given), lr=lr)
+        _built.append(_Built(key, trainer, given.useful, before))
     return _built[0]
 
 
@@ -234,9 +235,7 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
     switch = {"packing off": "packing", "shared prompts off": "shared_prompts", "fused parts off": "fused"}.get(name)
     if switch is not None and not hasattr(policy, switch):
         raise AttributeError(f"the policy has no switch {switch!r}")
-    if name == "packing off" and hasattr(policy, "shared_prompts"):
-        # Padded rows have a prompt each.
-        switch = "packing"
+    before = None if switch is None else getattr(policy, switch)
     if switch is not None:
         setattr(policy, switch, False)
     changed: dict[str, Any] = {
@@ -259,7 +258,7 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
         trainer.settings, trainer.anchor_choice = settings, settings.anchor
         trainer.skipped.clear()
         if switch is not None:
-            setattr(policy, switch, True)
+            setattr(policy, switch, before)
         if name == "gradient checkpointing":
             model.gradient_checkpointing_disable()
             model.eval()

@@ -8,12 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from benchmarks import gpu_decode, gpu_head, gpu_measure, gpu_numerics, gpu_page, gpu_saved, gpu_step, gpu_update, gpu_work
 from benchmarks.gpu import parts_of
 from benchmarks.gpu_figures import figures
 from benchmarks.gpu_measure import Bench, Document, run_parts
 from benchmarks.gpu_targets import targets
-
-from benchmarks import gpu_decode, gpu_head, gpu_measure, gpu_numerics, gpu_page, gpu_saved, gpu_step, gpu_update, gpu_work
 
 
 @pytest.fixture
