@@ -8,10 +8,13 @@ import torch
 
 from legato.algorithms.catalogue import entry
 from legato.core.batch import collate
+from legato.core.outcome import Coefficients
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.policy.adapters import Lora
+from legato.policy.head import Head
 from legato.policy.load import Loading, load_policy
-from legato.policy.policy import Policy
+from legato.policy.packs import Texts
+from legato.policy.policy import Channels, Policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local import LocalEngine
 from legato.rollouts.render import Rendering
@@ -188,3 +191,130 @@ def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> No
     requests = [Request(prompt=torch.tensor([5, 6, 7]), seeds=(1, 2))]
     (found,) = engine.generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=()))
     assert all(len(response.tokens) == 4 for response in found)
+
+
+def shaped(layers: int = 2, **changes: object) -> Policy:
+    """A Qwen3 in bf16 with heads as wide as the real ones have."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    given = {
+        "vocab_size": 4099,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**given), dtype=torch.bfloat16).cuda()
+    return Policy(model=model, tokenizer=None, name="shaped", **changes)  # type: ignore[arg-type]
+
+
+def ragged() -> Texts:
+    source = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 200, (12,), generator=source)
+    return Texts(
+        prompts=torch.randint(0, 4099, (3, 90), generator=source),
+        prompt_lengths=torch.tensor([90, 1, 40]),
+        tokens=torch.randint(0, 4099, (12, 200), generator=source),
+        lengths=lengths,
+        mask=torch.arange(200) < lengths[:, None],
+        group=torch.arange(12) // 4,
+        temperature=torch.linspace(0.6, 1.2, 12),
+    )
+
+
+def learnt(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs as the update sees them, and the gradient of a fixed mixture of them."""
+    weight = torch.randn(texts.tokens.shape, generator=torch.Generator().manual_seed(1)).to(policy.device)
+    seen = []
+
+    def respond(part: range, channels: Channels) -> Coefficients:
+        seen.append(channels.logprobs.detach())
+        width = channels.logprobs.shape[1]
+        return Coefficients(logprobs=weight[part.start : part.stop, :width] * (channels.logprobs.detach() != 0))
+
+    policy.model.zero_grad()
+    for parameter in policy.model.parameters():
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+    policy.learn(policy.pack(texts, torch.arange(len(texts.tokens))), respond)
+    return torch.cat(seen), {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "fused": {},
+    "prompts unshared": {"shared_prompts": False},
+    "own layers": {"fused": False},
+    "padded rows": {"packing": False},
+    "logits computed again": {"logits_at_once": 4099 * 64},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_in_16_bits_is_near_float32(way: str) -> None:
+    texts = ragged()
+    exact = shaped()
+    exact.model.float()
+    right, slopes = learnt(exact, texts)
+    policy = shaped(**WAYS[way])
+    found, mine = learnt(policy, texts)
+    assert float((found - right).abs().max()) < 0.06
+    for name, slope in slopes.items():
+        likeness = torch.nn.functional.cosine_similarity(mine[name].flatten().double(), slope.flatten().double(), 0)
+        assert float(likeness) > 0.999, name
+    # the same pack scored without a gradient, and the same gradient again: equal to the bit
+    assert torch.equal(policy.score(texts, torch.arange(12)).logprobs, found)
+    assert all(torch.equal(slope, mine[name]) for name, slope in learnt(policy, texts)[1].items())
+
+
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (30.0, 0.5)])
+def test_the_head_is_ten_times_nearer_to_float64_than_16_bit_logits(softcap: float | None, scale: float) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    linear = torch.nn.Linear(256, 4099, bias=False, device="cuda", dtype=torch.bfloat16)
+    targets, temperature = torch.randint(0, 4099, (512,), device="cuda"), torch.full((512,), 0.8, device="cuda")
+    logits = hidden.double() @ linear.weight.double().t() * scale
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    right = (logits / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    found, _ = Head(linear=linear, scale=scale, softcap=softcap).scored(hidden, targets, temperature)
+    rounded = (logits.bfloat16().double() / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert float((found.detach() - right).abs().max()) * 10 < float((rounded - right).abs().max())
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token"])
+def test_an_update_does_not_wait_for_the_device(name: str) -> None:
+    made = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
+    made.step()
+    groups, _ = made.collector.next(8)
+    batch = collate(groups, made.policy.dtype)
+    tables = Tables.of(batch, made.policy.device)
+    updates = made._plan(batch)
+    tables = made._anchored(tables, updates)
+    silent = made._silent(tables)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(2)
+    try:
+        made._update(tables, updates[0], silent)
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+
+
+def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, tie_word_embeddings=False), dtype=torch.bfloat16).cuda()
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=["lm_head"], init_lora_weights=False))
+    layer = model.get_base_model().lm_head
+    hidden = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
+    targets, temperature = torch.randint(0, 512, (100,), device="cuda"), torch.ones(100, device="cuda")
+    head = Head(linear=layer, scale=1.0, softcap=None)
+    found, _ = head.scored(hidden, targets, temperature)
+    right = layer(hidden).double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert float((found - right).detach().abs().max()) < 0.1
+    assert torch.allclose(head.exact(hidden).log_softmax(1).gather(1, targets[:, None])[:, 0], found, atol=1e-3)
+    found.sum().backward()
+    assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None

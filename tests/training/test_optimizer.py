@@ -26,7 +26,8 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, size: float = 0.01)
 
 def give(parameters: Mapping[str, nn.Parameter], found: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
-        parameter.grad = found[name].clone()
+        # An optimizer keeps gradients in float32, whatever the weights are; the same numbers then arrive in that.
+        parameter.grad = found[name].clone().to(parameter.grad_dtype or parameter.dtype)
 
 
 def made(parameters: Mapping[str, nn.Parameter], schedule: Schedule = CONSTANT, **changes: Any) -> Optimizer:
@@ -64,7 +65,7 @@ def test_updates_too_small_for_16_bits_add_up_in_the_masters() -> None:
     mine = {"body.matrix": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
     optimizer = made(mine, lr=1e-4)
     for _ in range(80):
-        mine["body.matrix"].grad = torch.full((2, 2), 0.1, dtype=torch.bfloat16)
+        mine["body.matrix"].grad = torch.full((2, 2), 0.1)
         optimizer.step()
     assert float(mine["body.matrix"].detach()[0, 0]) < 1.0
 

@@ -296,7 +296,7 @@ def _data(sight: Sight) -> dict[str, Piece]:
 def _rollouts(sight: Sight) -> Tensor:
     rollout = sight.signals.rollout
     count = len(sight.lengths) if rollout is None else len(torch.unique(rollout))
-    return torch.tensor(count, dtype=torch.float64, device=sight.lengths.device)
+    return torch.full((), count, dtype=torch.float64, device=sight.lengths.device)
 
 
 _TOPICS: tuple[Callable[[Sight], dict[str, Piece]], ...] = (

@@ -1,9 +1,9 @@
-"""Decoding through fused layer parts, for families whose layers are built as Llama's are.
+"""A body through fused layer parts, for families whose layers are built as Llama's are: in decoding and in training.
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
 The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
 runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels on a GPU
-(`triton/layers.py`) and a few torch calls elsewhere.
+(`triton/layers.py`, with gradients in `triton/gradients.py`) and a few torch calls elsewhere.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+from torch.utils.checkpoint import checkpoint
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
@@ -23,7 +24,7 @@ Norms = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """What the projections of a layer gave for one token per row, and what makes heads of it."""
+    """What the projections of a layer gave for R tokens, and what makes heads of it."""
 
     query: Tensor
     """[R, H * D]"""
@@ -66,48 +67,57 @@ def _is_swiglu(mlp: nn.Module) -> bool:
     return all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")) and not hasattr(mlp, "experts")
 
 
-def decode(
-    body: Any,
-    tokens: Tensor,
-    positions: Tensor,
-    *,
-    ready: Ready,
-    attend: Attend,
-    add_norm: AddNorm,
-    swiglu: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """The last hidden state [R, N] of one new token per row, [R] each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the layers are made of beside their projections."""
+
+    ready: Ready
+    attend: Attend
+    add_norm: AddNorm
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+
+
+def through(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
+    """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training."""
     residual = body.embed_tokens(tokens)
-    cosine, sine = body.rotary_emb(residual.unsqueeze(1), positions.unsqueeze(1))
-    cosine, sine = cosine[:, 0].contiguous(), sine[:, 0].contiguous()
+    cosine, sine = (angle[0].contiguous() for angle in body.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0)))
     update: Tensor | None = None
     for number, layer in enumerate(body.layers):
-        attention, first = layer.self_attn, layer.input_layernorm
-        residual, x = add_norm(residual, update, first.weight, first.variance_epsilon)
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-        projected = Projected(
-            query=attention.q_proj(x),
-            key=attention.k_proj(x),
-            value=attention.v_proj(x),
-            cosine=cosine,
-            sine=sine,
-            norms=norms,
-            width=attention.head_dim,
-        )
-        asked = ready(number, projected)
-        found = attention.o_proj(attend(number, asked, attention.scaling).flatten(1))
-        second = layer.post_attention_layernorm
-        residual, x = add_norm(residual, found, second.weight, second.variance_epsilon)
-        mlp = layer.mlp
-        if _is_swiglu(mlp):
-            update = mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+        given = (parts, number, layer, residual, update, cosine, sine)
+        if getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
+            residual, update = checkpoint(_layer, *given, use_reentrant=False)
         else:
-            said = mlp(x.unsqueeze(1))
-            update = (said[0] if isinstance(said, tuple) else said)[:, 0]
-    _, out = add_norm(residual, update, body.norm.weight, body.norm.variance_epsilon)
+            residual, update = _layer(*given)
+    _, out = parts.add_norm(residual, update, body.norm.weight, body.norm.variance_epsilon)
     return out
+
+
+def _layer(
+    parts: Parts, number: int, layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(residual, what is still to be added to it) after one layer."""
+    attention, first, second = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
+    residual, x = parts.add_norm(residual, update, first.weight, first.variance_epsilon)
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    projected = Projected(
+        query=attention.q_proj(x),
+        key=attention.k_proj(x),
+        value=attention.v_proj(x),
+        cosine=cosine,
+        sine=sine,
+        norms=norms,
+        width=attention.head_dim,
+    )
+    asked = parts.ready(number, projected)
+    found = attention.o_proj(parts.attend(number, asked, attention.scaling).flatten(1))
+    residual, x = parts.add_norm(residual, found, second.weight, second.variance_epsilon)
+    mlp = layer.mlp
+    if _is_swiglu(mlp):
+        return residual, mlp.down_proj(parts.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+    said = mlp(x.unsqueeze(0))
+    return residual, (said[0] if isinstance(said, tuple) else said)[0]
 
 
 def plain_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -40,27 +40,40 @@ class Head:
 
     def exact(self, hidden: Tensor) -> Tensor:
         """Logits in float32 or better without a gradient."""
-        if self._accumulates(hidden):
-            return self._finished(_product(hidden, self._weight()))
+        product = self._product(hidden)
+        if product is not None:
+            logits = torch.mm(hidden, product.weight.t(), out_dtype=torch.float32)
+            if product.beside is not None and product.added is not None:
+                logits += torch.mm(product.beside, product.added.t(), out_dtype=torch.float32)
+            return self._finished(logits)
         logits = self(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def scored(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights."""
-        if self._accumulates(hidden) and self.scale == 1.0 and self.softcap is None:
-            found: tuple[Tensor, Tensor] = _Exact.apply(hidden, self._weight(), targets, temperature)  # type: ignore[no-untyped-call]
+    def scored(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor, at_once: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
+
+        Where logits would be kept for more than `at_once` tokens, the backward computes them again.
+        """
+        product = self._product(hidden)
+        if product is not None:
+            most = len(hidden) if at_once is None else at_once
+            whole = hidden if product.beside is None else torch.cat([hidden, product.beside], 1)
+            found: tuple[Tensor, Tensor] = _Exact.apply(  # type: ignore[no-untyped-call]
+                whole, product.weight, product.added, targets, temperature, self.scale, self.softcap, most
+            )
             return found
         return chosen(self(hidden), targets, temperature, with_entropy=True)
 
-    def _weight(self) -> Tensor:
-        weight: Tensor = self.linear.weight  # type: ignore[assignment]
-        return weight
+    def never_holds_logits(self, hidden: Tensor) -> bool:
+        """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
+        return self._product(hidden) is not None
 
-    def _accumulates(self, hidden: Tensor) -> bool:
-        """Whether the device hands out float32 accumulators of a 16-bit product, and the layer is such a product."""
-        plain = type(self.linear) is nn.Linear and self.linear.bias is None
+    def _product(self, hidden: Tensor) -> "_Product | None":
+        """The layer as one product whose float32 accumulators the device hands out; None where it is more or cannot be."""
         half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-        return plain and half and find_spec("triton") is not None
+        return _product_of(self.linear, hidden) if half and find_spec("triton") is not None else None
 
     def _finished(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -70,37 +83,90 @@ class Head:
         return logits
 
 
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return product
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """hidden weight^T, and under LoRA `beside` added^T on top: the same as one product of wider matrices."""
+
+    weight: Tensor
+    beside: Tensor | None = None
+    added: Tensor | None = None
+
+
+def _product_of(linear: nn.Module, hidden: Tensor) -> _Product | None:
+    if type(linear) is nn.Linear:
+        return _Product(weight=linear.weight) if linear.bias is None else None
+    base, adapters = getattr(linear, "base_layer", None), getattr(linear, "active_adapters", ())
+    if type(base) is not nn.Linear or base.bias is not None or len(adapters) != 1 or not hasattr(linear, "lora_A"):
+        return None
+    name = adapters[0]
+    plain = isinstance(linear.lora_dropout[name], nn.Identity) and not getattr(linear, "lora_variant", {}).get(name)
+    if linear.merged or not plain or linear.lora_A[name].weight.shape[0] % 8:
+        return None
+    beside = linear.lora_A[name](hidden) * linear.scaling[name]
+    return _Product(weight=base.weight, beside=beside, added=linear.lora_B[name].weight)
 
 
 class _Exact(torch.autograd.Function):
-    """Forward and backward by hand: the logits are computed once, kept in float32, and read twice."""
+    """Forward and backward by hand (`triton/head.py`). Without a gradient to come, logits are kept nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        from legato.policy.triton.head import statistics
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        added: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        scale: float,
+        softcap: float | None,
+        at_once: int,
+    ) -> tuple[Tensor, Tensor]:
+        from legato.policy.triton.head import project
 
-        inverse = temperature.float().reciprocal()
-        logits = _product(hidden, weight)
-        normaliser, logprobs, entropy = statistics(logits, targets, inverse)
-        ctx.save_for_backward(hidden, weight, logits, targets, inverse, normaliser, entropy)
+        hidden, ctx.at_once = hidden.contiguous(), at_once
+        whole = weight if added is None else torch.cat([weight, added], 1)
+        ctx.after = {"multiplier": scale, "softcap": softcap}
+        learns = any(ctx.needs_input_grad[:3])
+        found = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
+        ctx.found = found if learns else None
+        ctx.save_for_backward(hidden, weight, whole, targets, temperature)
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return found.logprobs, found.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from legato.policy.triton.head import slope
+        from legato.policy.triton.head import project, slope
 
-        hidden, weight, logits, targets, inverse, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, whole, targets, temperature = ctx.saved_tensors
         towards, towards_entropy = gradients
-        towards = torch.zeros_like(entropy) if towards is None else towards
-        found = slope(logits, targets, inverse, normaliser, entropy, towards, towards_entropy, hidden.dtype)
-        if weight.requires_grad:
-            if weight.grad is None:
-                weight.grad = torch.mm(found.t(), hidden)
-            else:
-                weight.grad.addmm_(found.t(), hidden)
-        return torch.mm(found, weight), None, None, None
+        towards = torch.zeros_like(ctx.found.logprobs) if towards is None else towards
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_added, width = None, weight.shape[1]
+        for first in range(0, len(hidden), ctx.at_once):
+            here = slice(first, first + ctx.at_once)
+            found = ctx.found
+            if found.distances is None:
+                found = project(hidden[here], whole, targets[here], temperature[here], keep=True, **ctx.after)
+            steer = None if towards_entropy is None else towards_entropy[here]
+            at_product = slope(found, targets[here], towards[here], steer, **ctx.after)
+            if to_hidden is not None:
+                torch.mm(at_product, whole, out=to_hidden[here])
+            if weight.requires_grad:
+                _add_product(weight, at_product.t(), hidden[here, :width])
+            if ctx.needs_input_grad[2]:
+                here_added = at_product.t() @ hidden[here, width:]
+                to_added = here_added if to_added is None else to_added + here_added
+        ctx.found = None
+        return to_hidden, None, to_added, None, None, None, None, None
+
+
+def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
+    """weight.grad += left right, in the dtype its gradient is kept in, without a second matrix of that size."""
+    dtype = weight.grad_dtype or weight.dtype
+    if dtype == left.dtype:
+        weight.grad = torch.mm(left, right) if weight.grad is None else weight.grad.addmm_(left, right)
+    elif weight.grad is None:
+        weight.grad = torch.mm(left, right, out_dtype=dtype)
+    else:
+        torch.addmm(weight.grad, left, right, out_dtype=dtype, out=weight.grad)

@@ -7,7 +7,7 @@ An example, two responses "5$" and "61$" of the prompt "2+3=" (G = 1 prompt, R =
 Each response sees its prompt and itself; the numbers are those of every sequence alone.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from legato.policy.attention import Heads, as_bias, attend
+from legato.policy.spans import Spans, Uses, moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +72,22 @@ class Pack:
     """[R]: how many of the K tokens are of each row; known on the host."""
     prefix_tokens: int
     """How many of the N tokens are of prompts; they come first."""
+    spans: Spans | None = None
+    """Where the sequences lie, on a GPU."""
+    reads: Uses | None = None
+    """`read`, and the way back, on a GPU."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Pack":
         """The same on another device; copies are not waited for."""
         if self.tokens.device == device:
             return self
-        tensors = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
-        }
-        return Pack(**tensors, width=self.width, counts=self.counts, prefix_tokens=self.prefix_tokens)
+        found = self
+        if device.type == "cuda":
+            spans = Spans.of(self.prefix_lengths, self.suffix_lengths, self.owner)
+            found = replace(self, spans=spans, reads=Uses.of(self.read, len(self.tokens)))
+        given = {f.name: moved(getattr(found, f.name), device) for f in fields(self) if f.init and f.name != "_biases"}
+        return Pack(**given)
 
     @property
     def prompt_ends(self) -> Tensor:
@@ -91,6 +96,10 @@ class Pack:
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
+        plain = heads.softcap is None and heads.sinks is None
+        if plain and self.spans is not None and self.spans.serves(query, query.shape[-1]):
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+            return self.spans.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)
         prefix_bias, suffix_bias = self._bias(heads.window, heads.query)
         first = [self._table(x, self.prefix, 0) for x in (query, key, value)]
         parts = [_flat(attend(heads, first[0], first[1], first[2], prefix_bias))]
@@ -186,10 +195,15 @@ def _flat(values: Tensor) -> Tensor:
     return values.transpose(1, 2).flatten(0, 1)
 
 
-def pack(texts: Texts, rows: Tensor) -> Pack:
-    """The given rows as one pack. Built on the host, where lengths are known without asking a GPU."""
+def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
+    """The given rows as one pack. Built on the host, where lengths are known without asking a GPU.
+
+    Not `shared`: every row has a prompt of its own, as most trainers do it; the numbers are the same.
+    """
     device = texts.tokens.device
-    groups, owner = torch.unique(texts.group[rows], return_inverse=True)
+    groups, owner = texts.group[rows], torch.arange(len(rows), device=device)
+    if shared:
+        groups, owner = torch.unique(groups, return_inverse=True)
     prefix_lengths, lengths = texts.prompt_lengths[groups], texts.lengths[rows]
     width = int(lengths.max()) if len(rows) else 0
     deep = max(width - 1, 0)

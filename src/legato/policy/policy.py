@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.policy import attention
+from legato.policy.fused import Parts, Projected, through, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, Texts, pack
 
@@ -51,9 +52,13 @@ class Policy:
     """Lay texts end to end, a group's prompt once; False: right-padded rows through the model's own attention."""
     views: bool = True
     """Whether the body attends through the registered function, so that packs and a cache of keys mean what they should."""
+    shared_prompts: bool = True
+    """Compute the prompt of a group once a pack; False: once a response."""
+    fused: bool = True
+    """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
-    """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 2^29 on a GPU."""
+    """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
     notes: list[str] = field(default_factory=list)
     """What was decided while loading, for the run to print."""
 
@@ -111,6 +116,10 @@ class Policy:
         with attention.attending(self.body.config, view):
             yield
 
+    def pack(self, texts: Texts, rows: Tensor) -> Pack:
+        """Some rows of a table as this policy lays them out; on the host."""
+        return pack(texts, rows, shared=self.shared_prompts)
+
     @contextmanager
     def reading(self, packed: Pack) -> Iterator[Channels]:
         """The channels of a pack, for as long as their backward may need the pack (gradient checkpointing recomputes)."""
@@ -120,9 +129,10 @@ class Policy:
 
     def score(self, texts: Texts, rows: Tensor) -> Channels:
         """The channels of some rows without a gradient."""
-        packed = pack(texts, rows).to(self.device)
+        packed = self.pack(texts, rows).to(self.device)
         with torch.no_grad(), self._laid_out(packed) as hidden:
-            return joined([self._channels(hidden, packed, part) for part in self._parts(packed)])
+            parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
+            return joined([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
 
     def learn(self, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
         """Add the gradient of a pack. `respond` is given the channels of some of its rows and says their coefficients.
@@ -132,8 +142,9 @@ class Policy:
         """
         packed = packed.to(self.device)
         with self._laid_out(packed) as hidden:
-            leaf = hidden.detach().requires_grad_()
-            for part in self._parts(packed):
+            gradients = []
+            for part, state in _runs(hidden, packed, self._parts(packed)):
+                leaf = state.detach().requires_grad_()
                 channels = self._channels(leaf, packed, part)
                 field = respond(part, channels)
                 field.tie(
@@ -142,41 +153,58 @@ class Policy:
                     entropy=channels.entropy if field.entropy is not None else None,
                     values=channels.values if field.values is not None else None,
                 ).backward()  # type: ignore[no-untyped-call]
+                gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
             # With the whole body frozen there is nothing behind the hidden states.
-            if leaf.grad is not None and hidden.requires_grad:
-                hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+            if hidden.requires_grad:
+                hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _laid_out(self, packed: Pack) -> Iterator[Tensor]:
         """[K, N]: the last hidden state wherever the pack wants logits."""
-        if self.packing:
-            with self.attending(packed):
-                yield self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0][packed.read]
-        else:
+        if not self.packing:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
+        elif self._trains_fused(packed):
+            assert packed.reads is not None
+            yield packed.reads.take(_through_pack(self.body.get_decoder(), packed))
+        else:
+            with self.attending(packed):
+                hidden = self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+                yield hidden[packed.read] if packed.reads is None else packed.reads.take(hidden)
 
-    def _parts(self, packed: Pack) -> list[range]:
+    def _trains_fused(self, packed: Pack) -> bool:
+        """Whether the layers of a pack go through fused parts: on a GPU in 16 bits, in a family whose parts are known."""
+        decoder = self.body.get_decoder()
+        if not self.fused or packed.spans is None or why_not(decoder) is not None:
+            return False
+        return packed.spans.serves(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
+
+    def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
-        held_at_once = self.logits_at_once or (2**29 if self.device.type == "cuda" else 2**23)
-        most = max(1, held_at_once // self.vocabulary)
+        if without_logits:
+            return [range(len(packed.counts))]
         runs, start, held = [], 0, 0
         for row, count in enumerate(packed.counts):
-            if row > start and held + count > most:
+            if row > start and held + count > self._tokens_at_once:
                 runs.append(range(start, row))
                 start, held = row, 0
             held += count
         runs.append(range(start, len(packed.counts)))
         return runs
 
-    def _channels(self, hidden: Tensor, packed: Pack, rows: range) -> Channels:
-        """The channels of a run of rows; `hidden` is of the whole pack."""
+    @property
+    def _tokens_at_once(self) -> int:
+        held_at_once = self.logits_at_once or (5 * 2**27 if self.device.type == "cuda" else 2**23)
+        return max(1, held_at_once // self.vocabulary)
+
+    def _channels(self, state: Tensor, packed: Pack, rows: range) -> Channels:
+        """The channels of a run of rows from their hidden states."""
         first = sum(packed.counts[: rows.start])
-        here = slice(first, first + sum(packed.counts[rows.start : rows.stop]))
-        state, place = hidden[here], packed.place[here] - rows.start * packed.width
+        here = slice(first, first + len(state))
+        place = packed.place[here] - rows.start * packed.width
         shape = (len(rows), packed.width)
         head = Head.of(self.body)
-        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here])
+        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here], self._tokens_at_once)
         values = None if self.value_head is None else self.value_head(state)
         return Channels(
             logprobs=_spread(logprobs, place, shape),
@@ -189,6 +217,28 @@ class Policy:
         output = self.body.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+
+def _through_pack(decoder: Any, packed: Pack) -> Tensor:
+    """[N, H]: the last hidden state of a pack's tokens, layer by layer through fused parts with their gradients."""
+    from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn
+
+    spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
+    assert spans is not None
+
+    def ready(layer: int, projected: Projected) -> Tensor:
+        query_norm, key_norm, epsilon = (None, None, 0.0) if projected.norms is None else projected.norms
+        cosine, sine, width = projected.cosine, projected.sine, projected.width
+        value = projected.value.reshape(len(projected.value), -1, width)
+        held[layer] = (turn(projected.key, cosine, sine, key_norm, epsilon, width), value)
+        return turn(projected.query, cosine, sine, query_norm, epsilon, width)
+
+    def attend(layer: int, query: Tensor, scaling: float) -> Tensor:
+        key, value = held.pop(layer)
+        return spans.attend(query, key, value, scaling, None)
+
+    parts = Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned)
+    return through(decoder, packed.tokens, packed.positions, parts)
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,6 +255,15 @@ def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
     tokens = torch.where(columns < total[:, None], packed.tokens[source], packed.tokens[0])
     row, step = packed.place // packed.width, packed.place % packed.width
     return tokens, columns, row * width + lengths[row] - 1 + step
+
+
+def _runs(hidden: Tensor, packed: Pack, parts: list[range]) -> Iterator[tuple[range, Tensor]]:
+    """Runs of rows with their hidden states."""
+    first = 0
+    for part in parts:
+        count = sum(packed.counts[part.start : part.stop])
+        yield part, hidden[first : first + count]
+        first += count
 
 
 def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.policy.fused import decode, why_not
+from legato.policy.fused import Parts, through, why_not
 from legato.policy.head import Head
 from legato.policy.policy import Policy
 from legato.policy.triton.layers import add_norm, swiglu
@@ -131,15 +131,8 @@ class GraphedEngine:
         """[R, N]: the last hidden state of one token per row, through fused parts where the family is known."""
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        return decode(
-            self.policy.body.get_decoder(),
-            tokens,
-            positions,
-            ready=bucket.ready,
-            attend=bucket.look,
-            add_norm=add_norm,
-            swiglu=swiglu,
-        )
+        parts = Parts(ready=bucket.ready, attend=bucket.look, add_norm=add_norm, swiglu=swiglu)
+        return through(self.policy.body.get_decoder(), tokens, positions, parts)
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """One step of a bucket: a replay where it is captured."""

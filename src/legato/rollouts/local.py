@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.fused import Projected, decode, plain_add_norm, plain_swiglu, turned, why_not
+from legato.policy.fused import Parts, Projected, plain_add_norm, plain_swiglu, through, turned, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
@@ -134,15 +134,9 @@ class _Cached:
     def next(self, tokens: Tensor) -> Tensor:
         """[n, V] after one more token of each row."""
         if self.fused:
-            hidden = decode(
-                self.policy.body.get_decoder(),
-                tokens,
-                self.positions,
-                ready=self.cache.ready,
-                attend=self.cache.look,
-                add_norm=plain_add_norm,
-                swiglu=plain_swiglu,
-            )
+            cache = self.cache
+            parts = Parts(ready=cache.ready, attend=cache.look, add_norm=plain_add_norm, swiglu=plain_swiglu)
+            hidden = through(self.policy.body.get_decoder(), tokens, self.positions, parts)
         else:
             with self.policy.attending(self.cache):
                 hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]

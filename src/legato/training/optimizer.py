@@ -55,6 +55,9 @@ class Optimizer:
             raise ValueError("nothing is left to train: policy.frozen covers every parameter")
         self.settings, self.schedule = settings, schedule
         self.weights = dict(parameters)
+        for weight in self.weights.values():
+            # The packs of an update add up in float32, whatever the weights are kept in.
+            weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
         self.inner = _inner(self._groups(), settings)
         self.updates = 0
@@ -84,31 +87,35 @@ class Optimizer:
         """Of the next update."""
         return self.settings.lr * self.schedule.share(self.updates)
 
-    def step(self) -> tuple[float, bool]:
+    def step(self) -> tuple[Tensor, Tensor]:
         """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
 
-        A gradient that is not finite is dropped whole; the schedule moves on all the same.
+        A gradient that is not finite is dropped whole; the schedule moves on all the same. Nothing here waits for a GPU:
+        the clip and the decision to drop are the fused optimizer's, which reads both from the device.
         """
         gradients = {name: self._gradient(name) for name in self.weights}
         norm = torch.nn.utils.get_total_norm(gradients.values())
-        size = float(norm)
-        applied = math.isfinite(size)
-        if applied:
-            if self.settings.gradient_clip and size > self.settings.gradient_clip:
-                for gradient in gradients.values():
-                    gradient.mul_(self.settings.gradient_clip / (size + 1e-6))
-            for name, master in self.masters.items():
-                master.grad = gradients[name]
-            share = self.schedule.share(self.updates)
-            for group in self.inner.param_groups:
-                group["lr"] = group["peak"] * share
+        applied, clip = norm.isfinite(), self.settings.gradient_clip
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
+        share = self.schedule.share(self.updates)
+        for group in self.inner.param_groups:
+            group["lr"] = group["peak"] * share
+        if self.settings.kind == "adamw":
+            self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+            self.inner.found_inf = (~applied).to(norm.dtype)
+            self.inner.step()
+            self._copy_back()
+        elif bool(applied):
+            if clip and float(norm) > clip:
+                torch._foreach_mul_(list(gradients.values()), clip / (float(norm) + 1e-6))
             self.inner.step()
             self._copy_back()
         self.updates += 1
         for name, weight in self.weights.items():
             weight.grad = None
             self.masters[name].grad = None
-        return size, applied
+        return norm, applied
 
     def _gradient(self, name: str) -> Tensor:
         weight, master = self.weights[name], self.masters[name]
@@ -119,9 +126,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _copy_back(self) -> None:
-        for name, master in self.masters.items():
-            if master is not self.weights[name]:
-                self.weights[name].copy_(master)
+        copied = [name for name, master in self.masters.items() if master is not self.weights[name]]
+        if copied:
+            torch._foreach_copy_([self.weights[name] for name in copied], [self.masters[name] for name in copied])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name (masters and moments) and plain numbers."""

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts
+from legato.core.device import sent
 from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
+from legato.core.signals import Signals
 from legato.core.sums import Sums
 from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
-from legato.policy.packs import pack
 from legato.policy.policy import Channels, Policy, joined
 from legato.training.plan import Update
 from legato.training.tables import Tables
@@ -35,8 +36,8 @@ class Report:
     rows: int
     silent: int
     """Rows left out beforehand: they have no advantage and nothing else pulls at them."""
-    without_gradient: int
-    """Of the rows scored, those whose coefficients were all 0."""
+    without_gradient: Tensor
+    """Of the rows scored, those whose coefficients were all 0. On the device: reading it waits for the update."""
     passes: int
 
 
@@ -82,7 +83,8 @@ def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts
     """What normalises, over all rows of the update, those left out included."""
     groups = tables.dense_groups(update.rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
-    return algorithm.count(tables.signals(update.rows.to(tables.device), groups.to(tables.device), None), size)
+    device = tables.device
+    return algorithm.count(tables.signals(sent(update.rows, device), sent(groups, device), None), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,36 +99,41 @@ class _Work:
     counts: Counts
     state: State
 
-    def outcome(self, rows: Tensor, channels: Channels) -> tuple[Outcome, Sums]:
-        """The objective on some rows of the update, and what there is to measure."""
+    def outcome(self, rows: Tensor, channels: Channels) -> tuple[Signals, Outcome]:
+        """The objective on some rows of the update, and what it read."""
         device = self.tables.device
-        groups = self.groups[torch.searchsorted(self.rows, rows)].to(device)
-        signals = self.tables.signals(rows.to(device), groups, channels, self.tables.anchors_itself(rows))
-        outcome = self.algorithm.evaluate(signals, self.counts, self.state)
-        return outcome, measure(signals, outcome)
+        groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
+        signals = self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows))
+        return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
 
-def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
-    sums, without = Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.device)
+def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
+    if not packs:
+        return _nothing(work)
+    width, seen = int(work.tables.texts.lengths.max()), list[Channels]()
     for rows in packs:
 
         def respond(part: range, channels: Channels, rows: Tensor = rows) -> Coefficients:
-            nonlocal sums, without
-            outcome, measured = work.outcome(rows[part.start : part.stop], _detached(channels))
-            sums = sums + measured
-            without = without + (~_alive(outcome.field)).sum()
-            return outcome.field
+            detached = _detached(channels)
+            seen.append(_widen(detached, width))
+            return work.outcome(rows[part.start : part.stop], detached)[1].field
 
-        work.policy.learn(pack(work.tables.texts, rows), respond)
-    return sums, int(without)
+        work.policy.learn(work.policy.pack(work.tables.texts, rows), respond)
+    # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
+    signals, outcome = work.outcome(torch.cat(packs), joined(seen))
+    return measure(signals, outcome), (~_alive(outcome.field)).sum()
 
 
-def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
+def _nothing(work: _Work) -> tuple[Sums, Tensor]:
+    return Sums(), torch.zeros((), dtype=torch.int64, device=work.tables.device)
+
+
+def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
     if not packs:
-        return Sums(), 0
+        return _nothing(work)
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
-    outcome, sums = work.outcome(rows, _first_pass(work, packs))
+    signals, outcome = work.outcome(rows, _first_pass(work, packs))
     alive = _alive(outcome.field).cpu()
     start = 0
     for part in packs:
@@ -137,11 +144,11 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, int]:
             continue
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
-            chosen = outcome.field.rows(numbers[run.start : run.stop].to(device))
+            chosen = outcome.field.rows(sent(numbers[run.start : run.stop], device))
             return _narrow(chosen, channels.logprobs.shape[1])
 
-        work.policy.learn(pack(tables.texts, rows[numbers]), respond)
-    return sums, int((~alive).sum())
+        work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond)
+    return measure(signals, outcome), (~alive).sum()
 
 
 def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:

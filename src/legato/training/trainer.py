@@ -102,18 +102,22 @@ class Trainer:
         tables = self._anchored(tables, updates)
         silent = self._silent(tables)
         anchored = time.perf_counter()
-        reports, norms = [], []
-        for update in updates:
-            report, norm = self._update(tables, update, silent)
-            reports.append(report)
-            norms.append(norm)
+        done = [self._update(tables, update, silent) for update in updates]
+        # Here the host waits for the device, once a step.
+        found = torch.stack([torch.stack([r.without_gradient.to(norm), norm]) for r, norm in done]).tolist()
+        reports, norms, without = [report for report, _ in done], [norm for _, norm in found], [int(n) for n, _ in found]
+        self._note_skipped(updates, reports, without)
         self.collector.version += 1
         self.steps_done += 1
         sums = sum((report.sums for report in reports), start=Sums())
         times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
         return StepReport(
             step=self.steps_done,
-            metrics={**_summed(sums, updates, reports, norms, self.optimizer.lr), **_seen(tally), **_timed(times, tally)},
+            metrics={
+                **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
+                **_seen(tally),
+                **_timed(times, tally),
+            },
             groups=tuple(groups),
             floor=floor,
             unscorable=dict(tally.reasons),
@@ -171,7 +175,7 @@ class Trainer:
     def _silent(self, tables: Tables) -> torch.Tensor | None:
         return silent_rows(self.algorithm, tables) if self.settings.skip_silent_rows else None
 
-    def _update(self, tables: Tables, update: Update, silent: torch.Tensor | None) -> tuple[Report, float]:
+    def _update(self, tables: Tables, update: Update, silent: torch.Tensor | None) -> tuple[Report, torch.Tensor]:
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
@@ -181,11 +185,14 @@ class Trainer:
         norm, _ = self.optimizer.step()
         if self.state:
             self.state = algorithm.advance(self.state, report.sums)
-        scored = report.rows - report.silent
-        if scored:
-            share, before = report.without_gradient / scored, self.skipped.get(update.index)
-            self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
         return report, norm
+
+    def _note_skipped(self, updates: list[Update], reports: list[Report], without: list[int]) -> None:
+        for update, report, count in zip(updates, reports, without, strict=True):
+            scored = report.rows - report.silent
+            if scored:
+                share, before = count / scored, self.skipped.get(update.index)
+                self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
 
     def _cheaper(self, index: int) -> int:
         """Two passes where enough rows had no gradient the last times; the first update of a step never clips."""
@@ -237,7 +244,9 @@ def _seen(tally: Tally) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
 
 
-def _summed(sums: Sums, updates: list[Update], reports: list[Report], norms: list[float], lr: float) -> dict[str, float]:
+def _summed(
+    sums: Sums, updates: list[Update], reports: list[Report], without: list[int], norms: list[float], lr: float
+) -> dict[str, float]:
     """Metrics of the updates: over all of them (`sums`), and per update index k as `key@k`."""
     metrics = _report(sums, len(reports))
     for index in sorted({update.index for update in updates}):
@@ -252,7 +261,8 @@ def _summed(sums: Sums, updates: list[Update], reports: list[Report], norms: lis
         "optimizer/lr": lr,
         "update/applied": len(finite) / len(norms),
         "update/silent_rows": sum(report.silent for report in reports) / rows,
-        "update/skipped_rows": sum(r.silent + (r.without_gradient if r.passes == 2 else 0) for r in reports) / rows,
+        "update/skipped_rows": sum(r.silent + (n if r.passes == 2 else 0) for r, n in zip(reports, without, strict=True))
+        / rows,
         "update/two_pass": sum(report.passes == 2 for report in reports) / len(reports),
     }
 

@@ -1,81 +1,245 @@
-"""The passes over float32 logits of the head: one to find log-probs and entropies, one to turn them into their gradient."""
+"""The head's product with what follows it: log-probs, entropies and slopes of sampled tokens from float32 accumulators.
+
+Logits are never kept in float32. A tile of the product [rows, TILE columns] is finished while its accumulators are at hand:
+its maximum, the sum of exponentials above it, and their first moment go out per row; where a gradient follows, the distances
+to that maximum are kept in 16 bits. A distance is exact where it matters: what is near the maximum rounds to almost nothing,
+what is far has no probability. All exponents are of 2.
+
+    project   per tile: best m, total sum 2^(z - m), moment sum 2^(z - m) (z - m), the target's z, distances z - m
+    fold      over the tiles of a row: normaliser, log-prob, entropy
+    slope     distances become the gradient at the product, where they lie
+
+`project` runs as one kernel on GPUs with tensor memory access; elsewhere as cuBLAS products whose float32 results a second
+kernel finishes.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TILE = 256
+_ROWS, _STEP, _GROUP = 128, 64, 16
+_AT_ONCE = 1024
+"""Rows whose float32 products are held where the product and its end are two kernels."""
+_LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _statistics(logits, targets, inverse, normaliser_out, logprob_out, entropy_out, V, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    base = logits + row.to(tl.int64) * V
-    scale = tl.load(inverse + row)
-    best = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    moment = tl.zeros([], tl.float32)
-    for start in range(0, V, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        z = tl.load(base + columns, mask=columns < V, other=float("-inf")) * scale
-        higher = tl.maximum(best, tl.max(z, 0))
-        shrink = tl.exp(best - higher)
-        each = tl.exp(z - higher)
-        # sum of e^(z - m) (z - m); what is minus infinity has no part in it
-        lifted = tl.sum(tl.where(each > 0, each * (z - higher), 0.0), 0)
-        moment = tl.where(total > 0, (moment + total * (best - higher)) * shrink, 0.0) + lifted
-        total = total * shrink + tl.sum(each, 0)
+def _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, multiplier,
+            BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
+    """What is made of one tile of the product."""
+    rows, columns = at * BM + tl.arange(0, BM), to * TILE + tl.arange(0, TILE)
+    inside = rows < N
+    if SOFTCAP > 0:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        z = (2 * tl.sigmoid(z * (2 * multiplier / SOFTCAP)) - 1) * SOFTCAP
+        z = z * tl.load(scales + rows, mask=inside, other=0.0)[:, None]
+    else:
+        z = z * (tl.load(scales + rows, mask=inside, other=0.0) * multiplier)[:, None]
+    if (to + 1) * TILE > V:
+        z = tl.where((columns < V)[None, :], z, -1e30)
+    best = tl.max(z, 1)
+    z = z - best[:, None]
+    each = tl.exp2(z)
+    place = to * N + rows
+    tl.store(best_out + place, best, mask=inside)
+    tl.store(total_out + place, tl.sum(each, 1), mask=inside)
+    tl.store(moment_out + place, tl.sum(each * z, 1), mask=inside)
+    target = tl.load(targets + rows, mask=inside, other=-1)
+    here = (target >= to * TILE) & (target < (to + 1) * TILE)
+    # Few tiles hold the target of any of their rows.
+    if tl.max(here.to(tl.int32), 0) > 0:
+        found = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1) + best
+        tl.store(chosen_out + rows, found, mask=inside & here)
+    if KEEP:
+        spot = distances + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        tl.store(spot, z.to(distances.dtype.element_ty), mask=inside[:, None] & (columns < V)[None, :])
+
+
+@triton.jit
+def _project(hidden, weight, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, H,
+             multiplier, BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+             PROGRAMS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
+    down, across = tl.cdiv(N, BM), tl.cdiv(V, TILE)
+    for tile in range(tl.program_id(0), down * across, PROGRAMS):
+        # Tiles in the order of stripes GROUP high, so that a stripe of the weight is read while it is in the cache.
+        first = tile // (GROUP * across) * GROUP
+        high = tl.minimum(down - first, GROUP)
+        at, to = first + tile % (GROUP * across) % high, tile % (GROUP * across) // high
+        product = tl.zeros((BM, TILE), dtype=tl.float32)
+        for step in range(tl.cdiv(H, BK)):
+            x = hidden.load([at * BM, step * BK])
+            w = weight.load([to * TILE, step * BK])
+            product = tl.dot(x, w.T, product)
+        _finish(product, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
+                multiplier, BM, TILE, SOFTCAP, KEEP)
+
+
+@triton.jit
+def _finish_product(product, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, FIRST, COUNT,
+                    N, V, multiplier, BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
+    at, to = FIRST // BM + tl.program_id(0), tl.program_id(1)
+    rows, columns = tl.program_id(0) * BM + tl.arange(0, BM), to * TILE + tl.arange(0, TILE)
+    z = tl.load(product + rows.to(tl.int64)[:, None] * V + columns[None, :],
+                mask=(rows < COUNT)[:, None] & (columns < V)[None, :], other=0.0)
+    _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, multiplier,
+            BM, TILE, SOFTCAP, KEEP)
+
+
+@triton.jit
+def _fold(best_in, total_in, moment_in, chosen_in, normaliser_out, logprob_out, entropy_out, N, TILES, ROWS: tl.constexpr,
+          BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < N
+    best = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    moment = tl.full([ROWS], 0.0, tl.float32)
+    for start in range(0, TILES, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        known = (tile < TILES)[:, None] & inside[None, :]
+        place = tile[:, None] * N + rows[None, :]
+        tops = tl.load(best_in + place, mask=known, other=-1e30)
+        totals = tl.load(total_in + place, mask=known, other=0.0)
+        moments = tl.load(moment_in + place, mask=known, other=0.0)
+        higher = tl.maximum(best, tl.max(tops, 0))
+        # A tile 127 or more below counts nothing; so far away the difference itself must not overflow.
+        below, lower = tl.maximum(tops - higher[None, :], -1000.0), tl.maximum(best - higher, -1000.0)
+        share, shrink = tl.exp2(below), tl.exp2(lower)
+        moment = (moment + total * lower) * shrink + tl.sum(share * (moments + totals * below), 0)
+        total = total * shrink + tl.sum(share * totals, 0)
         best = higher
-    normaliser = best + tl.log(total)
-    chosen = tl.load(base + tl.load(targets + row)) * scale
-    tl.store(normaliser_out + row, normaliser)
-    tl.store(logprob_out + row, chosen - normaliser)
+    normaliser = best + tl.log2(total)
+    chosen = tl.load(chosen_in + rows, mask=inside, other=0.0)
+    tl.store(normaliser_out + rows, normaliser, mask=inside)
+    tl.store(logprob_out + rows, (chosen - normaliser) * 0.6931471805599453, mask=inside)
     # entropy = lse - E[z] = (m + log l) - (m + moment / l)
-    tl.store(entropy_out + row, tl.log(total) - moment / total)
+    tl.store(entropy_out + rows, (tl.log2(total) - moment / total) * 0.6931471805599453, mask=inside)
 
 
 @triton.jit
-def _slope(logits, targets, inverse, normaliser, entropy, towards, towards_entropy, out, V, BLOCK: tl.constexpr,
-           WITH_ENTROPY: tl.constexpr):
+def _slope(distances, targets, scales, best, normaliser, entropy, towards, towards_entropy, stride, N, V, multiplier,
+           TILE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr):
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    place = row.to(tl.int64) * V + columns
-    scale = tl.load(inverse + row)
-    logp = tl.load(logits + place, mask=columns < V, other=float("-inf")) * scale - tl.load(normaliser + row)
-    p = tl.exp(logp)
-    pull = tl.load(towards + row)
+    inside = columns < V
+    spot = distances + row.to(tl.int64) * stride + columns
+    z = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
+    z += tl.load(best + columns // TILE * N + row, mask=inside, other=0.0)
+    below = z - tl.load(normaliser + row)
+    p = tl.exp2(below)
+    pull, scale = tl.load(towards + row), tl.load(scales + row)
     slope = tl.where(columns == tl.load(targets + row), pull, 0.0) - pull * p
     if WITH_ENTROPY:
-        steer = tl.load(towards_entropy + row)
-        slope -= tl.where(p > 0, steer * p * (logp + tl.load(entropy + row)), 0.0)
-    tl.store(out + place, (slope * scale).to(out.dtype.element_ty), mask=columns < V)
+        slope -= tl.load(towards_entropy + row) * p * (below * 0.6931471805599453 + tl.load(entropy + row))
+    slope *= scale * (0.6931471805599453 * multiplier)
+    if SOFTCAP > 0:
+        capped = z / (scale * SOFTCAP)
+        slope *= 1 - capped * capped
+    tl.store(spot, slope.to(distances.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Normaliser, log-prob of the target and entropy [K] of softmax(logits * inverse), logits [K, V] float32, read once."""
-    rows, vocabulary = logits.shape
-    found = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """What is known of [K] targets after the product; `distances` [K, V] only where they were kept."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    normaliser: Tensor
+    best: Tensor
+    """[tiles, K]"""
+    scales: Tensor
+    """[K]: log2(e) / temperature."""
+    distances: Tensor | None
+
+
+def project(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    keep: bool = False,
+) -> Projection:
+    """Log-probs and entropies of `targets` [K] under softmax(cap(hidden weight^T * multiplier) / temperature)."""
+    rows, vocabulary = len(hidden), len(weight)
+    tiles, device = triton.cdiv(vocabulary, TILE), hidden.device
+    best, total, moment = (torch.empty(tiles, rows, dtype=torch.float32, device=device) for _ in range(3))
+    chosen, normaliser, logprobs, entropy = (torch.zeros(rows, dtype=torch.float32, device=device) for _ in range(4))
+    scales = temperature.float().reciprocal() * _LOG2E
+    # Rows of 16 bytes' multiples, as products of them are fastest.
+    distances = torch.empty(rows, -(-vocabulary // 8) * 8, dtype=hidden.dtype, device=device) if keep else None
+    out = hidden if distances is None else distances
+    given = (targets, scales, best, total, moment, chosen, out, out.stride(0))
+    common = {"BM": _ROWS, "TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
+    if rows and _tensor_memory(hidden):
+        programs = _multiprocessors(device)
+        _project[(programs,)](
+            TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [TILE, _STEP]),
+            *given, rows, vocabulary, hidden.shape[1], multiplier, BK=_STEP, GROUP=_GROUP, PROGRAMS=programs,
+            num_warps=8, num_stages=3, **common,
+        )  # fmt: skip
+    elif rows:
+        for first in range(0, rows, _AT_ONCE):
+            product = wide_product(hidden[first : first + _AT_ONCE], weight.t())
+            _finish_product[(triton.cdiv(len(product), _ROWS), tiles)](
+                product, *given, first, len(product), rows, vocabulary, multiplier, num_warps=8, **common
+            )
     if rows:
-        _statistics[(rows,)](logits, targets, inverse, *found, vocabulary, BLOCK=4096, num_warps=8)
-    return found[0], found[1], found[2]
+        _fold[(triton.cdiv(rows, 32),)](
+            best, total, moment, chosen, normaliser, logprobs, entropy, rows, tiles, ROWS=32, BLOCK=64
+        )
+    return Projection(
+        logprobs=logprobs,
+        entropy=entropy,
+        normaliser=normaliser,
+        best=best,
+        scales=scales,
+        distances=None if distances is None else distances[:, :vocabulary],
+    )
 
 
 def slope(
-    logits: Tensor,
+    found: Projection,
     targets: Tensor,
-    inverse: Tensor,
-    normaliser: Tensor,
-    entropy: Tensor,
     towards: Tensor,
     towards_entropy: Tensor | None,
-    dtype: torch.dtype,
+    *,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """[K, V] in `dtype`: the gradient at the logits for the gradients at log-probs and entropies."""
-    rows, vocabulary = logits.shape
-    out = torch.empty(rows, vocabulary, dtype=dtype, device=logits.device)
-    steer = towards if towards_entropy is None else towards_entropy
+    """[K, V]: the gradient at the product for the gradients at log-probs and entropies, in the memory of the distances."""
+    distances = found.distances
+    assert distances is not None
+    rows, vocabulary = distances.shape
     if rows:
         _slope[(rows, triton.cdiv(vocabulary, 4096))](
-            logits, targets, inverse, normaliser, entropy, towards.contiguous(), steer.contiguous(), out, vocabulary,
-            BLOCK=4096, WITH_ENTROPY=towards_entropy is not None, num_warps=8,
+            distances, targets, found.scales, found.best, found.normaliser, found.entropy, towards.contiguous(),
+            (towards if towards_entropy is None else towards_entropy).contiguous(), distances.stride(0), rows, vocabulary,
+            multiplier, TILE=TILE, BLOCK=4096, SOFTCAP=softcap or 0.0, WITH_ENTROPY=towards_entropy is not None, num_warps=8,
         )  # fmt: skip
-    return out
+    return distances
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """A product of 16-bit matrices with its float32 accumulators as the result."""
+    if not left.is_cuda:
+        return left.float() @ right.float()
+    found: Tensor = torch.mm(left, right, out_dtype=torch.float32)
+    return found
+
+
+def _tensor_memory(hidden: Tensor) -> bool:
+    """Hopper and Blackwell of the data centre read tiles by descriptors, and have the shared memory for these."""
+    if not hidden.is_cuda:
+        return True  # the interpreter has everything
+    return torch.cuda.get_device_capability(hidden.device)[0] in (9, 10) and hidden.shape[1] % 8 == 0
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -23,7 +23,7 @@ def _add_norm(residual, update, weight, residual_out, out, epsilon, N, NP: tl.co
     row = tl.program_id(0)
     columns = tl.arange(0, NP)
     inside = columns < N
-    place = row * N + columns
+    place = row.to(tl.int64) * N + columns
     x = tl.load(residual + place, mask=inside, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(update + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
@@ -138,7 +138,7 @@ def heads(
 
 @triton.jit
 def _swiglu(gate, up, out, N, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < N
     g = tl.load(gate + place, mask=inside, other=0.0)
     u = tl.load(up + place, mask=inside, other=0.0)

@@ -1,0 +1,197 @@
+"""Attention of a pack on a GPU without a padded table: one call over sequences of different lengths.
+
+The queries of a pack lie as its tokens do: prompts, then responses. The keys of a response are those of its prompt and its
+own, so keys and values are gathered into [prompt | prompt + response | ...]; a causal mask aligned at the end of each
+sequence is then right for both. The backward gathers again, and adds what came to a prompt's keys from its responses in
+float32 in a fixed order.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from legato.core.device import sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uses:
+    """Rows taken from a table, some several times; and, the other way, which takings each row of the table has."""
+
+    index: Tensor
+    """[M]: which row."""
+    order: Tensor
+    """[M]: takings sorted by row."""
+    ends: Tensor
+    """[N + 1] int32: the takings of row n are order[ends[n] : ends[n + 1]]."""
+
+    @classmethod
+    def of(cls, index: Tensor, count: int) -> "Uses":
+        order = torch.argsort(index, stable=True)
+        ends = torch.bincount(index, minlength=count).cumsum(0)
+        return cls(index=index, order=order, ends=torch.nn.functional.pad(ends, (1, 0)).int())
+
+    def take(self, values: Tensor) -> Tensor:
+        """[N, ...] to [M, ...], differentiable."""
+        taken: Tensor = _Take.apply(values, self)  # type: ignore[no-untyped-call]
+        return taken
+
+    def give_back(self, gradient: Tensor, repeat: int = 1) -> Tensor:
+        """[M, ...] to [N, ...]: the sum over the takings of each row, in their order, in float32.
+
+        `repeat`: [M, heads * repeat, W], and the repeats of a head are summed too.
+        """
+        if gradient.is_cuda:
+            from legato.policy.triton.sums import sum_uses
+
+            return sum_uses(gradient.contiguous(), self.order, self.ends, repeat)
+        gradient = gradient.reshape(len(gradient), -1, repeat, *gradient.shape[2:]).sum(2) if repeat > 1 else gradient
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        found = gradient.new_zeros(len(self.ends) - 1, *gradient.shape[1:], dtype=exact)
+        return found.index_add_(0, self.index, gradient.to(exact)).to(gradient.dtype)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, uses: Uses) -> Tensor:
+        ctx.uses = uses
+        return values.index_select(0, uses.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.uses.give_back(gradients[0]), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Where the sequences of a pack begin and end, for queries and for gathered keys."""
+
+    query_ends: Tensor
+    """[S + 1] int32, from 0."""
+    key_ends: Tensor
+    longest_query: int
+    longest_keys: int
+    keys: Uses
+
+    @classmethod
+    def of(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor) -> "Spans":
+        """On the host."""
+        prompt, tokens = int(prefix_lengths.sum()), int(prefix_lengths.sum() + suffix_lengths.sum())
+        seen = prefix_lengths[owner]
+        query_lengths, key_lengths = (
+            torch.cat([prefix_lengths, suffix_lengths]),
+            torch.cat([prefix_lengths, seen + suffix_lengths]),
+        )
+        prefix_first = prefix_lengths.cumsum(0) - prefix_lengths
+        suffix_first = prompt + suffix_lengths.cumsum(0) - suffix_lengths
+        # Pieces in order: every prompt, then for every response its prompt and itself.
+        firsts = torch.cat([prefix_first, torch.stack([prefix_first[owner], suffix_first], 1).reshape(-1)])
+        lengths = torch.cat([prefix_lengths, torch.stack([seen, suffix_lengths], 1).reshape(-1)])
+        shift = firsts - (lengths.cumsum(0) - lengths)
+        index = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+        return cls(
+            query_ends=_ends(query_lengths),
+            key_ends=_ends(key_lengths),
+            longest_query=int(query_lengths.max()),
+            longest_keys=int(key_lengths.max()),
+            keys=Uses.of(index, tokens),
+        )
+
+    def serves(self, like: Tensor, width: int) -> bool:
+        """Whether the kernel behind takes heads so wide, of this dtype and device; others go through padded tables."""
+        return like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """[N, H, D] from queries [N, H, D] and keys and values [N, K, D] of the pack's tokens."""
+        found: Tensor = _Attend.apply(query, key, value, self, scaling, window)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Attend(torch.autograd.Function):
+    """Flash attention over sequences of different lengths. Gathered keys are not kept, so memory is the pack's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None, window: int | None
+    ) -> Tensor:
+        ctx.spans, ctx.how = spans, _how(scaling, window)
+        out, normaliser, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query,
+            key.index_select(0, spans.keys.index),
+            value.index_select(0, spans.keys.index),
+            spans.query_ends,
+            spans.key_ends,
+            spans.longest_query,
+            spans.longest_keys,
+            0.0,
+            True,
+            False,
+            **ctx.how,
+        )
+        ctx.save_for_backward(query, key, value, out, normaliser, state, unused)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, normaliser, state, unused = ctx.saved_tensors
+        spans: Spans = ctx.spans
+        # With a key head per query head the kernel's own sum over them, which is slow, falls away.
+        repeat = query.shape[1] // key.shape[1]
+        keys, values = (
+            x.index_select(0, spans.keys.index).repeat_interleave(repeat, 1) if repeat > 1 else x[spans.keys.index]
+            for x in (key, value)
+        )
+        with _same_every_time():
+            to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
+                gradients[0].contiguous(),
+                query,
+                keys,
+                values,
+                out,
+                normaliser,
+                spans.query_ends,
+                spans.key_ends,
+                spans.longest_query,
+                spans.longest_keys,
+                0.0,
+                True,
+                state,
+                unused,
+                **ctx.how,
+            )
+        back = spans.keys.give_back
+        return to_query, back(to_keys, repeat), back(to_values, repeat), None, None, None
+
+
+def _how(scaling: float | None, window: int | None) -> dict[str, Any]:
+    how: dict[str, Any] = {"scale": scaling}
+    return how if window is None else how | {"window_size_left": window - 1, "window_size_right": 0}
+
+
+class _same_every_time:  # noqa: N801  (used as a statement)
+    """The backward adds up queries' gradients in a fixed order: an update then repeats to the bit."""
+
+    def __enter__(self) -> None:
+        self.before = torch.are_deterministic_algorithms_enabled()
+        self.warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.use_deterministic_algorithms(self.before, warn_only=self.warned)
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A value of tensors and plain numbers on another device."""
+    if isinstance(value, Tensor):
+        return sent(value, device)
+    if isinstance(value, Uses | Spans):
+        return type(value)(**{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+    return value

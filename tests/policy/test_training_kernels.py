@@ -1,0 +1,250 @@
+"""What trains on a GPU, part by part: in Triton's interpreter on a CPU, compiled on a GPU; always beside plain torch."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+triton = pytest.importorskip("triton")
+
+import legato.policy.triton.head as kernels  # noqa: E402
+from legato.core.outcome import Coefficients  # noqa: E402
+from legato.policy.fused import Projected, turned  # noqa: E402
+from legato.policy.head import _Exact  # noqa: E402
+from legato.policy.load import Loading, load_policy  # noqa: E402
+from legato.policy.packs import Pack, Texts  # noqa: E402
+from legato.policy.spans import Spans, Uses  # noqa: E402
+from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
+from legato.policy.triton.sums import sum_uses  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
+    pytest.mark.filterwarnings("ignore:divide by zero"),
+    pytest.mark.filterwarnings("ignore:invalid value"),
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def leaf(*shape: int, size: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * size).requires_grad_()
+
+
+def off(found: Tensor, right: Tensor) -> float:
+    return float((found - right).detach().norm() / right.detach().norm())
+
+
+def gradients(value: Tensor, weight: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((value * weight).sum(), leaves)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("by_descriptors", [True, False])
+@pytest.mark.parametrize(
+    ("softcap", "scale", "at_once", "hidden", "vocabulary"),
+    [(None, 1.0, 999, 64, 300), (5.0, 0.5, 999, 40, 517), (None, 2.0, 64, 64, 256)],
+)
+def test_the_head_and_its_gradient_are_those_of_float64(
+    softcap: float | None,
+    scale: float,
+    at_once: int,
+    hidden: int,
+    vocabulary: int,
+    by_descriptors: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if DEVICE == "cuda":
+        pytest.skip("float32 products; the 16-bit head has its own test on a GPU")
+    monkeypatch.setattr(kernels, "_tensor_memory", lambda given: by_descriptors)
+    tokens = 150
+    x, w = leaf(tokens, hidden), leaf(vocabulary, hidden, size=0.3)
+    targets, temperature = torch.randint(0, vocabulary, (tokens,)), torch.rand(tokens) + 0.5
+    logprobs, entropy = _Exact.apply(x, w, None, targets, temperature, scale, softcap, at_once)
+    xx, ww = (value.detach().double().requires_grad_() for value in (x, w))
+    logits = xx @ ww.t() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    table = (logits / temperature[:, None]).log_softmax(1)
+    right, spread = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(1)
+    assert torch.allclose(logprobs.double(), right, atol=1e-5) and torch.allclose(entropy.double(), spread, atol=1e-5)
+    pull, steer = torch.randn(tokens), torch.randn(tokens)
+    (logprobs * pull + entropy * steer).sum().backward()
+    (right * pull + spread * steer).sum().backward()
+    assert x.grad is not None and w.grad is not None and xx.grad is not None and ww.grad is not None
+    assert off(x.grad.double(), xx.grad) < 3e-6 and off(w.grad.double(), ww.grad) < 3e-6
+
+
+def test_without_a_gradient_the_head_gives_the_same_bits_and_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x, w = torch.randn(70, 32, device=DEVICE).to(dtype), torch.randn(130, 32, device=DEVICE).to(dtype)
+    targets, temperature = torch.randint(0, 130, (70,), device=DEVICE), torch.ones(70, device=DEVICE)
+    kept = []
+    project = kernels.project
+
+    def spy(*given: Any, **options: Any) -> kernels.Projection:
+        kept.append(options["keep"])
+        return project(*given, **options)
+
+    monkeypatch.setattr(kernels, "project", spy)
+    with torch.no_grad():
+        quiet = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999)
+    loud = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999)
+    part = _Exact.apply(x[33:], w, None, targets[33:], temperature[33:], 1.0, None, 999)
+    assert kept == [False, True, False]
+    assert torch.equal(quiet[0], loud[0]) and torch.equal(quiet[1], loud[1])
+    if DEVICE == "cpu":  # numpy's products depend on the number of rows; a GPU's tiles do not
+        assert torch.allclose(quiet[0][33:], part[0], atol=1e-6)
+    else:
+        assert torch.equal(quiet[0][33:], part[0])
+
+
+def test_lora_on_the_head_is_one_wider_product() -> None:
+    if DEVICE == "cuda":
+        pytest.skip("float32 products")
+    hidden, base, down, up = leaf(40, 24), torch.randn(60, 24), leaf(8, 24), leaf(60, 8)
+    targets, temperature, pull = torch.randint(0, 60, (40,)), torch.ones(40), torch.randn(40)
+    beside = hidden @ down.t() * 2.0
+    found, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16)
+    logits = hidden @ base.t() + hidden @ down.t() * 2.0 @ up.t()
+    right = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert torch.allclose(found, right, atol=1e-4)
+    leaves = [hidden, down, up]
+    pairs = zip(gradients(found, pull, leaves), gradients(right, pull, leaves), strict=True)
+    assert all(off(a, b) < 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_the_norm_after_the_residual(updates: bool) -> None:
+    residual, update, weight = leaf(37, 48), leaf(37, 48) if updates else None, leaf(48)
+    leaves = [value for value in (residual, update, weight) if value is not None]
+    to_total, to_out = torch.randn(37, 48, device=DEVICE), torch.randn(37, 48, device=DEVICE)
+    total, out = add_norm_learned(residual, update, weight, 1e-6)
+    plain = residual if update is None else residual + update
+    normed = rms_norm(plain, (48,), weight, 1e-6)
+    assert off(out, normed) < 1e-6 and off(total, plain) < 1e-6
+    mine = torch.autograd.grad((total * to_total + out * to_out).sum(), leaves)
+    right = torch.autograd.grad((plain * to_total + normed * to_out).sum(), leaves)
+    assert all(off(a, b) < 1e-6 for a, b in zip(mine, right, strict=True))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_normed_and_turned(normed: bool) -> None:
+    rows, heads, width = 37, 3, 24
+    query, key, weight = leaf(rows, heads * width), leaf(rows, heads * width), leaf(width)
+    cosine, sine = torch.randn(rows, width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
+    norms = (weight, weight, 1e-6) if normed else None
+    right, _ = turned(Projected(query=query, key=key, value=key, cosine=cosine, sine=sine, norms=norms, width=width))
+    found = turn(query, cosine, sine, weight if normed else None, 1e-6, width)
+    assert off(found, right) < 1e-6
+    towards, leaves = torch.randn_like(right), [query, weight] if normed else [query]
+    pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
+    assert all(off(a, b) < 1e-6 for a, b in pairs)
+
+
+def test_swiglu_with_its_gradient() -> None:
+    gate, up, towards = leaf(29, 40), leaf(29, 40), torch.randn(29, 40, device=DEVICE)
+    found, right = swiglu_learned(gate, up), silu(gate) * up
+    assert off(found, right) < 1e-6
+    pairs = zip(gradients(found, towards, [gate, up]), gradients(right, towards, [gate, up]), strict=True)
+    assert all(off(a, b) < 1e-6 for a, b in pairs)
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    residual, weight = leaf(5, 16), torch.ones(16, device=DEVICE)
+    _, out = add_norm_learned(residual, leaf(5, 16), weight, 1e-6)
+    out.sum().backward()
+    assert residual.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
+    index = torch.randint(0, 9, (40,))
+    uses, values = Uses.of(index, 10), torch.randn(40, 2 * repeat, 5)
+    right = torch.zeros(10, 2, 5).index_add_(0, index, values.reshape(40, 2, repeat, 5).sum(2))
+    moved = values.to(DEVICE), uses.order.to(DEVICE), uses.ends.to(DEVICE)
+    assert torch.allclose(sum_uses(*moved, repeat).cpu(), right, atol=1e-5)
+    assert torch.allclose(uses.give_back(values, repeat), right, atol=1e-5)
+    table = torch.randn(10, 4, requires_grad=True)
+    assert torch.equal(uses.take(table), table[index])
+
+
+def plain_attention(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """A loop over sequences: every query sees the keys up to its own, counted from the end."""
+    found, repeat = [], query.shape[1] // key.shape[1]
+    keys, values = (x[spans.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
+    ends = list(zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True))
+    for (q, k), (q_end, k_end) in pairwise(ends):
+        asked, seen, said = query[q:q_end], keys[k:k_end], values[k:k_end]
+        scores = torch.einsum("qhd,khd->hqk", asked, seen) * scaling
+        hidden = (
+            torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q)).logical_not()
+        )
+        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), said))
+    return torch.cat(found)
+
+
+def texts() -> Texts:
+    source = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([5, 1, 3, 6, 2])
+    return Texts(
+        prompts=torch.randint(3, 20, (2, 4), generator=source),
+        prompt_lengths=torch.tensor([4, 2]),
+        tokens=torch.randint(3, 20, (5, 6), generator=source),
+        lengths=lengths,
+        mask=torch.arange(6) < lengths[:, None],
+        group=torch.tensor([0, 0, 0, 1, 1]),
+        temperature=torch.ones(5),
+    )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pack_through_fused_parts_is_the_model_itself(
+    model: str, checkpointing: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything of the GPU's way to train but the attention kernel, which a loop stands for."""
+    policy = load_policy(model, Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing))
+    policy.shared_prompts = shared
+    rows, weight = torch.arange(5), torch.randn(5, 6)
+
+    def learnt() -> tuple[Tensor, dict[str, Tensor]]:
+        seen: list[Tensor] = []
+
+        def respond(part: range, channels: Any) -> Coefficients:
+            seen.append(channels.logprobs.detach())
+            return Coefficients(logprobs=weight[part.start : part.stop] * (channels.logprobs.detach() != 0))
+
+        policy.model.zero_grad()
+        policy.learn(policy.pack(texts(), rows), respond)
+        return torch.cat(seen), {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
+
+    right, slopes = learnt()
+    plain_pack = policy.pack
+
+    def with_spans(given: Texts, chosen: Tensor) -> Pack:
+        from dataclasses import replace
+
+        packed = plain_pack(given, chosen)
+        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner)
+        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
+
+    monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
+    monkeypatch.setattr(Spans, "serves", lambda self, like, width: True)
+    asked = []
+    monkeypatch.setattr(
+        Spans, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)
+    )
+    found, fused = learnt()
+    assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
+    assert torch.allclose(found, right, atol=1e-5)
+    assert fused.keys() == slopes.keys()
+    assert all(torch.allclose(fused[name], slopes[name], atol=2e-5, rtol=1e-3) for name in slopes)
