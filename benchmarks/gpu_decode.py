@@ -27,9 +27,12 @@ def sizes(bench: Bench) -> tuple[int, int, int, int]:
     return (2, 3, 6, 5) if bench.tiny else (work.PROMPTS, work.SAMPLES, PROMPT, NEW)
 
 
-def prompts_of(bench: Bench, vocabulary: int) -> torch.Tensor:
+def prompts_of(bench: Bench, vocabulary: int) -> Iterator[torch.Tensor]:
+    """Other prompts for every call: an engine may remember those it has read."""
     count, _, length, _ = sizes(bench)
-    return torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
+    source = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(3, vocabulary, (count, length), generator=source)
 
 
 def ragged(bench: Bench) -> list[int]:
@@ -102,11 +105,12 @@ def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
         engine = _engine(bench, policy, fused=fused)
         count, samples, _, new = sizes(bench)
         lengths = ragged(bench) if uneven else [new] * (count * samples)
-        requests = requests_of(prompts_of(bench, policy.vocabulary), samples, shared=shared)
+        prompts = prompts_of(bench, policy.vocabulary)
         # An end token that no model writes.
         limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
 
         def call() -> None:
+            requests = requests_of(next(prompts), samples, shared=shared)
             rows = [response for group in engine.generate(requests, Sampling(), limits) for response in group]
             told = [len(response.tokens) for response in rows]
             assert told == lengths, f"{sum(told)} tokens came instead of {sum(lengths)}"
@@ -161,10 +165,11 @@ def generate_part(*, static: bool, uneven: bool) -> Part:
         made = work.model(bench, "0.6B")
         count, samples, _, new = sizes(bench)
         lengths = ragged(bench) if uneven else [new] * (count * samples)
-        prompts = prompts_of(bench, made.config.vocab_size).to(bench.device)
+        drawn = prompts_of(bench, made.config.vocab_size)
         options = {"cache_implementation": "static"} if static else {}
 
         def call(new: int = max(lengths)) -> None:
+            prompts = next(drawn).to(bench.device)
             with torch.no_grad():
                 found = made.generate(
                     input_ids=prompts,

@@ -50,48 +50,35 @@ class OurHead:
         self.policy = load_policy(body, loading, tokenizer=tokenizer())
         self.head = Head.of(self.policy.body)
         self.weight: Tensor = self.policy.body.get_output_embeddings().weight
-        self._runs: dict[tuple[int, ...], list[tuple[range, slice]]] = {}
+        self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
-    def runs(self, counts: tuple[int, ...]) -> list[tuple[range, slice]]:
-        """Rows of each run, and its tokens; found once, as a trainer has its packs before it learns."""
-        if counts in self._runs:
-            return self._runs[counts]
-        ends = [0]
-        for count in counts:
-            ends.append(ends[-1] + count)
-        parts = self.policy._parts(_as_pack(counts))
-        self._runs[counts] = [(part, slice(ends[part.start], ends[part.stop])) for part in parts]
-        return self._runs[counts]
+    def runs(self, given: Sequences) -> list[Sequences]:
+        """Runs of whole rows, as `Policy.learn` makes them; cut once, since a trainer has its packs before it learns."""
+        if id(given) not in self._cut:
+            parts = self.policy._parts(_as_pack(given.counts))
+            self._cut[id(given)] = (given, [cut(given, part.start, part.stop) for part in parts])
+        return self._cut[id(given)][1]
 
     @torch.no_grad()
     def score(self, given: Sequences) -> Tensor:
-        temperature = torch.full(given.targets.shape, given.temperature, device=given.hidden.device)
-        found = [
-            self.head.scored(given.hidden[here], given.targets[here], temperature[here])
-            for _, here in self.runs(given.counts)
-        ]
-        return torch.cat([logprobs for logprobs, _ in found])
+        """As `Policy.score`: in one go where the head holds no logits, in runs elsewhere."""
+        whole = self.head.never_holds_logits(given.hidden)
+        found = [self._scored(part, part.hidden)[0] for part in ([given] if whole else self.runs(given))]
+        return torch.cat(found)
 
     def learn(self, given: Sequences) -> Tensor:
-        """The gradient at the hidden states; that of the weight is in `weight.grad`."""
-        temperature = torch.full(given.targets.shape, given.temperature, device=given.hidden.device)
-        leaf = given.hidden.detach().requires_grad_()
-        whole = len(given.counts)
-        for rows, here in self.runs(given.counts):
-            logprobs, _ = self.head.scored(leaf[here], given.targets[here], temperature[here])
-            part = Sequences(
-                hidden=given.hidden[here],
-                weight=given.weight,
-                targets=given.targets[here],
-                owner=given.owner[here] - rows.start,
-                counts=given.counts[rows.start : rows.stop],
-                old=given.old[here],
-                advantages=given.advantages[rows.start : rows.stop],
-                temperature=given.temperature,
-            )
-            (sequence_loss(part, logprobs) * (len(rows) / whole)).backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
-        return leaf.grad
+        """As `Policy.learn`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
+        gradients = []
+        for part in self.runs(given):
+            leaf = part.hidden.detach().requires_grad_()
+            loss = sequence_loss(part, self._scored(part, leaf)[0]) * (len(part.counts) / len(given.counts))
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
+        return torch.cat(gradients)
+
+    def _scored(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.scored(hidden, part.targets, part.temperatures, self.policy._tokens_at_once)
 
 
 def _as_pack(counts: tuple[int, ...]) -> Any:
@@ -141,9 +128,11 @@ def sequences(
         targets=targets,
         owner=owner,
         counts=counts,
+        lengths=torch.tensor(counts, device=bench.device),
         old=(old - drift[owner]).contiguous(),
         advantages=advantages.to(bench.device),
         temperature=temperature,
+        temperatures=torch.full((tokens,), temperature, device=bench.device),
     )
 
 
@@ -155,18 +144,20 @@ def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
     return tuple(scaled)
 
 
-def cut(given: Sequences, rows: int) -> Sequences:
-    """The first so many sequences."""
-    tokens = sum(given.counts[:rows])
+def cut(given: Sequences, first: int, last: int) -> Sequences:
+    """The sequences from one number to another."""
+    here = slice(sum(given.counts[:first]), sum(given.counts[:last]))
     return Sequences(
-        hidden=given.hidden[:tokens],
+        hidden=given.hidden[here],
         weight=given.weight,
-        targets=given.targets[:tokens],
-        owner=given.owner[:tokens],
-        counts=given.counts[:rows],
-        old=given.old[:tokens],
-        advantages=given.advantages[:rows],
+        targets=given.targets[here],
+        owner=given.owner[here] - first,
+        counts=given.counts[first:last],
+        lengths=given.lengths[first:last],
+        old=given.old[here],
+        advantages=given.advantages[first:last],
         temperature=given.temperature,
+        temperatures=given.temperatures[here],
     )
 
 
@@ -278,8 +269,9 @@ def evened(given: Sequences) -> Sequences:
     owner = torch.arange(rows, device=given.owner.device).repeat_interleave(columns)
     kept = {name: getattr(given, name) for name in Sequences.__slots__}
     tokens = rows * columns
-    kept |= {name: kept[name][:tokens] for name in ("hidden", "targets", "old")}
-    return Sequences(**{**kept, "owner": owner, "counts": (columns,) * rows})
+    kept |= {name: kept[name][:tokens] for name in ("hidden", "targets", "old", "temperatures")}
+    lengths = torch.full_like(given.lengths, columns)
+    return Sequences(**{**kept, "owner": owner, "counts": (columns,) * rows, "lengths": lengths})
 
 
 def _gate_gradient(learner: Any, given: Sequences) -> tuple[float, float]:
@@ -314,7 +306,7 @@ def backward_part(size: tuple[int, int, int]) -> Part:
         tokens, hidden, vocabulary = _size(bench, size)
         ours = OurHead(bench, hidden, vocabulary)
         given = sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
-        few = cut(given, 3)
+        few = cut(given, 0, 3)
         calls: dict[str, Callable[[], Any]] = {}
         cosines: dict[str, tuple[float, float]] = {}
         failed: dict[str, Any] = {}

@@ -110,7 +110,9 @@ def rounded_logits() -> Iterator[None]:
 
     original = Head.scored
 
-    def scored_from_rounded(self: Any, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def scored_from_rounded(
+        self: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, _: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         found = []
         for start in range(0, len(hidden), 2048):
             here = slice(start, start + 2048)

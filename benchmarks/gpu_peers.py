@@ -32,14 +32,14 @@ class Sequences:
     owner: Tensor
     """[N]: which sequence."""
     counts: tuple[int, ...]
+    lengths: Tensor
+    """[S]: the counts, on the device."""
     old: Tensor
     advantages: Tensor
     """[S]"""
     temperature: float
-
-    @property
-    def lengths(self) -> Tensor:
-        return torch.tensor(self.counts, device=self.owner.device)
+    temperatures: Tensor
+    """[N]: the same, a token each."""
 
     def even(self) -> tuple[int, int]:
         """Rows and columns of the same tokens as a rectangle without padding, for heads that take rectangles only."""

@@ -15,7 +15,7 @@ import torch
 from benchmarks import gpu_trl
 from benchmarks import gpu_work as work
 from benchmarks.gpu_measure import GIB, Bench, Part
-from benchmarks.gpu_work import Counted, Flops, Work
+from benchmarks.gpu_work import Work
 
 from legato.core.rollout import Problem, Rollout, Score
 from legato.rollouts.engine import Limits
@@ -126,49 +126,45 @@ def measured(
     before: int = 0,
     first: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Steps of the trainer after one to warm up, the device waited for at every edge; what was executed is counted.
+    """Steps of the trainer after one to warm up; what was executed is counted.
 
-    `first` is called before each step and not timed.
+    The device is waited for before and after the old log-probs and at the end of the step, nowhere in between. `first` is
+    called before each step and not timed.
     """
-    counts = {"anchor": Counted(Flops.of(trainer.policy.body)), "update": Counted(Flops.of(trainer.policy.body))}
-    clock: dict[str, float] = {}
+    packs, clock = work.Packs(), dict[str, float]()
+    own = trainer._anchored
 
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*given: Any) -> Any:
-            with work.counting(counts[name]):
-                bench.wait()
-                started = time.perf_counter()
-                found = call(*given)
-                bench.wait()
-                ended = time.perf_counter()
-            clock[name] = clock.get(name, 0.0) + ended - started
-            clock["aside"] = clock.get("aside", 0.0) + time.perf_counter() - ended
-            return found
+    def anchored(*given: Any) -> Any:
+        bench.wait()
+        clock["begun"], packs.phase = time.perf_counter(), "anchor"
+        found = own(*given)
+        bench.wait()
+        clock["anchored"], packs.phase = time.perf_counter(), "update"
+        return found
 
-        return wrapped
-
-    # On the instance: the trainer's own methods, waited for.
-    trainer._anchored, trainer._update = timed("anchor", trainer._anchored), timed("update", trainer._update)  # type: ignore[method-assign]
+    # On the instance: the trainer's own method, waited for.
+    trainer._anchored = anchored  # type: ignore[method-assign]
     samples, reports, found = [], [], dict[str, Any]()
     try:
         for number in range(1 + steps):
             first()
-            clock.clear()
-            if number == 1:
-                counts |= {name: Counted(Flops.of(trainer.policy.body)) for name in counts}
-            with bench.peak(found, before):
+            with work.counting(packs), bench.peak(found, before):
                 started = time.perf_counter()
                 report = trainer.step()
-            if number:
-                metrics = report.metrics
-                phase = time.perf_counter() - started - metrics["time/rollouts_seconds"] - clock["aside"]
-                samples.append({"anchor": clock["anchor"], "update": clock["update"], "phase": phase})
-                reports.append(metrics)
-            if number and bench.left() < 0:
+                bench.wait()
+                ended = time.perf_counter()
+            if number == 0:
+                packs.seen.clear()
+                continue
+            phase = ended - started - report.metrics["time/rollouts_seconds"]
+            update = ended - clock["anchored"]
+            samples.append({"anchor": clock["anchored"] - clock["begun"], "update": update, "phase": phase})
+            reports.append(report.metrics)
+            if bench.left() < 0:
                 break
     finally:
-        del trainer._anchored, trainer._update
-    executed = {name: counted.flops.total / len(samples) for name, counted in counts.items()}
+        del trainer._anchored
+    executed = {name: packs.flops(trainer.policy.body, name) / len(samples) for name in ("anchor", "update")}
     return {
         **found,
         **_rates(bench, samples, executed, useful),

@@ -112,12 +112,11 @@ def model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
     return made.to(bench.device).eval()
 
 
-def policy(bench: Bench, shape: str, *, checkpointing: bool = False) -> Any:
+def policy(bench: Bench, shape: str) -> Any:
     """Our policy around such a model."""
     from legato.policy.load import Loading, load_policy
 
-    dtype = "bfloat16" if bench.cuda else "float32"
-    loading = Loading(device=bench.device.type, dtype=dtype, gradient_checkpointing=checkpointing)
+    loading = Loading(device=bench.device.type, dtype="bfloat16" if bench.cuda else "float32")
     return load_policy(model(bench, shape), loading, tokenizer=tokenizer())
 
 
@@ -160,38 +159,41 @@ def causal(prompt: int, response: int) -> float:
 
 
 @dataclass(slots=True)
-class Counted:
-    """What ran inside `counting`."""
+class Packs:
+    """The packs that went through the body inside `counting`, by whatever `phase` was then."""
 
-    flops: Flops
-    tokens: int = 0
+    phase: str = ""
     seen: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def flops(self, made: Any, phase: str) -> float:
+        """Executed in a phase. Lengths are read here, when all is over: reading them waits for the device."""
+        flops = Flops.of(made)
+        for during, (prompts, responses, owner), read, shared, learning in self.seen:
+            if during == phase:
+                tokens, pairs = pack_size(prompts.tolist(), responses.tolist(), owner.tolist(), shared=shared)
+                flops.add(tokens, read, pairs, learning=learning)
+        return flops.total
 
 
 @contextmanager
-def counting(found: Counted) -> Iterator[None]:
-    """Counts every pack that goes through the body, by whether it will go back. Lengths are read when all is over."""
+def counting(found: Packs) -> Iterator[None]:
+    """Notes every pack that goes through the body, and whether it will go back."""
     from legato.policy.policy import Policy
 
     original = Policy._laid_out
 
     @contextmanager
-    def counted(self: Any, packed: Any) -> Iterator[Tensor]:
+    def noted(self: Any, packed: Any) -> Iterator[Tensor]:
         lengths = (packed.prefix_lengths, packed.suffix_lengths, packed.owner)
-        found.seen.append((lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
+        found.seen.append((found.phase, lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
         with original(self, packed) as hidden:
             yield hidden
 
-    Policy._laid_out = counted  # type: ignore[method-assign,assignment]
+    Policy._laid_out = noted  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         Policy._laid_out = original  # type: ignore[method-assign]
-        for (prompts, responses, owner), read, shared, learning in found.seen:
-            tokens, pairs = pack_size(prompts.tolist(), responses.tolist(), owner.tolist(), shared=shared)
-            found.flops.add(tokens, read, pairs, learning=learning)
-            found.tokens += tokens
-        found.seen.clear()
 
 
 def pack_size(prompts: list[int], responses: list[int], owner: list[int], *, shared: bool) -> tuple[int, float]:
