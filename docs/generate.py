@@ -4,7 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks import smollm2_gpu
+from benchmarks import gpu_page, smollm2_gpu
+from benchmarks.gpu_figures import figures
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
 from benchmarks.step_page import engine_section, step_section
@@ -35,16 +36,20 @@ def pages() -> dict[str, str]:
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
+        **figures((gpu_page.stored() or {"sections": {}})["sections"]),
     }
 
 
 def performance() -> str:
-    """Objectives, engine and whole step, each from the file its benchmark wrote; one that was not measured is left out."""
+    """Objectives, engine, whole step and GPU, each from the file its benchmark wrote; what was not measured is left out."""
     sections = [performance_page(json.loads(RESULTS.read_text()))]
     for name, section in (("engine", engine_section), ("step", step_section)):
         found = measured(name)
         if found is not None:
             sections.append(section(found) + "\n")
+    on_gpu = gpu_page.stored()
+    if on_gpu is not None:
+        sections.append(gpu_page.gpu_section(on_gpu))
     return "\n".join(sections)
 
 
@@ -134,5 +139,6 @@ def _with_table(readme: str) -> str:
 
 if __name__ == "__main__":
     for path, text in pages().items():
+        (ROOT / path).parent.mkdir(exist_ok=True)
         (ROOT / path).write_text(text)
         print(f"wrote {path}")

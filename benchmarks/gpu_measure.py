@@ -1,0 +1,211 @@
+"""How the GPU benchmarks measure: interleaved calls, peaks of memory, the ceilings of the run, and where results go.
+
+A section (B1, B2 ...) is made of parts. Each part is written to the file as soon as it is measured, so that a command that
+runs out of time loses the part it was in and nothing else.
+"""
+
+import contextlib
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+Part = Callable[["Bench"], dict[str, Any]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """One command: its device, its size and the time it has left."""
+
+    device: torch.device
+    tiny: bool
+    deadline: float
+    without: tuple[str, ...] = ()
+    """Peers that are not to be called: one that breaks the device would take the rest of the command with it."""
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    def wanted(self, peer: str) -> bool:
+        if peer in self.without:
+            raise ValueError("left out by --without")
+        return True
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    def left(self) -> float:
+        """Seconds until this command should end."""
+        return self.deadline - time.monotonic()
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def free(self) -> None:
+        """Give back what is no longer referred to, so that the next side starts from the same memory."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def held(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.cuda else 0
+
+    @contextlib.contextmanager
+    def peak(self, into: dict[str, Any], before: int | None = None) -> Iterator[None]:
+        """The peak over what was held before, in GiB; 0 where there is no counter of it."""
+        self.wait()
+        start = self.held() if before is None else before
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        self.wait()
+        most = torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
+        into["peak_gib"] = (most - start) / GIB
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Of one call, on the device's own clock where it has one."""
+        if not self.cuda:
+            started = time.perf_counter()
+            call()
+            return time.perf_counter() - started
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def wall(self, call: Callable[[], Any]) -> float:
+        """Of one call, host work included."""
+        self.wait()
+        started = time.perf_counter()
+        call()
+        self.wait()
+        return time.perf_counter() - started
+
+    def interleaved(
+        self, calls: Mapping[str, Callable[[], Any]], *, warm: int, samples: int, seconds: float
+    ) -> dict[str, dict[str, Any]]:
+        """Each call in turn, A-B-A-B. One that fails is noted with its words and left out from then on.
+
+        The rounds end early where `seconds` are up; how many there were is in the result. The first call of each, with
+        what it compiles and tunes, is reported apart; so is its peak of memory.
+        """
+        started = time.monotonic()
+        found: dict[str, dict[str, Any]] = {name: {"samples": []} for name in calls}
+        alive = dict(calls)
+        for turn in range(warm + samples):
+            if turn > warm and time.monotonic() - started > min(seconds, max(self.left(), 0.0)):
+                break
+            for name, call in list(alive.items()):
+                try:
+                    first = time.perf_counter()
+                    took = self.seconds(call)
+                    if turn == 0:
+                        found[name]["first_seconds"] = time.perf_counter() - first
+                        with self.peak(found[name]):
+                            call()
+                    if turn >= warm:
+                        found[name]["samples"].append(took)
+                except Exception as error:  # a peer's failure is a result
+                    found[name] = {"error": words(error)}
+                    del alive[name]
+                    self.free()
+                if turn == 0:
+                    self.free()
+        return {name: {**row, **spread(row["samples"])} if row.get("samples") else row for name, row in found.items()}
+
+    def measure_ceilings(self) -> None:
+        """The matrix products and copies of this run: 8192^3 in bfloat16, one gibibyte copied."""
+        size, count, length = (8192, 30, GIB) if not self.tiny else (64, 3, 2**16)
+        first, second = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
+        out, source = torch.empty_like(first), torch.empty(length, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        calls = {"product": lambda: torch.mm(first, second, out=out), "copy": lambda: target.copy_(source)}
+        found = self.interleaved(calls, warm=10 if not self.tiny else 1, samples=count, seconds=20)
+        self.ceilings = {
+            "tflops": 2 * size**3 / found["product"]["seconds"] / 1e12,
+            "terabytes_per_second": 2 * length / found["copy"]["seconds"] / 1e12,
+        }
+
+    def machine(self) -> dict[str, str]:
+        import transformers
+
+        return {
+            "device": torch.cuda.get_device_name(self.device) if self.cuda else f"{platform.machine()} CPU",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        }
+
+
+def words(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile in seconds."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return {
+        "seconds": statistics.median(ordered),
+        "p20": ordered[round(0.2 * last)],
+        "p80": ordered[round(0.8 * last)],
+        "count": len(ordered),
+    }
+
+
+class Document:
+    """The stored results: one machine, a section per benchmark, each made of parts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"machine": {}, "sections": {}}
+
+    def begin(self, section: str, machine: Mapping[str, str], *, whole: bool) -> None:
+        """`whole`: what was stored of the section before goes; otherwise its parts are replaced one by one."""
+        self.content["machine"] = dict(machine)
+        known = self.content["sections"]
+        if whole or section not in known:
+            known[section] = {"parts": {}}
+
+    def put(self, section: str, part: str, found: Mapping[str, Any]) -> None:
+        self.content["sections"][section]["parts"][part] = dict(found)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside it and moved, so that a command killed here leaves the old file whole.
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.content, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def run_parts(bench: Bench, document: Document, section: str, parts: Mapping[str, Part], only: tuple[str, ...]) -> None:
+    """Measure the parts whose names begin with one of `only` (all, where it is empty), and store each at once."""
+    document.begin(section, bench.machine(), whole=not only)
+    for name, part in parts.items():
+        if only and not name.startswith(only):
+            continue
+        if bench.left() <= 0:
+            found: dict[str, Any] = {"error": "not measured: the time of the command was up"}
+        else:
+            started = time.monotonic()
+            try:
+                found = part(bench)
+            except Exception as error:  # the other parts are still worth having
+                found = {"error": words(error)}
+            found["took_seconds"] = time.monotonic() - started
+        bench.free()
+        document.put(section, name, {**found, "ceilings": bench.ceilings, "tiny": bench.tiny})
+        print(f"{section} {name}: {found.get('error') or 'done'} ({found.get('took_seconds', 0.0):.1f} s)", flush=True)

@@ -1,0 +1,192 @@
+"""The GPU benchmarks at toy shapes on a CPU: every section runs, stores what it finds, and makes its part of the page."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from benchmarks import gpu_decode, gpu_head, gpu_measure, gpu_numerics, gpu_page, gpu_saved, gpu_step, gpu_update, gpu_work
+from benchmarks.gpu import parts_of
+from benchmarks.gpu_figures import figures
+from benchmarks.gpu_measure import Bench, Document, run_parts
+from benchmarks.gpu_targets import targets
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench(device=torch.device("cpu"), tiny=True, deadline=time.monotonic() + 600)
+    made.ceilings = {"tflops": 1e-3, "terabytes_per_second": 1e-3}
+    return made
+
+
+# What each section needs least of: one part of ours, and a peer that needs no package.
+PARTS = {
+    "B1": (gpu_head.name_of(gpu_head.BOLD) + ", temperature 1",),
+    "B2": (gpu_head.name_of(gpu_head.BOLD),),
+    "B3": ("active",),
+    "B4": ("0.6B Legato", "0.6B Legato, packing off", "0.6B Legato, gradient checkpointing"),
+    "B5": ("prompt 512, group 8",),
+    "B6": ("clipped 0.3, one pass", "clipped 0.3, two passes", "silent 0.6, one pass"),
+    "B7": ("0.6B fixed Legato, shared prompts", "0.6B fixed generate, dynamic"),
+    "B8": ("Legato",),
+    "B10": ("Legato",),
+    "B11": ("Legato",),
+}
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    return Document(tmp_path_factory.mktemp("gpu") / "gpu.json")
+
+
+@pytest.mark.parametrize("section", PARTS)
+def test_a_section_runs_and_makes_its_table(section: str, bench: Bench, document: Document) -> None:
+    parts = {name: parts_of(section)[name] for name in PARTS[section]}
+    run_parts(bench, document, section, parts, ())
+    stored = json.loads(document.path.read_text())["sections"][section]
+    for name in PARTS[section]:
+        assert "error" not in stored["parts"][name]
+    if "heads" in stored["parts"][PARTS[section][0]]:
+        assert "error" not in stored["parts"][PARTS[section][0]]["heads"]["Legato"]
+    table = gpu_page.section_table(section, stored)
+    assert gpu_page.TITLES[section] in table and "|---|" in table
+
+
+def test_the_page_and_its_figures_are_made_of_whatever_is_stored(bench: Bench, document: Document) -> None:
+    run_parts(bench, document, "B7", {name: parts_of("B7")[name] for name in PARTS["B7"]}, ())
+    page = gpu_page.gpu_section(document.content)
+    assert "Toy shapes" in page and "not measured" in page
+    # Cells hold no bars of their own.
+    for line in page.splitlines():
+        if line.startswith("| B"):
+            assert line.count("|") == 6, line
+    for text in figures(document.content["sections"]).values():
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_a_part_that_fails_is_noted_and_the_others_are_measured(bench: Bench, tmp_path: Path) -> None:
+    def broken(_: Bench) -> dict[str, Any]:
+        raise RuntimeError("no such\nkernel")
+
+    parts = {"first": broken, "second": lambda _: {"seconds": 1.0}}
+    document = Document(tmp_path / "gpu.json")
+    run_parts(bench, document, "B1", parts, ())
+    stored = Document(document.path).content["sections"]["B1"]["parts"]
+    assert stored["first"]["error"] == "RuntimeError: no such kernel"
+    assert stored["second"]["seconds"] == 1.0
+
+
+def test_a_command_replaces_only_what_it_was_asked_for(bench: Bench, tmp_path: Path) -> None:
+    document = Document(tmp_path / "gpu.json")
+    for value in (1, 2):
+        parts = {name: lambda _, value=value: {"value": value} for name in ("ours", "theirs")}
+        run_parts(bench, document, "B1", parts, () if value == 1 else ("theirs",))
+    run_parts(bench, document, "B2", {"ours": lambda _: {"value": 3}}, ())
+    sections = Document(document.path).content["sections"]
+    found = {name: [part["value"] for part in section["parts"].values()] for name, section in sections.items()}
+    assert found == {"B1": [1, 2], "B2": [3]}
+
+
+def test_no_part_is_begun_after_the_time_is_up(bench: Bench, tmp_path: Path) -> None:
+    bench.deadline = time.monotonic() - 1
+    document = Document(tmp_path / "gpu.json")
+    run_parts(bench, document, "B1", {"late": lambda _: {"value": 1}}, ())
+    assert "time of the command was up" in document.content["sections"]["B1"]["parts"]["late"]["error"]
+
+
+def test_a_peer_that_fails_is_left_out_of_the_rounds(bench: Bench) -> None:
+    calls = {"count": 0}
+
+    def failing() -> None:
+        calls["count"] += 1
+        raise ValueError("cannot")
+
+    found = bench.interleaved({"good": lambda: None, "bad": failing}, warm=1, samples=4, seconds=60)
+    assert found["good"]["count"] == 4
+    assert found["bad"] == {"error": "ValueError: cannot"} and calls["count"] == 1
+
+
+def test_the_lengths_are_those_of_their_seed() -> None:
+    lengths = json.loads(gpu_work.LENGTHS.read_text())
+    assert lengths == gpu_work.make_lengths()
+    assert sum(lengths["head"]) == 16384
+    responses = [length for row in lengths["responses"] for length in row]
+    assert len(responses) == 256 and max(responses) == 1024 and 390 <= sum(responses) / 256 <= 410
+
+
+@pytest.mark.parametrize("silent", [0.0, 0.4])
+def test_rewards_are_alike_in_the_share_of_groups_asked_for(silent: float) -> None:
+    table = gpu_work.reward_table(32, 8, silent)
+    alike = sum(min(row) == max(row) for row in table)
+    assert alike == round(32 * silent)
+
+
+def test_flops_are_counted_by_what_was_computed(bench: Bench) -> None:
+    """Two prompts of 3 and 5 tokens, responses of 2 and 4, each prompt once: 8 + 1 + 3 tokens, by hand."""
+    tokens, pairs = gpu_work.pack_size([3, 5], [1, 3], [0, 1], shared=True)
+    assert tokens == 12
+    assert pairs == (6 + 15) + (3 + 1) + (15 + 6)
+    made = gpu_work.model(bench, "0.6B")
+    flops = gpu_work.Flops.of(made)
+    sizes, heads = gpu_work.TINY, gpu_work.TINY_HEADS
+    width, keys = heads["num_attention_heads"] * heads["head_dim"], heads["num_key_value_heads"] * heads["head_dim"]
+    layer = sizes["hidden_size"] * (2 * width + 2 * keys + 3 * sizes["intermediate_size"])
+    assert flops.body == sizes["num_hidden_layers"] * layer
+    flops.add(tokens, 6, pairs, learning=True)
+    once = 2 * (flops.body * tokens + flops.head * 6) + 4 * width * sizes["num_hidden_layers"] * pairs
+    assert flops.total == pytest.approx(3 * once)
+
+
+def test_the_roofline_reads_a_shared_prompt_once_per_group(bench: Bench) -> None:
+    made = gpu_work.model(bench, "0.6B")
+    count, samples, prompt, new = gpu_decode.sizes(bench)
+    lengths = [new] * (count * samples)
+    apart, shared = (gpu_decode.floor_seconds(bench, made, lengths, shared=shared) for shared in (False, True))
+    saved = new * prompt * count * (samples - 1)
+    per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width, float32
+    assert apart - shared == pytest.approx(saved * per_token / 1e9)
+
+
+def test_exactly_the_forced_rows_are_clipped(bench: Bench) -> None:
+    found = gpu_saved.clipped_part(0.45, "two passes")(bench)
+    rows = len(gpu_work.fixed_work(tiny=True).prompts) * 4
+    assert found["clipped"] == pytest.approx(round(0.45 * rows) / rows, abs=1 / rows)
+    assert found["skipped_rows"] == found["clipped"]
+
+
+def test_the_trainer_is_left_as_it_was(bench: Bench) -> None:
+    built = gpu_update.ours(bench, "0.6B", 0.0)
+    settings = built.trainer.settings
+    for name in ("packing off", "one pass", "gradient checkpointing"):
+        with gpu_update.factor(built.trainer, name):
+            pass
+    assert built.trainer.settings == settings and built.trainer.policy.packing
+    assert not built.trainer.policy.model.is_gradient_checkpointing
+
+
+def test_rounded_logits_are_what_makes_the_difference(bench: Bench) -> None:
+    found = gpu_numerics.numerics_part(bench)["lengths"]["16"]
+    assert found["same path"]["max"] == 0.0
+    assert found["16-bit logits, engine"]["max"] > 100 * found["engine"]["max"]
+
+
+def test_prompts_of_the_step_have_one_length(bench: Bench) -> None:
+    given = gpu_step.step_work(bench)
+    assert {len(prompt) for prompt in given.prompts} == {gpu_decode.sizes(bench)[2]}
+
+
+def test_a_target_is_met_missed_or_not_measured() -> None:
+    assert {target.met for target in targets({})} == {None}
+    step = {"Legato": {"seconds": {"step": 1.0}, "weight_sync_seconds": 0.0}, "TRL defaults": {"seconds": {"step": 4.0}}}
+    found = {target.what: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
+    assert found["whole step, against TRL defaults"].met is False
+    assert found["whole step, against TRL defaults"].shown == "4.0x"
+    assert found["weight sync"].met is True
+
+
+def test_the_spread_is_of_the_samples() -> None:
+    found = gpu_measure.spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    assert (found["seconds"], found["p20"], found["p80"], found["count"]) == (3.5, 2.0, 5.0, 6)
