@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-TILE = 256
+TILE = 128
 _ROWS, _STEP, _GROUP = 128, 64, 16
 _AT_ONCE = 1024
 """Rows whose float32 products are held where the product and its end are two kernels."""
@@ -30,7 +30,7 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, multiplier,
-            BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
+            BM: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, DESCRIBED: tl.constexpr):
     """What is made of one tile of the product."""
     rows, columns = at * BM + tl.arange(0, BM), to * TILE + tl.arange(0, TILE)
     inside = rows < N
@@ -56,27 +56,34 @@ def _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_
         found = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1) + best
         tl.store(chosen_out + rows, found, mask=inside & here)
     if KEEP:
-        spot = distances + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        tl.store(spot, z.to(distances.dtype.element_ty), mask=inside[:, None] & (columns < V)[None, :])
+        if DESCRIBED:
+            distances.store([at * BM, to * TILE], z.to(distances.dtype))
+        else:
+            spot = distances + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+            tl.store(spot, z.to(distances.dtype.element_ty), mask=inside[:, None] & (columns < V)[None, :])
 
 
 @triton.jit
 def _project(hidden, weight, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, H,
              multiplier, BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
              PROGRAMS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
-    down, across = tl.cdiv(N, BM), tl.cdiv(V, TILE)
+    down, across = tl.cdiv(N, BM), tl.cdiv(V, 2 * TILE)
     for tile in range(tl.program_id(0), down * across, PROGRAMS):
         # Tiles in the order of stripes GROUP high, so that a stripe of the weight is read while it is in the cache.
         first = tile // (GROUP * across) * GROUP
         high = tl.minimum(down - first, GROUP)
         at, to = first + tile % (GROUP * across) % high, tile % (GROUP * across) // high
-        product = tl.zeros((BM, TILE), dtype=tl.float32)
+        product = tl.zeros((BM, 2 * TILE), dtype=tl.float32)
         for step in range(tl.cdiv(H, BK)):
             x = hidden.load([at * BM, step * BK])
-            w = weight.load([to * TILE, step * BK])
+            w = weight.load([to * 2 * TILE, step * BK])
             product = tl.dot(x, w.T, product)
-        _finish(product, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
-                multiplier, BM, TILE, SOFTCAP, KEEP)
+        # The product is finished in two halves: the numbers in flight of one fit beside the accumulators.
+        left, right = tl.split(tl.permute(tl.reshape(product, (BM, 2, TILE)), (0, 2, 1)))
+        _finish(left, at, 2 * to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
+                multiplier, BM, TILE, SOFTCAP, KEEP, True)
+        _finish(right, at, 2 * to + 1, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
+                multiplier, BM, TILE, SOFTCAP, KEEP, True)
 
 
 @triton.jit
@@ -87,7 +94,7 @@ def _finish_product(product, targets, scales, best_out, total_out, moment_out, c
     z = tl.load(product + rows.to(tl.int64)[:, None] * V + columns[None, :],
                 mask=(rows < COUNT)[:, None] & (columns < V)[None, :], other=0.0)
     _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, multiplier,
-            BM, TILE, SOFTCAP, KEEP)
+            BM, TILE, SOFTCAP, KEEP, False)
 
 
 @triton.jit
@@ -168,27 +175,28 @@ def project(
 ) -> Projection:
     """Log-probs and entropies of `targets` [K] under softmax(cap(hidden weight^T * multiplier) / temperature)."""
     rows, vocabulary = len(hidden), len(weight)
-    tiles, device = triton.cdiv(vocabulary, TILE), hidden.device
+    tiles, device = 2 * triton.cdiv(vocabulary, 2 * TILE), hidden.device
     best, total, moment = (torch.empty(tiles, rows, dtype=torch.float32, device=device) for _ in range(3))
     chosen, normaliser, logprobs, entropy = (torch.zeros(rows, dtype=torch.float32, device=device) for _ in range(4))
     scales = temperature.float().reciprocal() * _LOG2E
     # Rows of 16 bytes' multiples, as products of them are fastest.
     distances = torch.empty(rows, -(-vocabulary // 8) * 8, dtype=hidden.dtype, device=device) if keep else None
     out = hidden if distances is None else distances
-    given = (targets, scales, best, total, moment, chosen, out, out.stride(0))
+    given = (targets, scales, best, total, moment, chosen)
     common = {"BM": _ROWS, "TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
     if rows and _tensor_memory(hidden):
         programs = _multiprocessors(device)
+        described = TensorDescriptor.from_tensor(out[:, :vocabulary] if keep else hidden, [_ROWS, TILE if keep else _STEP])
         _project[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [TILE, _STEP]),
-            *given, rows, vocabulary, hidden.shape[1], multiplier, BK=_STEP, GROUP=_GROUP, PROGRAMS=programs,
-            num_warps=8, num_stages=3, **common,
+            TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [2 * TILE, _STEP]),
+            *given, described, out.stride(0), rows, vocabulary, hidden.shape[1], multiplier, BK=_STEP, GROUP=_GROUP,
+            PROGRAMS=programs, num_warps=8, num_stages=3, **common,
         )  # fmt: skip
     elif rows:
         for first in range(0, rows, _AT_ONCE):
             product = wide_product(hidden[first : first + _AT_ONCE], weight.t())
             _finish_product[(triton.cdiv(len(product), _ROWS), tiles)](
-                product, *given, first, len(product), rows, vocabulary, multiplier, num_warps=8, **common
+                product, *given, out, out.stride(0), first, len(product), rows, vocabulary, multiplier, num_warps=8, **common
             )
     if rows:
         _fold[(triton.cdiv(rows, 32),)](
