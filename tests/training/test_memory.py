@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
+from legato.core.outcome import Coefficients
 from legato.policy.adapters import Lora
 from legato.policy.load import Loading, load_policy
 from legato.policy.packs import Pack, Texts, pack
-from legato.policy.policy import Policy
-from legato.training.memory import Demand, Memory, Shape, fit, gigabytes
+from legato.policy.policy import Channels, Policy
+from legato.training.memory import Demand, Shape, fit, gigabytes
 
 VOCABULARY = 64
 COMMON: dict[str, Any] = {
@@ -102,6 +104,11 @@ def packed_demand(policy: Policy, packed: Pack, dtype: torch.dtype, **rest: Any)
     )
 
 
+def forward_of(demand: Demand) -> float:
+    """What a forward of the whole body keeps: the layers, and behind them the last norm."""
+    return demand.memory(checkpointing=False).activations + demand.tokens_per_pack * demand.states()
+
+
 @both_dtypes
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
@@ -109,7 +116,7 @@ def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype
     inputs = torch.randint(0, VOCABULARY, (1, tokens))
     measured = kept(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
     demand = Demand(shape=Shape.of(model.config), size=SIZES[dtype], tokens_per_pack=tokens)
-    assert demand.memory(checkpointing=False).activations == pytest.approx(measured, rel=0.15)
+    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
 
 
 @both_dtypes
@@ -132,8 +139,7 @@ def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int,
     packed = pack(texts(*shape), torch.arange(rows))
     with policy.attending(packed):
         measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
-    estimated = packed_demand(policy, packed, dtype).memory(checkpointing=False).activations
-    assert estimated == pytest.approx(measured, rel=0.15)
+    assert forward_of(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's own, over fused experts
@@ -145,7 +151,7 @@ def test_adapters_keep_what_the_model_says(kind: str, dtype: torch.dtype) -> Non
     with policy.attending(packed):
         measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
     demand = packed_demand(policy, packed, dtype, adapter_rank=8)
-    assert demand.memory(checkpointing=False).activations == pytest.approx(measured, rel=0.15)
+    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
     assert demand.shape.adapters(8) == sum(p.numel() for p in policy.parameters().values())
 
 
@@ -193,6 +199,40 @@ def test_with_checkpointing_a_layer_keeps_its_input(kind: str, dtype: torch.dtyp
     assert estimated[1] - estimated[0] == pytest.approx(found[1] - found[0], rel=0.05)
 
 
+def peak(act: Callable[[], None]) -> int:
+    """The most bytes that were held at once of those that `act` asked for."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        act()
+    recorded: Any = watched.profiler
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    assert sizes
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 8000], ids=["layers", "head"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_an_update_holds_at_its_peak_what_the_model_says(kind: str, vocabulary: int, checkpointing: bool) -> None:
+    rows, tokens, dtype = 32, 240, torch.float32
+    automatic: Any = AutoModelForCausalLM
+    config = CONFIGS[kind](**{**COMMON, "vocab_size": vocabulary}, num_hidden_layers=6)
+    loading = Loading(device="cpu", gradient_checkpointing=checkpointing)
+    policy = load_policy(automatic.from_config(config, dtype=dtype), loading, tokenizer=Words())
+    policy.logits_at_once = tokens * vocabulary
+    packed = pack(texts(4, 60, 8, 60), torch.arange(rows))
+
+    def respond(_: range, channels: Channels) -> Coefficients:
+        return Coefficients(logprobs=torch.ones_like(channels.logprobs))
+
+    memory = packed_demand(policy, packed, dtype, head_tokens=tokens).memory(checkpointing=checkpointing)
+    kept = memory.activations_checkpointed if checkpointing else memory.activations
+    estimated = kept + max(memory.head, memory.layer) + memory.gradients
+    assert estimated == pytest.approx(peak(lambda: policy.learn(packed, respond)), rel=0.15)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_weights_are_counted_from_the_configuration(kind: str, tied: bool) -> None:
@@ -201,3 +241,119 @@ def test_weights_are_counted_from_the_configuration(kind: str, tied: bool) -> No
     with torch.device("meta"):
         model = automatic.from_config(config)
     assert Shape.of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+QWEN3 = Shape.of(
+    Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+    )
+)
+"""Qwen3-0.6B."""
+DEMAND = Demand(
+    shape=QWEN3, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=6, stored_keys=100_000, reference=True
+)
+
+
+def test_the_items_of_a_known_model_by_hand() -> None:
+    weights = 596_049_920
+    assert QWEN3.parameters == weights
+    found = DEMAND.memory(checkpointing=False)
+    assert (found.weights, found.reference) == (2 * weights, 2 * weights)
+    assert (found.masters, found.moments) == (4 * weights, 8 * weights)
+    # A float32 sum of gradients, and one 16-bit gradient of the embedding on its way into it.
+    assert found.gradients == 4 * weights + 2 * 151936 * 1024
+    assert found.keys_and_values == 100_000 * 112 * 1024
+    norms = 2 * (4 * 1024 + 4 + 4 * 1024) + 6 * 3072 + 4 * 24
+    attention = 2 * (2 * 2048 + 2 * 1024) + 4 * 16
+    assert DEMAND.layer() == norms + attention + 8 * 3072
+    assert found.activations == 16384 * (28 * DEMAND.layer() + 64 + 512)
+    assert found.activations_checkpointed == 16384 * (28 * 2048 + 64 + 512)
+    assert found.head == 16384 * (8 * 1024 + 4 + 4096) + 3500 * 151936 * 6
+    names = ("weights", "reference", "gradients", "masters", "moments", "activations", "keys_and_values", "slack")
+    assert found.total == sum(getattr(found, name) for name in names) + max(found.head, found.layer)
+    assert found.slack == int(0.06 * (found.total - found.slack))
+
+
+def test_fused_layers_keep_less() -> None:
+    fused = replace(DEMAND, fused=True)
+    assert fused.layer() == 2 * (4 * 1024 + 4) + 2 * 3072 + 4 * 24 + 2 * (2 * 2048 + 2 * 1024) + 4 * 16 + 6 * 3072
+    assert 0.5 < fused.layer() / DEMAND.layer() < 0.8
+
+
+def test_what_the_optimizer_holds() -> None:
+    count = QWEN3.parameters
+    eight = replace(DEMAND, eight_bit=True).memory(checkpointing=False)
+    assert eight.moments == pytest.approx(2 * count, rel=0.02) and eight.masters == 4 * count
+    away = replace(DEMAND, offload=True).memory(checkpointing=False)
+    assert (away.masters, away.moments, away.host) == (0, 0, 16 * count)
+    exact = replace(DEMAND, size=4).memory(checkpointing=False)
+    assert (exact.masters, exact.moments, exact.gradients) == (0, 8 * count, 4 * count)
+    half = replace(DEMAND, trained=count // 2).memory(checkpointing=False)
+    assert half.masters == 4 * (count // 2) and half.weights == 2 * count
+    frozen = replace(DEMAND, trained=0).memory(checkpointing=False)
+    assert (frozen.gradients, frozen.masters, frozen.moments) == (0, 0, 0)
+
+
+def test_adapters_train_little_and_need_no_reference() -> None:
+    found = replace(DEMAND, adapter_rank=16).memory(checkpointing=False)
+    adapters = QWEN3.adapters(16)
+    assert found.weights == 2 * QWEN3.parameters + 4 * adapters
+    assert (found.reference, found.masters) == (0, 0)
+    assert (found.gradients, found.moments) == (4 * adapters, 8 * adapters)
+
+
+def test_a_pack_fits_whole_or_checkpointed_or_smaller_or_not() -> None:
+    plain, checkpointed = (DEMAND.memory(checkpointing=each).total for each in (False, True))
+    assert checkpointed < plain
+    assert fit(DEMAND, plain) == fit(DEMAND, plain + 10**12)
+    whole = fit(DEMAND, plain)
+    assert whole.fits and not whole.checkpointing and whole.tokens_per_pack == 16384
+    less = fit(DEMAND, plain - 1)
+    assert less.fits and less.checkpointing and less.tokens_per_pack == 16384 and less.memory.total == checkpointed
+    smaller = fit(DEMAND, checkpointed - 1)
+    assert smaller.fits and smaller.checkpointing and 1 <= smaller.tokens_per_pack < 16384
+    assert smaller.memory.total <= checkpointed - 1
+    nothing = fit(DEMAND, 10**9, smallest=512)
+    assert not nothing.fits and nothing.tokens_per_pack == 512 and nothing.memory.total > 10**9
+
+
+@pytest.mark.parametrize("available", [28_000_000_000, 30_000_000_000, 33_000_000_000])
+def test_the_smaller_pack_is_the_largest_that_fits(available: int) -> None:
+    demand = replace(DEMAND, tokens_per_pack=100_000)
+    found = fit(demand, available, smallest=64)
+    assert found.fits and found.tokens_per_pack < 100_000
+    for tokens, fits in ((found.tokens_per_pack, True), (found.tokens_per_pack + 1, False)):
+        resized = replace(demand, tokens_per_pack=tokens, head_tokens=min(3500, tokens))
+        assert (resized.memory(checkpointing=True).total <= available) is fits
+
+
+def test_the_lines_name_every_item_and_the_total() -> None:
+    memory = replace(DEMAND, offload=True).memory(checkpointing=True)
+    lines = memory.lines()
+    assert lines[-1].split() == ["total", *gigabytes(memory.total).split()]
+    said = "\n".join(lines)
+    for item in ("weights", "reference", "gradients", "activations, checkpointed", "head", "keys and values", "slack"):
+        assert item in said
+    assert "masters" not in said and "host" in said
+    assert all(len(line) == len(lines[0]) for line in lines)
+
+
+def test_gigabytes_are_readable() -> None:
+    assert [gigabytes(size) for size in (0, 3e6, 0.123e9, 1.26e9, 139e9)] == [
+        "0 GB", "0.003 GB", "0.12 GB", "1.3 GB", "139.0 GB",
+    ]  # fmt: skip
+
+
+def test_a_configuration_without_the_usual_parts_is_refused() -> None:
+    class Strange:
+        hidden_size = 8
+
+    with pytest.raises(ValueError, match="Strange has no num_hidden_layers"):
+        Shape.of(Strange())

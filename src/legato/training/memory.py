@@ -24,9 +24,10 @@ head, k = key heads x width, f the width of the SwiGLU, c experts a token of wid
       each adapter's input: a float32 copy of its own beside 16-bit weights; and its rank numbers. Adapters of experts are
       added to the experts' weights in a copy, 3Ehg numbers a layer, whatever the tokens
 
-Once a pass come the embedding's tokens, cos and sin, the last norm, the states that are read and their gradient. With
-gradient checkpointing a layer keeps its input, eh, and one layer at a time is whole. tests/training/test_memory.py counts
-what autograd really keeps and holds the formula to it.
+Once a pass come indices, cos and sin. With gradient checkpointing a layer keeps its input, eh. Beside what is kept stands,
+one after the other, the head (the last norm, the states that are read, their gradient, logits of some rows) or the inside
+of one layer on the way back: gradients of its activations and, with checkpointing, the layer itself once more.
+tests/training/test_memory.py counts what autograd keeps and what an update holds at its peak, and holds this to it.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ _SLACK = 0.06
 """Of everything else: rounding of blocks, fragments, workspaces of matrix products."""
 
 _WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
-"""Families whose queries and keys have no norm of their own. One that is not known is taken to have them: too much is safer."""
+"""Families whose queries and keys have no norm of their own. An unknown one is taken to have them: too much is safer."""
 
 _FLOAT32 = 4
 _EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
@@ -120,7 +121,7 @@ class Shape:
         return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def adapters(self, rank: int) -> int:
-        """Weights of adapters on every linear layer, router and expert; gate and up of an expert have one of twice the rank."""
+        """Weights of adapters on every linear layer, router and expert; an expert's gate and up share one of twice the rank."""
         attention = 4 * self.hidden + 2 * self.query + 2 * self.key
         dense = 3 * (self.hidden + self.intermediate)
         sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
@@ -132,9 +133,7 @@ class Shape:
     @property
     def largest(self) -> int:
         """Weights of the largest matrix, whose gradient is a tensor of its own before it is added up."""
-        return self.hidden * max(
-            self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query
-        )
+        return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
 
 
 def _first(config: Any, *names: str) -> int:
@@ -203,11 +202,11 @@ class Demand:
             "gradients": trained * exact + passing,
             "masters": 0 if self.offload else masters,
             "moments": 0 if self.offload else moments,
-            "activations": self.tokens_per_pack * (self._layers() + self.once()) + shape.sparse_layers * merged,
-            "activations_checkpointed": self.tokens_per_pack
-            * (shape.layers * self.size * shape.hidden + layer + self.once())
-            + merged,
-            "head": max(self._head(), self.tokens_per_pack * self._backward()),
+            "activations": self.tokens_per_pack * (self._layers() + self._once()) + shape.sparse_layers * merged,
+            "activations_checkpointed": self.tokens_per_pack * (shape.layers * self.size * shape.hidden + self._once()),
+            "head": self.tokens_per_pack * self.states() + self._logits(),
+            "layer": self.tokens_per_pack * self._backward()
+            + (self.tokens_per_pack * layer + merged if checkpointing else 0),
             "keys_and_values": 2 * shape.layers * shape.key * self.size * self.stored_keys,
         }
         found = Memory(
@@ -222,13 +221,15 @@ class Demand:
         """Bytes that autograd keeps for a token in one layer, without checkpointing; the formulas are above."""
         return self._norms() + self._attention() + (self._experts() if sparse else self._dense(self.shape.intermediate))
 
-    def once(self) -> float:
-        """Bytes for a token that are kept once a pass, outside the layers."""
-        shape, size = self.shape, self.size
-        last_norm = 2 * size * shape.hidden + _FLOAT32 if self.fused else (_FLOAT32 + 2 * size) * shape.hidden + _FLOAT32
-        read = 2 * size * shape.hidden
+    def states(self) -> float:
+        """Bytes for a token behind the layers: the last norm, the states that are read, and their gradient."""
+        norm = (2 * self.size if self.fused else _FLOAT32 + 2 * self.size) * self.shape.hidden + _FLOAT32
+        return norm + 2 * self.size * self.shape.hidden
+
+    def _once(self) -> float:
+        """Bytes for a token before the layers: indices, cos and sin, and in tables the bias."""
         indices = 8 * (12 if self.tables else 8)
-        return last_norm + read + indices + 2 * size * shape.width + (size * self.longest if self.tables else 0)
+        return indices + 2 * self.size * self.shape.width + (self.size * self.longest if self.tables else 0)
 
     def _has(self, *, sparse: bool) -> bool:
         return self.shape.sparse_layers > 0 if sparse else self.shape.sparse_layers < self.shape.layers
@@ -278,17 +279,17 @@ class Demand:
         copies = count if self.size < exact else 1
         return exact * (copies * inputs + count * self.adapter_rank)
 
-    def _head(self) -> float:
+    def _logits(self) -> float:
         exact = max(self.size, _FLOAT32)
         each = self.logit_bytes or self.size + 4 * exact
         values = exact * self.shape.hidden if self.value_head else 0
         return self.head_tokens * (self.shape.vocabulary * each + values)
 
     def _backward(self) -> float:
-        """Gradients of activations on their way through one layer, for a token; the head's memory is free by then."""
+        """Gradients of activations inside one layer, for a token."""
         shape = self.shape
         widest = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate, shape.query)
-        return self.size * (3 * widest + 2 * shape.hidden)
+        return self.size * (2 * widest + shape.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +307,9 @@ class Memory:
     activations_checkpointed: int
     """Of one pack with gradient checkpointing."""
     head: int
-    """Logits of some rows; or, if that is more, the gradients of activations inside one layer: never both at once."""
+    """Logits of some rows, and the states of all."""
+    layer: int
+    """What is made inside one layer on the way back. The head's work is over by then: the larger of the two counts."""
     keys_and_values: int
     """The engine's store."""
     slack: int
@@ -330,17 +333,17 @@ class Memory:
             yield "activations, checkpointed", self.activations_checkpointed
         else:
             yield "activations", self.activations
-        yield "head", self.head
+        yield ("head", self.head) if self.head >= self.layer else ("one layer on the way back", self.layer)
         yield "keys and values", self.keys_and_values
         yield "slack", self.slack
 
     def lines(self) -> list[str]:
         """For people: an item a line, the largest first, then the total."""
         items = sorted(self._items(), key=lambda item: -item[1])
-        listed = [f"{name:<26}{gigabytes(size):>10}" for name, size in items if size]
+        listed = [f"{name:<28}{gigabytes(size):>10}" for name, size in items if size]
         if self.host:
-            listed.append(f"{'beside it, on the host':<26}{gigabytes(self.host):>10}")
-        return [*listed, f"{'total':<26}{gigabytes(self.total):>10}"]
+            listed.append(f"{'beside it, on the host':<28}{gigabytes(self.host):>10}")
+        return [*listed, f"{'total':<28}{gigabytes(self.total):>10}"]
 
 
 def gigabytes(size: float) -> str:
@@ -369,12 +372,12 @@ def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
     for checkpointing in (False, True):
         memory = demand.memory(checkpointing=checkpointing)
         if memory.total <= available:
-            return Fit(
-                fits=True, checkpointing=checkpointing, tokens_per_pack=demand.tokens_per_pack, memory=memory
-            )
+            return Fit(fits=True, checkpointing=checkpointing, tokens_per_pack=demand.tokens_per_pack, memory=memory)
 
     def of(tokens: int) -> Memory:
-        return replace(demand, tokens_per_pack=tokens, head_tokens=min(demand.head_tokens, tokens)).memory(checkpointing=True)
+        return replace(demand, tokens_per_pack=tokens, head_tokens=min(demand.head_tokens, tokens)).memory(
+            checkpointing=True
+        )
 
     low, high = min(smallest, demand.tokens_per_pack), demand.tokens_per_pack
     if of(low).total > available:
