@@ -121,7 +121,7 @@ class Shape:
         return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def adapters(self, rank: int) -> int:
-        """Weights of adapters on every linear layer, router and expert; an expert's gate and up share one of twice the rank."""
+        """Weights of adapters on linear layers, routers and experts; an expert's gate and up share one of twice the rank."""
         attention = 4 * self.hidden + 2 * self.query + 2 * self.key
         dense = 3 * (self.hidden + self.intermediate)
         sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
@@ -252,13 +252,11 @@ class Demand:
 
     def _attention(self) -> float:
         shape, size = self.shape, self.size
-        own = size * 2 * (shape.query + shape.key)
-        if self.tables:
-            own = size * shape.query * (3 + 2 * self.sharing)
+        numbers = 3.0 * shape.query + 2 * shape.query * self.sharing if self.tables else 2.0 * (shape.query + shape.key)
         adapters = 0.0
         if self.adapter_rank:
             adapters = self._adapters(3, shape.hidden) + self._adapters(1, shape.query)
-        return own + _FLOAT32 * shape.heads + adapters
+        return size * numbers + _FLOAT32 * shape.heads + adapters
 
     def _dense(self, intermediate: int) -> float:
         size = self.size
