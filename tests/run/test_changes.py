@@ -16,7 +16,12 @@ from proof.runs import SMALL, Listener, cut, differences, light, outcome, small
 
 PATHS = [option.path for option in options()]
 
-FREELY = {"training.steps", "training.probe_every_steps", "rollouts.rows_at_once"}
+FREELY = {
+    "training.steps",
+    "training.probe_every_steps",
+    "rollouts.rows_at_once",
+    "policy.gradient_checkpointing",
+}
 NEVER = {
     "policy.model",
     "policy.dtype",

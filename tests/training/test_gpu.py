@@ -25,6 +25,7 @@ from legato.tasks.source import Generated
 from legato.tasks.task import Split
 from legato.training.collect import Collector
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.probe import probe
 from legato.training.tables import Tables
 from legato.training.trainer import Trainer, TrainingSettings
 
@@ -126,6 +127,15 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         gradients.append({name: p.grad for name, p in policy.parameters().items()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-4), name
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"gradient_checkpointing": True}, {"packing": False}])
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(model: str, options: dict[str, object]) -> None:
+    policy = load_policy(model, Loading(**options))  # type: ignore[arg-type]
+    groups, _ = collector(policy).next(8)
+    floor = probe(policy, entry("gspo").value, Tables.of(collate(groups, policy.dtype), policy.device), 16384)
+    assert floor.same_tokens == 0.0 and floor.same.ratio == 0.0 and floor.same.clipped == 0.0
 
 
 def test_greedy_equals_generate() -> None:

@@ -1,6 +1,9 @@
 """The probe measures the noise of log s and says whether the engine's word may be the anchor."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +11,13 @@ from torch import Tensor
 
 import legato
 from legato.core.batch import Batch
-from legato.policy.policy import Policy
-from legato.training.probe import Floor, band, probe
+from legato.core.mask import Mask
+from legato.core.outcome import Coefficients
+from legato.diagnostics.run_metrics import RUN_METRICS
+from legato.policy.load import Loading, load_policy
+from legato.policy.packs import Pack, Texts
+from legato.policy.policy import Channels, Policy
+from legato.training.probe import Floor, Gap, band, measured, probe
 from legato.training.tables import Tables
 from policy.exact import family, policy_of
 from training.steps import batch_by_hand
@@ -32,8 +40,8 @@ def test_the_engine_is_safe_for_gspo_below_a_third_of_the_published_band(noise: 
     policy = policy_of(family("qwen3"))
     floor = probe(policy, legato.algorithm("gspo"), heard(policy, noise), 40)
     assert floor.band == 3e-4 and floor.sampler_is_safe is safe
-    assert abs(floor.engine_max - abs(noise)) < 1e-9 and floor.engine_rms <= floor.engine_max + 1e-15
-    assert floor.packs_max < 1e-12
+    assert abs(floor.engine.max - abs(noise)) < 1e-9 and floor.engine.rms <= floor.engine.max + 1e-15
+    assert floor.packs.max < 1e-12
 
 
 @pytest.mark.parametrize(("name", "noise", "safe"), [("grpo", 5e-2, True), ("grpo", 7e-2, False), ("luspo", 5e-4, True)])
@@ -47,8 +55,8 @@ def test_one_response_that_is_off_is_enough() -> None:
     noise = torch.zeros(24, 1, dtype=torch.float64)
     noise[17] = 0.01
     floor = probe(policy, legato.algorithm("gspo"), heard(policy, noise), 40)
-    assert abs(floor.engine_max - 0.01) < 1e-9 and not floor.sampler_is_safe
-    assert abs(floor.engine_rms - 0.01 / 24**0.5) < 1e-9
+    assert abs(floor.engine.max - 0.01) < 1e-9 and not floor.sampler_is_safe
+    assert abs(floor.engine.rms - 0.01 / 24**0.5) < 1e-9
 
 
 def test_noise_that_cancels_within_a_response_is_no_noise_of_log_s() -> None:
@@ -56,7 +64,7 @@ def test_noise_that_cancels_within_a_response_is_no_noise_of_log_s() -> None:
     signs = torch.where(batch.mask, (batch.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
     signs = torch.where(batch.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
     floor = probe(policy, legato.algorithm("gspo"), heard(policy, 0.02 * signs), 40)
-    assert floor.engine_max < 1e-9
+    assert floor.engine.max < 1e-9
 
 
 def test_noise_that_cancels_within_a_response_is_noise_to_a_ratio_per_token() -> None:
@@ -98,13 +106,234 @@ def test_at_most_64_responses_are_scored_again() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "score", counting)
         floor = probe(policy, legato.algorithm("gspo"), Tables.of(far(tables.batch), CPU), 40)
-    assert sum(seen) == 2 * 64 and floor.engine_max < 1e-9
+    assert sum(seen) == 2 * 64 and floor.engine.max < 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(
+    model: str, dtype: str, checkpointing: bool, packing: bool
+) -> None:
+    loading = Loading(dtype=dtype, device="cpu", gradient_checkpointing=checkpointing, packing=packing)
+    policy = load_policy(model, loading)
+    policy.logits_at_once = 40 * policy.vocabulary  # several runs of rows a pack
+    batch = batch_by_hand(groups=6, each=4)
+    batch = replace(batch, sampler_logprobs=batch.sampler_logprobs.to(policy.dtype))
+    floor = probe(policy, legato.algorithm("gspo"), Tables.of(batch, CPU), 120)
+    assert floor.same == Gap(max=0.0, rms=0.0, token_max=0.0, ratio=0.0, bounded=0.0, clipped=0.0)
+    assert floor.same_tokens == 0.0
+    assert not any("warning" in line for line in floor.lines("recompute"))
+
+
+def test_the_probe_leaves_no_gradient_behind_and_none_changed() -> None:
+    policy = policy_of(family("qwen3"))
+    tables = heard(policy, 0.0)
+    probe(policy, legato.algorithm("gspo"), tables, 40)
+    assert all(weight.grad is None for weight in policy.parameters().values())
+    generator = torch.Generator().manual_seed(1)
+    before = {}
+    for name, weight in policy.parameters().items():
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        before[name] = weight.grad.clone()
+    probe(policy, legato.algorithm("gspo"), tables, 40)
+    for name, weight in policy.parameters().items():
+        assert weight.grad is not None and torch.equal(weight.grad, before[name])
+
+
+def disturbed(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
+    """A policy one of whose paths is off by so much in every token: 'learn', 'alone' or 'score' (both scorings)."""
+    score, learn = Policy.score, Policy.learn
+
+    def scored(self: Policy, texts: Texts, rows: Tensor) -> Channels:
+        channels = score(self, texts, rows)
+        hit = where == "score" or (where == "alone" and len(rows) == 1)
+        return replace(channels, logprobs=channels.logprobs + size) if hit else channels
+
+    def learned(self: Policy, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+        def told(part: range, channels: Channels) -> Coefficients:
+            return respond(part, replace(channels, logprobs=channels.logprobs + size))
+
+        learn(self, packed, told if where == "learn" else respond)
+
+    patch.setattr(Policy, "score", scored)
+    patch.setattr(Policy, "learn", learned)
+
+
+@pytest.mark.parametrize(
+    ("where", "off"),
+    [("learn", {"same"}), ("alone", {"packs"}), ("score", {"same", "engine"})],
+)
+@pytest.mark.parametrize(("size", "clipped"), [(1e-4, 0.0), (1e-3, 1.0), (-1e-3, 1.0)])
+def test_what_is_off_shows_in_its_own_figures_and_in_no_other(
+    where: str, off: set[str], size: float, clipped: float
+) -> None:
+    policy = policy_of(family("qwen3"))
+    tables = heard(policy, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        disturbed(patch, where, size)
+        floor = probe(policy, legato.algorithm("gspo"), tables, 40)
+    metrics = floor.metrics()
+    for name in ("same", "packs", "engine"):
+        wanted = size if name in off else 0.0
+        assert metrics[f"noise/{name}_max"] == pytest.approx(abs(wanted), abs=1e-9)
+        assert metrics[f"noise/{name}_ratio"] == pytest.approx(abs(wanted), rel=1e-3, abs=1e-9)
+        assert metrics[f"noise/{name}_clipped"] == (clipped if name in off else 0.0)
+    assert metrics["noise/same_tokens"] == (1.0 if "same" in off else 0.0)
+    assert any("warning" in line for line in floor.lines("recompute")) is ("same" in off)
+
+
+def test_one_token_that_differs_in_one_bit_is_told() -> None:
+    policy = policy_of(family("qwen3"))
+    tables = heard(policy, 0.0)
+    learn = Policy.learn
+
+    def learned(self: Policy, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+        def told(part: range, channels: Channels) -> Coefficients:
+            found = channels.logprobs.detach().clone()
+            if 0 in packed.rows[part.start : part.stop]:
+                row = packed.rows[part.start : part.stop].tolist().index(0)
+                column = int(tables.batch.mask[0].nonzero()[0])
+                found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
+            return respond(part, replace(channels, logprobs=found + 0 * channels.logprobs))
+
+        learn(self, packed, told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Policy, "learn", learned)
+        floor = probe(policy, legato.algorithm("gspo"), tables, 40)
+    assert floor.same_tokens == pytest.approx(1 / int(tables.batch.mask.sum()))
+    assert 0 < floor.same.max < 1e-14 and floor.same.clipped == 0.0
+    assert "warning" in floor.lines("sampler")[-1]
+
+
+def slowly(name: str, drift: list[list[float | None]], turns: list[list[int]]) -> tuple[float, float, float]:
+    """Largest |r - 1|, largest |log| of what is bounded, and the share outside the band, in plain loops; None: no token."""
+    token_low, token_high, low, high = {
+        "gspo": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        "gspo-token": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        "turn-gspo": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
+        "luspo": (None, None, math.log(1 - 2e-3), math.log(1 + 2.5e-3)),
+        "seq-product": (None, None, math.log(0.8), math.log(1.2)),
+        "grpo": (None, None, math.log(0.8), math.log(1.2)),
+        "dapo": (None, None, math.log(0.8), math.log(1.28)),
+        "minirl": (None, None, math.log(0.8), math.log(1.27)),
+        "gmpo": (-0.4, 0.4, None, None),
+        "gepo": (None, None, math.log(0.8), math.log(1.2)),
+    }[name]
+    own: list[float] = []
+    single = [x for row in drift for x in row if x is not None]
+    for row, turn in zip(drift, turns, strict=True):
+        values = [x for x in row if x is not None]
+        if not values:
+            continue
+        if name in ("grpo", "dapo", "minirl"):
+            own += values
+        elif name == "turn-gspo":
+            for x, t in zip(row, turn, strict=True):
+                members = [y for y, u in zip(row, turn, strict=True) if y is not None and u == t]
+                own += [sum(members) / len(members)] if x is not None else []
+        else:
+            own.append(sum(values) if name == "seq-product" else sum(values) / len(values))
+    largest = max(abs(math.exp(x) - 1) for x in own)
+    bounded, below, above = (own, low, high) if token_low is None else (single, token_low, token_high)
+    return largest, max(map(abs, bounded)), sum(x < below or x > above for x in bounded) / len(bounded)
+
+
+@pytest.mark.parametrize("size", [3e-4, 3e-3, 0.3])
+@pytest.mark.parametrize(
+    "name", ["gspo", "gspo-token", "turn-gspo", "luspo", "seq-product", "grpo", "dapo", "minirl", "gmpo", "gepo"]
+)
+def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> None:
+    batch = batch_by_hand(groups=6, each=4)
+    generator = torch.Generator().manual_seed(11)
+    drift = size * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
+    mask = Mask(batch.mask, torch.float64)
+    found = measured(legato.algorithm(name), mask, batch.turn, mask.select(drift))
+    listed = [
+        [x if inside else None for x, inside in zip(row, seen, strict=True)]
+        for row, seen in zip(drift.tolist(), batch.mask.tolist(), strict=True)
+    ]
+    ratio, bounded, clipped = slowly(name, listed, batch.turn.tolist())
+    assert found.ratio == pytest.approx(ratio, rel=1e-9)
+    assert found.bounded == pytest.approx(bounded, rel=1e-9)
+    assert found.clipped == pytest.approx(clipped, abs=1e-12)
+
+
+def test_the_rates_of_the_slow_loop_are_not_all_alike() -> None:
+    batch = batch_by_hand(groups=6, each=4)
+    generator = torch.Generator().manual_seed(11)
+    mask = Mask(batch.mask, torch.float64)
+    drift = mask.select(0.3 * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64))
+    rates = {name: measured(legato.algorithm(name), mask, batch.turn, drift).clipped for name in ("gspo", "grpo", "gmpo")}
+    assert len(set(rates.values())) == 3 and all(rate is not None and rate > 0 for rate in rates.values())
+
+
+def test_a_band_that_widens_with_length_is_that_of_each_response() -> None:
+    value = legato.algorithm("gspo", {"objective.trust.clip.scale": "sqrt-length"})
+    mask = Mask(torch.ones(2, 8, dtype=torch.bool) & (torch.arange(8) < torch.tensor([[8], [2]])), torch.float64)
+    wide = [3e-4 * (2048 / length) ** 0.5 for length in (8, 2)]
+    turn = torch.zeros(2, 8, dtype=torch.long)
+    for drift, share in ((0.9 * wide[0], 0.0), (-1.1 * wide[0], 0.5), (-1.1 * wide[1], 1.0)):
+        found = measured(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
+        assert found.clipped == share
+
+
+@pytest.mark.parametrize("name", ["cispo", "sapo", "reinforce", "rloo", "vespo", "fspo", "bapo", "dppo"])
+def test_without_a_band_there_is_no_rate_and_no_trust_in_the_engine(name: str) -> None:
+    policy = policy_of(family("qwen3"))
+    floor = probe(policy, legato.algorithm(name), heard(policy, 0.0), 40)
+    assert floor.band is None and floor.engine.clipped is None and not floor.sampler_is_safe
+    assert not any(key.endswith("_clipped") for key in floor.metrics())
+    assert floor.lines("recompute")[1] == "there is no clip band; old log-probs are recomputed"
+
+
+def test_a_clip_of_tokens_measures_the_engine_by_tokens() -> None:
+    policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
+    signs = torch.where(batch.mask, (batch.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
+    signs = torch.where(batch.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
+    floor = probe(policy, legato.algorithm("gmpo"), heard(policy, 0.3 * signs), 40)
+    assert floor.unit == "tokens" and floor.engine.max < 1e-9 and floor.engine.clipped == 0.0
+    assert floor.engine.bounded == pytest.approx(0.3) and not floor.sampler_is_safe
+
+
+def test_a_product_of_ratios_is_measured_as_the_product() -> None:
+    policy = policy_of(family("qwen3"))
+    tables = heard(policy, 0.02)
+    longest = int(tables.batch.mask.sum(1).max())
+    floor = probe(policy, legato.algorithm("seq-product"), tables, 40)
+    assert floor.engine.bounded == pytest.approx(0.02 * longest, rel=1e-6) and 0.02 < 0.2 / 3 < 0.02 * longest
+    assert not floor.sampler_is_safe
+
+
+def found_floor(**rest: Any) -> Floor:
+    nothing = Gap(max=0.0, rms=0.0, token_max=0.0, ratio=0.0, bounded=0.0, clipped=0.0)
+    packs = replace(nothing, max=1e-7, rms=1e-8, ratio=1e-7, bounded=1e-7)
+    engine = Gap(max=5e-4, rms=1e-4, token_max=1e-3, ratio=5e-4, bounded=5e-4, clipped=0.0156)
+    given: dict[str, Any] = {"same": nothing, "packs": packs, "engine": engine, "same_tokens": 0.0}
+    return Floor(**{**given, "unit": "responses", "band": 3e-4, **rest})
 
 
 def test_a_floor_says_what_was_measured_and_chosen() -> None:
-    floor = Floor(
-        packs_max=1e-7, packs_rms=1e-8, engine_max=5e-4, engine_rms=1e-4, engine_token_max=1e-3, token_ratio=False, band=3e-4
-    )
-    sentence = floor.sentence("recompute")
-    assert "1.0e-07" in sentence and "5.0e-04" in sentence and "3.0e-04" in sentence and "recomputed" in sentence
-    assert floor.metrics()["noise/engine_max"] == 5e-4
+    assert found_floor().lines("recompute") == [
+        "numerics of the ratio with nothing trained, max |s - 1|: 0 on the same path, 1.0e-07 in other packs, 5.0e-04 engine"
+        " against trainer",
+        "outside the clip band of 3.0e-04: 0 %, 0 %, 1.56 % of responses; old log-probs are recomputed",
+    ]
+    assert "the engine's log-probs are the anchor" in found_floor().lines("sampler")[1]
+    assert "12.5 % of tokens score differently" in found_floor(same_tokens=0.125).lines("sampler")[2]
+
+
+def test_every_figure_is_a_documented_metric_and_the_other_way_round() -> None:
+    documented = {metric.key for metric in RUN_METRICS if metric.key.startswith("noise/")}
+    assert set(found_floor().metrics()) == documented
+    assert found_floor().metrics()["noise/engine_max"] == 5e-4
+
+
+def test_nothing_clipped_and_a_third_of_the_band_to_spare_make_the_engine_safe() -> None:
+    engine = Gap(max=9e-5, rms=9e-5, token_max=1e-3, ratio=9e-5, bounded=9e-5, clipped=0.0)
+    assert found_floor(engine=engine).sampler_is_safe
+    assert not found_floor(engine=replace(engine, bounded=1.1e-4)).sampler_is_safe
+    assert not found_floor(engine=replace(engine, clipped=0.01)).sampler_is_safe
+    assert not found_floor(engine=engine, band=None).sampler_is_safe

@@ -10,8 +10,8 @@
 Kinds of lines in metrics.jsonl:
 
     start       before training: name, model, algorithm, deviations (list), notes (list)
-    probe       step, and the noise floor of log s: noise/packs_max, noise/packs_rms (scored again in other packs),
-                noise/engine_max, noise/engine_rms (engine against trainer), words (the same as a sentence)
+    probe       step, and the numerics of the ratio with nothing trained: noise/same_*, noise/packs_*, noise/engine_* (with
+                and without a gradient, in other packs, engine against trainer), words (the same as sentences)
     warm-up     step, loss
     step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}

@@ -56,12 +56,11 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     _freeze(module, loading.frozen)
     if loading.lora is not None:
         module = with_lora(module, loading.lora, saved)
-    if loading.gradient_checkpointing:
-        _checkpoint_layers(module, loading.lora is not None)
     policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing)
     if loading.gradient_checkpointing:
-        # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
-        module.train()
+        if not getattr(module, "supports_gradient_checkpointing", True):
+            raise ValueError("policy.gradient_checkpointing = true, but this model does not support it")
+        recompute_layers(policy)
     selfcheck.check(policy)
     if loading.value_head:
         policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
@@ -200,10 +199,12 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
                 parameter.requires_grad_(False)
 
 
-def _checkpoint_layers(model: Any, adapters: bool) -> None:
-    if not getattr(model, "supports_gradient_checkpointing", True):
-        raise ValueError("policy.gradient_checkpointing = true, but this model does not support it")
-    if adapters:
+def recompute_layers(policy: Policy) -> None:
+    """Gradient checkpointing: the layers of a policy keep their input and are computed again in the backward pass."""
+    model = policy.model
+    if hasattr(model, "disable_adapter"):
         # Without a gradient at the embeddings nothing inside a recomputed layer would be differentiated.
         model.enable_input_require_grads()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
+    model.train()

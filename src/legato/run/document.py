@@ -100,7 +100,7 @@ def allowed(annotation: Any) -> str:
     if origin is Annotated:
         return _bounded(inner[0], inner[1:])
     if origin is Literal:
-        return "one of " + ", ".join(f'"{word}"' for word in inner)
+        return ("one of " if inner[1:] else "") + ", ".join(f'"{word}"' for word in inner)
     if origin is tuple:
         return f"a list of {'strings' if inner[-1] is Ellipsis else f'{len(inner)}, each {allowed(inner[0])}'}"
     if origin is Mapping:

@@ -95,14 +95,16 @@ class Execution:
         step = report.step
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
-            words = report.floor.sentence(self.trainer.anchor_choice)
-            self.directory.append_metrics({"kind": "probe", "step": step - 1, **report.floor.metrics(), "words": words})
-            self.watcher.message(words)
+            lines = report.floor.lines(self.trainer.anchor_choice)
+            record = {"kind": "probe", "step": step - 1, **report.floor.metrics(), "words": "; ".join(lines)}
+            self.directory.append_metrics(record)
+            for line in lines:
+                self.watcher.message(line)
         self._tell_unscorable(report)
-        record: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
+        found: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
-            record["histograms"] = report.histograms()
-        self.directory.append_metrics(record)
+            found["histograms"] = report.histograms()
+        self.directory.append_metrics(found)
         for logger in self.loggers:
             logger.log(step, report.metrics)
         every = config.output.rollouts_every_steps

@@ -205,8 +205,8 @@ class Policy:
     """Tokens that end a response beside the tokenizer's own."""
     trust_remote_code: Flag = False
     """Whether code that comes with a model may run. It can do anything you can."""
-    gradient_checkpointing: Flag = False
-    """Computes activations again in the backward pass: less memory, more time."""
+    gradient_checkpointing: Flag | Literal["auto"] = "auto"
+    """Computes activations again in the backward pass: less memory, more time, the same result; auto: if they do not fit."""
     packing: Flag = True
     """Whether responses stand one after the other in a row, without padding."""
     frozen: tuple[Text, ...] = ()

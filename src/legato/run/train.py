@@ -18,6 +18,7 @@ from legato.run.execute import Execution, newest_model
 from legato.run.load import load
 from legato.run.lock import locked
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
+from legato.run.memory import decide_checkpointing
 from legato.run.resolved import Resolved, dump
 from legato.run.watcher import Silent, Watcher
 from legato.tasks.source import Source
@@ -106,6 +107,7 @@ def start(
     reward = wire.reward_of(config, given)
     source = wire.source_of(config, given)
     policy = wire.policy_of(resolved, given)
+    decide_checkpointing(resolved, policy)
     collector = wire.collector_of(config, policy, source, reward)
     held_out = wire.held_out_of(config, source, collector, policy.notes)
     wire.check_training(resolved, policy, collector)
@@ -188,6 +190,7 @@ def resume(
             )
         checkpoint.set_aside(directory.path / "checkpoints", folder)
         policy = wire.policy_of(resolved, given, folder / "model")
+        decide_checkpointing(resolved, policy)
         collector = wire.collector_of(config, policy, source, reward)
         reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)

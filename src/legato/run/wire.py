@@ -58,7 +58,7 @@ def loading_of(resolved: Resolved) -> Loading:
         dtype=config.dtype,
         device=config.device,
         trust_remote_code=config.trust_remote_code,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing is True,
         packing=config.packing,
         frozen=config.frozen,
         lora=None

@@ -1,17 +1,31 @@
-"""The noise floor of log s: how far two scorings of one policy differ, measured on the run's own rollouts.
+"""The numerics of the ratio, measured where it should be 1: nothing was trained between two scorings of one policy.
 
-GSPO's published band is 3e-4; numerics alone may fill it. Two gaps are measured per response, as means over its tokens:
-the trainer against itself in other packs, and the engine against the trainer.
+GSPO's published band is 3e-4; rounding alone may fill it. Three pairs of scorings are compared on the run's own rollouts:
+    same     one pack without a gradient and with one, as an update does it: equal to the bit, or s starts beside 1
+    packs    the packs of the run's size, and each response alone
+    engine   what the engine reported, and what the trainer computes
+For each: |log s| of a response; the largest |r - 1| of the algorithm's own ratio (of a response, a turn or a token); and the
+share of responses (of tokens, where the ratio or the clip is of tokens) outside the algorithm's own band, which the clip
+would cut off for no reason.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
+from legato.core.counts import Counts, Tally
 from legato.core.mask import Mask
-from legato.policy.policy import Policy
+from legato.core.outcome import Coefficients
+from legato.core.scope import Scope
+from legato.core.shapes import PerToken, Spread
+from legato.core.signals import Signals
+from legato.objectives.clips import TokenLogClip
+from legato.objectives.slots import Context, Region, TokenTrust, Trust
+from legato.policy.packs import pack
+from legato.policy.policy import Channels, Policy
 from legato.training.plan import packs
 from legato.training.tables import Tables
 
@@ -19,42 +33,77 @@ ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """|log s| where s should be 1: the largest and the root mean square over responses."""
+class Gap:
+    """How far two scorings of the same responses by the same weights are apart."""
 
-    packs_max: float
-    packs_rms: float
-    engine_max: float
-    engine_rms: float
-    engine_token_max: float
-    """The largest |log-ratio| of a single token between engine and trainer."""
-    token_ratio: bool
-    """Whether the algorithm's ratio is of tokens, so that the band is theirs."""
+    max: float
+    """Largest |log s| of a response, s over all its tokens."""
+    rms: float
+    """Root mean square of the same."""
+    token_max: float
+    """Largest |log-ratio| of a token."""
+    ratio: float
+    """Largest |r - 1| of the algorithm's own ratio."""
+    bounded: float
+    """Largest |log| of what the band is for: the own ratio, or a token's where the clip is of tokens."""
+    clipped: float | None
+    """Share of responses or tokens outside the band; None where there is no band."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """What the probe found."""
+
+    same: Gap
+    packs: Gap
+    engine: Gap
+    same_tokens: float
+    """Share of tokens whose log-prob differs in any bit between a pass with and one without a gradient."""
+    unit: str
+    """What is clipped: 'responses' or 'tokens'."""
     band: float | None
     """The narrower side of the algorithm's clip, as a distance of log s; None where it has none."""
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "noise/packs_max": self.packs_max,
-            "noise/packs_rms": self.packs_rms,
-            "noise/engine_max": self.engine_max,
-            "noise/engine_rms": self.engine_rms,
-            "noise/engine_token_max": self.engine_token_max,
-        }
+        found = {"noise/same_tokens": self.same_tokens, "noise/engine_token_max": self.engine.token_max}
+        for name, gap in self._gaps():
+            found |= {f"noise/{name}_max": gap.max, f"noise/{name}_rms": gap.rms, f"noise/{name}_ratio": gap.ratio}
+            if gap.clipped is not None:
+                found[f"noise/{name}_clipped"] = gap.clipped
+        return found
+
+    def _gaps(self) -> Iterator[tuple[str, Gap]]:
+        yield from (("same", self.same), ("packs", self.packs), ("engine", self.engine))
 
     @property
     def sampler_is_safe(self) -> bool:
-        """Whether the engine's log-probs may stand for the old policy: its noise is below a third of the band."""
-        noise = self.engine_token_max if self.token_ratio else self.engine_max
-        return self.band is not None and noise <= self.band / 3
+        """Whether the engine's log-probs may stand for the old policy: nothing is clipped, and a third of the band is left
+        to spare."""
+        return self.band is not None and self.engine.bounded <= self.band / 3 and not self.engine.clipped
 
-    def sentence(self, anchor: str) -> str:
-        against = "" if self.band is None else f"; the clip band is {self.band:.1e}"
+    def lines(self, anchor: str) -> list[str]:
+        """For people: what was measured, what follows for the clip and the anchor, and a warning where one is due."""
         chosen = {"sampler": "the engine's log-probs are the anchor", "recompute": "old log-probs are recomputed"}[anchor]
-        return (
-            f"noise floor of log s: {self.packs_max:.1e} between packs, {self.engine_max:.1e} between engine and"
-            f" trainer{against}: {chosen}"
-        )
+        same, other, engine = (_small(gap.ratio) for _, gap in self._gaps())
+        found = [
+            f"numerics of the ratio with nothing trained, max |s - 1|: {same} on the same path, {other} in other packs,"
+            f" {engine} engine against trainer"
+        ]
+        if self.band is None:
+            found.append(f"there is no clip band; {chosen}")
+        else:
+            shares = [f"{100 * gap.clipped:.3g} %" for _, gap in self._gaps() if gap.clipped is not None]
+            found.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
+        if self.same_tokens:
+            found.append(
+                f"warning: {100 * self.same_tokens:.3g} % of tokens score differently with and without a gradient in one and"
+                " the same pack: s will not be exactly 1 before the first update"
+            )
+        return found
+
+
+def _small(size: float) -> str:
+    return f"{size:.1e}" if size else "0"
 
 
 def band(algorithm: Algorithm) -> float | None:
@@ -62,6 +111,7 @@ def band(algorithm: Algorithm) -> float | None:
     found = [
         float(value)
         for part in algorithm.objective.trust
+        if part.reads_ratio
         for name in ("low", "high", "log_low", "log_high")
         if isinstance(value := getattr(part, name, None), float) and value > 0
     ]
@@ -69,29 +119,115 @@ def band(algorithm: Algorithm) -> float | None:
 
 
 def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int) -> Floor:
-    """Score the first responses twice, in packs of the run's size and each prompt's alone, and beside the engine's word."""
+    """Score the first responses in packs of the run's size, twice, and alone, and lay the engine's word beside them."""
     batch, device = tables.batch, tables.device
     groups = sorted(set(batch.group[:ROWS].tolist()))
     rows = torch.isin(batch.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
-    together = _scored(policy, tables, [p[torch.isin(p, rows)] for p in packs(batch, groups, tokens_per_pack)])
-    alone = _scored(policy, tables, [row.reshape(1) for row in rows])
+    parts = [p[torch.isin(p, rows)] for p in packs(batch, groups, tokens_per_pack, shared=policy.packing)]
+    together = _scored(policy, tables, parts)[rows]
+    learning = _learning(policy, tables, parts)[rows]
+    alone = _scored(policy, tables, [row.reshape(1) for row in rows])[rows]
     mask = Mask(batch.mask[rows].to(device), together.dtype)
-    floor = {}
-    for name, other in (("packs", alone[rows]), ("engine", tables.sampler_logprobs[rows])):
-        difference = mask.difference(together[rows], other.to(together.dtype))
-        gap = (mask.sum(difference) / mask.lengths.clamp(min=1)).abs()
-        floor[f"{name}_token_max"] = float(difference.abs().max())
-        floor[f"{name}_max"], floor[f"{name}_rms"] = float(gap.max()), float(gap.square().mean().sqrt())
-    del floor["packs_token_max"]
-    return Floor(**floor, token_ratio=algorithm.objective.ratio.level == "token", band=band(algorithm))
+    turn = tables.turn[rows]
+
+    def gap(left: Tensor, right: Tensor) -> Gap:
+        return measured(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)))
+
+    unequal = (learning != together)[mask.tokens]
+    return Floor(
+        same=gap(learning, together),
+        packs=gap(together, alone),
+        engine=gap(together, tables.sampler_logprobs[rows]),
+        same_tokens=float(unequal.double().mean()) if len(unequal) else 0.0,
+        unit="responses" if _clips_responses(algorithm) else "tokens",
+        band=band(algorithm),
+    )
 
 
-def _scored(policy: Policy, tables: Tables, parts: list[Tensor]) -> Tensor:
-    device = tables.device
-    table = torch.zeros(tables.batch.tokens.shape, dtype=policy.dtype, device=device)
+def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken) -> Gap:
+    """A gap from the differences of log-probs, 0 outside the mask."""
+    nothing = torch.zeros_like(drift)
+    signals = Signals(
+        mask=mask,
+        logprobs=drift,
+        old_logprobs=nothing,
+        sampler_logprobs=nothing,
+        advantages=torch.zeros_like(mask.lengths),
+        turn=turn,
+    )
+    tally = Tally(tokens=mask.lengths.sum().double(), sequences=(mask.lengths > 0).sum().double())
+    ratio = algorithm.objective.ratio
+    context = Context(
+        signals=signals, segments=signals.segments(ratio.level), counts=Counts(all=tally), state=algorithm.initial()
+    )
+    responses = context.sequences.mean(drift)
+    # A ratio that compares a response with its siblings is not 1 here; what numerics add to it is that of the response.
+    own = ratio.reduce(ratio.tokens(signals), context) if ratio.reads_anchor else responses
+    bounded, shares = own, []
+    for part in algorithm.objective.trust:
+        if isinstance(part, TokenLogClip):
+            bounded = drift
+            shares.append(_outside(drift, -part.log_low, part.log_high, mask))
+        elif band_of := _band(part, own, context):
+            shares.append(_outside(own, *band_of, mask))
+    return Gap(
+        max=float(responses.abs().max()),
+        rms=float(responses.square().mean().sqrt()),
+        token_max=float(drift.abs().max()),
+        ratio=float(torch.expm1(own.double()).abs().max()),
+        bounded=float(bounded.abs().max()),
+        clipped=max(shares, default=None),
+    )
+
+
+def _band(part: Trust, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float] | None:
+    """The bounds a trust part puts on the log-ratio of each response or token, as it would apply them."""
+    unset = getattr(part, "log_low", 0.0) is None or getattr(part, "log_high", 0.0) is None
+    if unset or not part.reads_ratio or part.needs() or part.scope is not Scope.ROW:
+        return None
+    return part.apply(Region(log_ratio=own, log_value=own), context).band
+
+
+def _outside(values: Spread, low: Tensor | float, high: Tensor | float, mask: Mask) -> float:
+    """The share of responses, or of tokens, beyond a bound."""
+    outside = (values < low) | (values > high)
+    counted = outside[mask.lengths > 0] if values.shape[1] == 1 else outside[mask.tokens]
+    return float(counted.double().mean()) if len(counted) else 0.0
+
+
+def _clips_responses(algorithm: Algorithm) -> bool:
+    objective = algorithm.objective
+    return objective.ratio.level == "sequence" and not any(isinstance(part, TokenTrust) for part in objective.trust)
+
+
+def _scored(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
+    """[B, T]: log-probs without a gradient."""
+    table = _table(policy, tables)
     for rows in parts:
         if len(rows):
-            placed = rows.to(device)
             found = policy.score(tables.texts, rows).logprobs
-            table[placed, : found.shape[1]] = found
+            table[rows.to(tables.device), : found.shape[1]] = found
     return table
+
+
+def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
+    """[B, T]: log-probs as an update computes them, with coefficients of 0, so that no gradient comes of it."""
+    table = _table(policy, tables)
+    fresh = [weight for weight in policy.parameters().values() if weight.grad is None]
+    for rows in parts:
+        placed = rows.to(tables.device)
+
+        def respond(part: range, channels: Channels, placed: Tensor = placed) -> Coefficients:
+            found = channels.logprobs.detach()
+            table[placed[part.start : part.stop], : found.shape[1]] = found
+            return Coefficients(logprobs=torch.zeros_like(found))
+
+        if len(rows):
+            policy.learn(pack(tables.texts, rows), respond)
+    for weight in fresh:
+        weight.grad = None
+    return table
+
+
+def _table(policy: Policy, tables: Tables) -> Tensor:
+    return torch.zeros(tables.batch.tokens.shape, dtype=policy.dtype, device=tables.device)

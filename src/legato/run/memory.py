@@ -1,0 +1,85 @@
+"""What the configured run asks of memory, and what is decided from it: `policy.gradient_checkpointing = "auto"`."""
+
+from legato.policy.load import recompute_layers
+from legato.policy.policy import Policy
+from legato.run import wire
+from legato.run.resolved import Resolved
+from legato.training.available import available
+from legato.training.memory import Demand, Fit, Shape, fit, gigabytes
+
+_HELD_LOGITS = {"cuda": 2**29, "cpu": 2**23}
+"""As `Policy` has them where nothing else is said."""
+
+
+def demand_of(resolved: Resolved, policy: Policy) -> Demand:
+    """What a loaded policy and its updates will hold at once, at the largest the configuration allows."""
+    config, device = resolved.config, policy.device.type
+    training, rollouts = config.training, config.rollouts
+    prompt, response, each = config.policy.max_prompt_tokens, rollouts.max_response_tokens, rollouts.samples_per_prompt
+    group = prompt + each * response
+    of_update = -(-training.prompts_per_step // training.updates_per_step) * group
+    tokens = min(max(training.tokens_per_pack, prompt + response), of_update)
+    held = policy.logits_at_once or _HELD_LOGITS["cuda" if device == "cuda" else "cpu"]
+    size = policy.model.get_input_embeddings().weight.element_size()
+    lora = config.policy.lora
+    trained = sum(weight.numel() for weight in policy.parameters().values())
+    every = sum(weight.numel() for weight in policy.model.parameters())
+    rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
+    slots = min(rollouts.rows_at_once, rows)
+    return Demand(
+        shape=Shape.of(policy.body.config),
+        size=size,
+        tokens_per_pack=tokens,
+        parameters=every if lora is None else every - trained,
+        trained=trained,
+        adapter_rank=0 if lora is None else lora.rank,
+        eight_bit=training.optimizer == "adamw-8bit",
+        offload=training.offload_optimizer and device == "cuda",
+        reference=wire.wants_reference(resolved),
+        value_head=policy.value_head is not None,
+        head_tokens=min(tokens, max(held // policy.vocabulary, response)),
+        # The head of a GPU holds float32 logits and their 16-bit slopes.
+        logit_bytes=4 + size if device == "cuda" and size == 2 else 0,
+        # The plain engine gives its keys and values back before an update.
+        stored_keys=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
+        tables=policy.packing and device != "cuda",
+        sharing=(prompt + each * (prompt + response)) / group,
+        longest=prompt + response,
+    )
+
+
+def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
+    """Under "auto": layers are recomputed in the backward pass only where activations would not fit; the note says why."""
+    if resolved.config.policy.gradient_checkpointing != "auto":
+        return
+    there = available(policy.device)
+    try:
+        demand = demand_of(resolved, policy)
+    except ValueError as error:
+        policy.notes.append(f"gradient checkpointing is off: {error}")
+        return
+    if there is None:
+        policy.notes.append("gradient checkpointing is off: this system does not say how much memory there is")
+        return
+    longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
+    found = fit(demand, there, smallest=longest)
+    note = _sentence(demand, found, there)
+    if found.checkpointing:
+        if getattr(policy.model, "supports_gradient_checkpointing", True):
+            recompute_layers(policy)
+        else:
+            note = f"this model does not support it, but {note}"
+    policy.notes.append(note)
+
+
+def _sentence(demand: Demand, found: Fit, there: int) -> str:
+    plain, less = (demand.memory(checkpointing=each).total for each in (False, True))
+    have = f"there are {gigabytes(there)}"
+    if not found.checkpointing:
+        return f"gradient checkpointing is off: {gigabytes(plain)} are needed, {have}"
+    words = f"gradient checkpointing is on: {gigabytes(plain)} would be needed without it, {gigabytes(less)} with it, {have}"
+    if found.tokens_per_pack == demand.tokens_per_pack and found.fits:
+        return words
+    if found.fits:
+        return f"{words}; training.tokens_per_pack={found.tokens_per_pack} would fit"
+    return f"{words}; no pack fits: a smaller model, policy.lora or training.offload_optimizer=true would help"

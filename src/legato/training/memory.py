@@ -1,0 +1,387 @@
+"""How much memory training asks for, by arithmetic alone: from a configuration of transformers to bytes by item.
+
+What autograd keeps per token and layer, for e bytes a number, h the width of the residual stream, q = heads x width of a
+head, k = key heads x width, f the width of the SwiGLU, c experts a token of width g out of E:
+
+    plain layers (as transformers writes them)
+      2 (4h + 4 + 2eh)            each norm: its input in float32, 1/rms, the normalised copy its weight multiplies, and its
+                                  output, which the matrices after it keep
+      (4 + e)(q + k) + 4 (heads + key heads)   norms of queries and keys, where a family has them; rotary keeps nothing of
+                                  its own but cos and sin, once a pass
+      e (2q + 2k) + 4 heads       attention: q, k, v, out (which the output matrix keeps too) and the log-sum-exp; or, in the
+                                  padded tables of a pack on a CPU, e (3q + 2qs) + 4 heads: keys and values repeated for
+                                  every head and, s-fold, for every response of a prompt, and the output once more as tokens
+      4ef                         SwiGLU: gate, silu(gate), up and their product
+      ec (2h + 4g) + 4E + 64c     or experts: the token c times over, gate and up, silu(gate), the product, the output that
+                                  the router's weight multiplies; the router's softmax; who goes where
+    fused layers
+      2 (2eh + 4)                 each norm: its input and 1/rms, and its output
+      e (q + k) + 4 (heads + key heads)        heads made ready (norm and rotary in one): their input
+      e (2q + 2k) + 4 heads       flash attention
+      3ef, ec (2h + 3g)           SwiGLU: gate and up, and the product, which the matrix after it keeps
+    adapters (LoRA) on frozen matrices of plain layers
+      2 (4h + 4) + 4 (q + k) + 4 (heads + key heads), attention and experts as above, 3ef for gate, silu(gate) and up, and
+      each adapter's input: a float32 copy of its own beside 16-bit weights; and its rank numbers. Adapters of experts are
+      added to the experts' weights in a copy, 3Ehg numbers a layer, whatever the tokens
+
+Once a pass come indices, cos and sin. With gradient checkpointing a layer keeps its input, eh. Beside what is kept stands,
+one after the other, the head (the last norm, the states that are read, their gradient, logits of some rows) or the inside
+of one layer on the way back: gradients of its activations and, with checkpointing, the layer itself once more.
+tests/training/test_memory.py counts what autograd keeps and what an update holds at its peak, and holds this to it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+_SLACK = 0.06
+"""Of everything else: rounding of blocks, fragments, workspaces of matrix products."""
+
+_WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
+"""Families whose queries and keys have no norm of their own. An unknown one is taken to have them: too much is safer."""
+
+_FLOAT32 = 4
+_EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
+"""A byte, and a float32 scale for each block of 256."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What of a model's configuration decides its memory."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    width: int
+    """Of a head."""
+    intermediate: int
+    """Of the SwiGLU of a layer without experts, and of one shared by all tokens beside them."""
+    vocabulary: int
+    tied: bool
+    """Whether embedding and head are one matrix."""
+    head_norms: bool
+    """Whether queries and keys have norms of their own."""
+    sparse_layers: int = 0
+    """How many of the layers have experts."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """From a configuration of transformers; ValueError where it is not that of a decoder we know the parts of."""
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        lacking = [
+            name
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+            if not isinstance(getattr(config, name, None), int)
+        ]
+        if lacking:
+            raise ValueError(f"the configuration {type(config).__name__} has no {lacking[0]}; memory cannot be estimated")
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+        intermediate = _first(config, "intermediate_size") or 4 * hidden
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            key_heads=_first(config, "num_key_value_heads") or heads,
+            width=_first(config, "head_dim") or hidden // heads,
+            intermediate=intermediate,
+            vocabulary=config.vocab_size,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            head_norms=getattr(config, "model_type", None) not in _WITHOUT_HEAD_NORMS,
+            sparse_layers=_sparse_layers(config) if experts else 0,
+            experts=experts,
+            experts_per_token=_first(config, "num_experts_per_tok") if experts else 0,
+            expert_intermediate=(_first(config, "moe_intermediate_size") or intermediate) if experts else 0,
+            shared_intermediate=_first(config, "shared_expert_intermediate_size") if experts else 0,
+        )
+
+    @property
+    def query(self) -> int:
+        """Numbers of all queries of a token."""
+        return self.heads * self.width
+
+    @property
+    def key(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a model like Llama, Qwen3 or Qwen3-MoE; biases, where there are any, are too few to matter."""
+        attention = 2 * self.hidden * (self.query + self.key)
+        norms = 2 * self.hidden + (2 * self.width if self.head_norms else 0)
+        dense = 3 * self.hidden * self.intermediate
+        sparse = self.hidden * (3 * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.experts)
+        layers = self.layers * (attention + norms) + (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
+        return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    def adapters(self, rank: int) -> int:
+        """Weights of adapters on linear layers, routers and experts; an expert's gate and up share one of twice the rank."""
+        attention = 4 * self.hidden + 2 * self.query + 2 * self.key
+        dense = 3 * (self.hidden + self.intermediate)
+        sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
+        if self.shared_intermediate:
+            sparse += 3 * (self.hidden + self.shared_intermediate)
+        of_layers = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
+        return rank * (self.layers * attention + of_layers)
+
+    @property
+    def largest(self) -> int:
+        """Weights of the largest matrix, whose gradient is a tensor of its own before it is added up."""
+        return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
+
+
+def _first(config: Any, *names: str) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in found if isinstance(value, int) and value > 0), 0)
+
+
+def _sparse_layers(config: Any) -> int:
+    every, plain = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
+    return sum((layer + 1) % every == 0 and layer not in plain for layer in range(config.num_hidden_layers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run wants to hold at once."""
+
+    shape: Shape
+    size: int
+    """Bytes of a number in the weights: 2, 4 or 8."""
+    tokens_per_pack: int
+    parameters: int | None = None
+    """Weights of the policy, adapters apart, where they were counted; None: those of the shape."""
+    trained: int | None = None
+    """How many are trained; None: all, under LoRA all adapters."""
+    adapter_rank: int = 0
+    """Of LoRA, on every linear layer; 0: none. Adapters are float32 or better, whatever the weights are."""
+    eight_bit: bool = False
+    """Moments of a byte each."""
+    offload: bool = False
+    """Masters and moments in the memory of the host."""
+    reference: bool = False
+    """A frozen copy of the policy beside it. Under LoRA there is none: it is the policy without its adapters."""
+    value_head: bool = False
+    head_tokens: int = 0
+    """Tokens whose logits are held at once."""
+    logit_bytes: int = 0
+    """Bytes for each of those logits; 0: those of the head in plain torch, which holds five copies at its worst."""
+    stored_keys: int = 0
+    """Tokens whose keys and values the engine has room for."""
+    fused: bool = False
+    """Layers of fused parts."""
+    tables: bool = False
+    """Attention over padded tables in place of flash attention."""
+    sharing: float = 1.0
+    """In tables: keys that are attended to for each token of a pack. A prompt's are repeated for each of its responses."""
+    longest: int = 0
+    """In tables: the longest text; the bias has so many numbers a token."""
+
+    def memory(self, *, checkpointing: bool) -> "Memory":
+        """Bytes by item."""
+        shape, exact = self.shape, max(self.size, _FLOAT32)
+        parameters = shape.parameters if self.parameters is None else self.parameters
+        adapters = self.adapter_rank > 0
+        all_of_it = shape.adapters(self.adapter_rank) if adapters else parameters
+        trained = all_of_it if self.trained is None else self.trained
+        trained_size = exact if adapters else self.size
+        masters = trained * exact if trained_size < exact or self.offload else 0
+        moments = int(2 * trained * (_EIGHT_BIT_MOMENT if self.eight_bit else exact))
+        # A 16-bit gradient is a tensor of its own until it is added to the float32 one.
+        passing = shape.largest * self.size if self.size < exact and not adapters and trained else 0
+        layer = max(self.layer(sparse=sparse) for sparse in (False, True) if self._has(sparse=sparse))
+        merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * self.size if adapters else 0
+        everything = {
+            "weights": parameters * self.size + (trained * exact if adapters else 0),
+            "reference": parameters * self.size if self.reference and not adapters else 0,
+            "gradients": trained * exact + passing,
+            "masters": 0 if self.offload else masters,
+            "moments": 0 if self.offload else moments,
+            "activations": self.tokens_per_pack * (self._layers() + self._once()) + shape.sparse_layers * merged,
+            "activations_checkpointed": self.tokens_per_pack * (shape.layers * self.size * shape.hidden + self._once()),
+            "head": self.tokens_per_pack * self.states() + self._logits(),
+            "layer": self.tokens_per_pack * self._backward()
+            + (self.tokens_per_pack * layer + merged if checkpointing else 0),
+            "keys_and_values": 2 * shape.layers * shape.key * self.size * self.stored_keys,
+        }
+        found = Memory(
+            **{name: int(value) for name, value in everything.items()},
+            host=masters + moments + trained * exact if self.offload else 0,
+            checkpointing=checkpointing,
+            slack=0,
+        )
+        return replace(found, slack=int(_SLACK * found.total))
+
+    def layer(self, *, sparse: bool = False) -> float:
+        """Bytes that autograd keeps for a token in one layer, without checkpointing; the formulas are above."""
+        return self._norms() + self._attention() + (self._experts() if sparse else self._dense(self.shape.intermediate))
+
+    def states(self) -> float:
+        """Bytes for a token behind the layers: the last norm, the states that are read, and their gradient."""
+        norm = (2 * self.size if self.fused else _FLOAT32 + 2 * self.size) * self.shape.hidden + _FLOAT32
+        return norm + 2 * self.size * self.shape.hidden
+
+    def _once(self) -> float:
+        """Bytes for a token before the layers: indices, cos and sin, and in tables the bias."""
+        indices = 8 * (12 if self.tables else 8)
+        return indices + 2 * self.size * self.shape.width + (self.size * self.longest if self.tables else 0)
+
+    def _has(self, *, sparse: bool) -> bool:
+        return self.shape.sparse_layers > 0 if sparse else self.shape.sparse_layers < self.shape.layers
+
+    def _layers(self) -> float:
+        sparse = self.shape.sparse_layers
+        dense = self.shape.layers - sparse
+        return (dense * self.layer() if dense else 0.0) + (sparse * self.layer(sparse=True) if sparse else 0.0)
+
+    def _norms(self) -> float:
+        shape, size = self.shape, self.size
+        statistics = _FLOAT32 * (2 + (shape.heads + shape.key_heads if shape.head_norms else 0))
+        own = shape.query + shape.key if shape.head_norms else 0
+        if self.fused:
+            # Heads are made ready from what the projections gave, with or without a norm.
+            return statistics + size * (4 * shape.hidden + shape.query + shape.key)
+        if self.adapter_rank:
+            return statistics + _FLOAT32 * (2 * shape.hidden + own)
+        return statistics + 2 * (_FLOAT32 + 2 * size) * shape.hidden + (_FLOAT32 + size) * own
+
+    def _attention(self) -> float:
+        shape, size = self.shape, self.size
+        numbers = 3.0 * shape.query + 2 * shape.query * self.sharing if self.tables else 2.0 * (shape.query + shape.key)
+        adapters = 0.0
+        if self.adapter_rank:
+            adapters = self._adapters(3, shape.hidden) + self._adapters(1, shape.query)
+        return size * numbers + _FLOAT32 * shape.heads + adapters
+
+    def _dense(self, intermediate: int) -> float:
+        size = self.size
+        if self.adapter_rank:
+            adapters = self._adapters(2, self.shape.hidden) + self._adapters(1, intermediate)
+            return 3 * size * intermediate + adapters
+        return (3 if self.fused else 4) * size * intermediate
+
+    def _experts(self) -> float:
+        shape, size = self.shape, self.size
+        routed = size * (2 * shape.hidden + (3 if self.fused else 4) * shape.expert_intermediate) + 64
+        shared = self._dense(shape.shared_intermediate) if shape.shared_intermediate else 0
+        return shape.experts_per_token * routed + _FLOAT32 * shape.experts + shared
+
+    def _adapters(self, count: int, inputs: int) -> float:
+        """Adapters that read the same numbers: each keeps a float32 copy where those have 16 bits, else they share them."""
+        exact = max(self.size, _FLOAT32)
+        copies = count if self.size < exact else 1
+        return exact * (copies * inputs + count * self.adapter_rank)
+
+    def _logits(self) -> float:
+        exact = max(self.size, _FLOAT32)
+        each = self.logit_bytes or self.size + 4 * exact
+        values = exact * self.shape.hidden if self.value_head else 0
+        return self.head_tokens * (self.shape.vocabulary * each + values)
+
+    def _backward(self) -> float:
+        """Gradients of activations inside one layer, for a token."""
+        shape = self.shape
+        widest = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate, shape.query)
+        return self.size * (2 * widest + shape.hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes by item on the device of the policy."""
+
+    weights: int
+    reference: int
+    gradients: int
+    masters: int
+    """Float32 copies of 16-bit weights."""
+    moments: int
+    activations: int
+    """Of one pack, everything kept."""
+    activations_checkpointed: int
+    """Of one pack with gradient checkpointing."""
+    head: int
+    """Logits of some rows, and the states of all."""
+    layer: int
+    """What is made inside one layer on the way back. The head's work is over by then: the larger of the two counts."""
+    keys_and_values: int
+    """The engine's store."""
+    slack: int
+    """For the allocator."""
+    host: int
+    """In the memory of the host, beside the total: an optimizer that is offloaded."""
+    checkpointing: bool
+    """Which of the two activations count."""
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self._items())
+
+    def _items(self) -> Iterator[tuple[str, int]]:
+        yield "weights", self.weights
+        yield "reference", self.reference
+        yield "gradients", self.gradients
+        yield "float32 masters", self.masters
+        yield "moments", self.moments
+        if self.checkpointing:
+            yield "activations, checkpointed", self.activations_checkpointed
+        else:
+            yield "activations", self.activations
+        yield ("head", self.head) if self.head >= self.layer else ("one layer on the way back", self.layer)
+        yield "keys and values", self.keys_and_values
+        yield "slack", self.slack
+
+    def lines(self) -> list[str]:
+        """For people: an item a line, the largest first, then the total."""
+        items = sorted(self._items(), key=lambda item: -item[1])
+        listed = [f"{name:<28}{gigabytes(size):>10}" for name, size in items if size]
+        if self.host:
+            listed.append(f"{'beside it, on the host':<28}{gigabytes(self.host):>10}")
+        return [*listed, f"{'total':<28}{gigabytes(self.total):>10}"]
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for people, in units of 10^9; small amounts with as many places as it takes to see them."""
+    amount = size / 1e9
+    return f"{amount:.1f} GB" if amount >= 0.95 else f"{amount:.2g} GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a demand can be met."""
+
+    fits: bool
+    """Whether anything does; if not, `memory` is of the smallest pack, with checkpointing."""
+    checkpointing: bool
+    tokens_per_pack: int
+    """As asked for, or fewer."""
+    memory: Memory
+
+
+def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
+    """Whether a pack fits in so many bytes as it is, else with gradient checkpointing, else how small it must be.
+
+    `smallest` is the longest text: a pack holds at least one.
+    """
+    for checkpointing in (False, True):
+        memory = demand.memory(checkpointing=checkpointing)
+        if memory.total <= available:
+            return Fit(fits=True, checkpointing=checkpointing, tokens_per_pack=demand.tokens_per_pack, memory=memory)
+
+    def of(tokens: int) -> Memory:
+        return replace(demand, tokens_per_pack=tokens, head_tokens=min(demand.head_tokens, tokens)).memory(
+            checkpointing=True
+        )
+
+    low, high = min(smallest, demand.tokens_per_pack), demand.tokens_per_pack
+    if of(low).total > available:
+        return Fit(fits=False, checkpointing=True, tokens_per_pack=low, memory=of(low))
+    # of(low) fits and of(high) does not.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if of(middle).total <= available else (low, middle)
+    return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=of(low))
