@@ -78,7 +78,7 @@ class OurHead:
         return torch.cat(gradients)
 
     def _scored(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head.scored(hidden, part.targets, part.temperatures, self.policy._tokens_at_once)
+        return self.head.scored(hidden, part.targets, part.temperatures, self.policy.tokens_at_once)
 
 
 def _as_pack(counts: tuple[int, ...]) -> Any:

@@ -238,7 +238,7 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
 
     monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
-    monkeypatch.setattr(Spans, "serves", lambda self, like, width: True)
+    monkeypatch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
     asked = []
     monkeypatch.setattr(
         Spans, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)

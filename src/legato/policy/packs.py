@@ -97,7 +97,7 @@ class Pack:
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
         plain = heads.softcap is None and heads.sinks is None
-        if plain and self.spans is not None and self.spans.serves(query, query.shape[-1]):
+        if plain and self.spans is not None and Spans.serve(query, query.shape[-1]):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             return self.spans.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)
         prefix_bias, suffix_bias = self._bias(heads.window, heads.query)

@@ -14,6 +14,7 @@ from legato.policy import attention
 from legato.policy.fused import Parts, Projected, through, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, Texts, pack
+from legato.policy.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,20 +165,20 @@ class Policy:
         if not self.packing:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
-        elif self._trains_fused(packed):
-            assert packed.reads is not None
+        elif packed.reads is not None and self.trains_fused:
             yield packed.reads.take(_through_pack(self.body.get_decoder(), packed))
         else:
             with self.attending(packed):
                 hidden = self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
                 yield hidden[packed.read] if packed.reads is None else packed.reads.take(hidden)
 
-    def _trains_fused(self, packed: Pack) -> bool:
+    @property
+    def trains_fused(self) -> bool:
         """Whether the layers of a pack go through fused parts: on a GPU in 16 bits, in a family whose parts are known."""
         decoder = self.body.get_decoder()
-        if not self.fused or packed.spans is None or why_not(decoder) is not None:
+        if not self.fused or not self.packing or why_not(decoder) is not None:
             return False
-        return packed.spans.serves(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
+        return Spans.serve(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
 
     def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
@@ -185,7 +186,7 @@ class Policy:
             return [range(len(packed.counts))]
         runs, start, held = [], 0, 0
         for row, count in enumerate(packed.counts):
-            if row > start and held + count > self._tokens_at_once:
+            if row > start and held + count > self.tokens_at_once:
                 runs.append(range(start, row))
                 start, held = row, 0
             held += count
@@ -193,7 +194,8 @@ class Policy:
         return runs
 
     @property
-    def _tokens_at_once(self) -> int:
+    def tokens_at_once(self) -> int:
+        """For how many tokens logits are held at once; a longer row is a case of its own."""
         held_at_once = self.logits_at_once or (5 * 2**27 if self.device.type == "cuda" else 2**23)
         return max(1, held_at_once // self.vocabulary)
 
@@ -204,7 +206,7 @@ class Policy:
         place = packed.place[here] - rows.start * packed.width
         shape = (len(rows), packed.width)
         head = Head.of(self.body)
-        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here], self._tokens_at_once)
+        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here], self.tokens_at_once)
         values = None if self.value_head is None else self.value_head(state)
         return Channels(
             logprobs=_spread(logprobs, place, shape),

@@ -100,7 +100,8 @@ class Spans:
             keys=Uses.of(index, tokens),
         )
 
-    def serves(self, like: Tensor, width: int) -> bool:
+    @staticmethod
+    def serve(like: Tensor, width: int) -> bool:
         """Whether the kernel behind takes heads so wide, of this dtype and device; others go through padded tables."""
         return like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 

@@ -7,9 +7,6 @@ from legato.run.resolved import Resolved
 from legato.training.available import available
 from legato.training.memory import Demand, Fit, Shape, fit, gigabytes
 
-_HELD_LOGITS = {"cuda": 2**29, "cpu": 2**23}
-"""As `Policy` has them where nothing else is said."""
-
 
 def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     """What a loaded policy and its updates will hold at once, at the largest the configuration allows."""
@@ -19,9 +16,8 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     group = prompt + each * response
     of_update = -(-training.prompts_per_step // training.updates_per_step) * group
     tokens = min(max(training.tokens_per_pack, prompt + response), of_update)
-    held = policy.logits_at_once or _HELD_LOGITS["cuda" if device == "cuda" else "cpu"]
     size = policy.model.get_input_embeddings().weight.element_size()
-    lora = config.policy.lora
+    half, lora = device == "cuda" and size == 2, config.policy.lora
     trained = sum(weight.numel() for weight in policy.parameters().values())
     every = sum(weight.numel() for weight in policy.model.parameters())
     rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
@@ -37,12 +33,13 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         offload=training.offload_optimizer and device == "cuda",
         reference=wire.wants_reference(resolved),
         value_head=policy.value_head is not None,
-        head_tokens=min(tokens, max(held // policy.vocabulary, response)),
-        # The head of a GPU holds float32 logits and their 16-bit slopes.
-        logit_bytes=4 + size if device == "cuda" and size == 2 else 0,
+        # The head of a GPU keeps logits in 16 bits, for so many tokens at most; elsewhere a row is whole.
+        head_tokens=min(tokens, policy.tokens_at_once if half else max(policy.tokens_at_once, response)),
+        logit_bytes=size if half else 0,
         # The plain engine gives its keys and values back before an update.
         stored_keys=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
-        tables=policy.packing and device != "cuda",
+        tables=policy.packing and not half,
+        fused=policy.trains_fused,
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
     )
