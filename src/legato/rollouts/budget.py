@@ -1,0 +1,56 @@
+"""How much memory keys and values may take, and what is done when there is less."""
+
+from typing import Any
+
+import torch
+
+from legato.policy.policy import Policy
+from legato.rollouts.slots import Room
+
+
+def allowed(policy: Policy, share: float) -> int | None:
+    """Bytes for keys and values: a share of what is free now and will not be asked for by training. None: not counted."""
+    device = policy.device
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # What training will still ask for: gradients, float32 masters and two moments of every trained weight.
+    later = 14 * sum(weight.numel() for weight in policy.parameters().values())
+    return max(0, int((torch.cuda.mem_get_info(device)[0] + cached - later) * share))
+
+
+def bytes_per_token(policy: Policy) -> int:
+    """Keys and values of one token in all layers, as the configuration has it; a store that is filled knows better."""
+    config: Any = policy.body.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = policy.model.get_input_embeddings().weight.element_size()
+    return int(2 * config.num_hidden_layers * key_heads * width * size)
+
+
+def fitting(room: Room, per_token: int, most: int | None) -> Room:
+    """The room with as many slots as fit in so many bytes, one at least."""
+    if most is None:
+        return room
+    fits = next((slots for slots in range(room.slots, 1, -1) if room.within(slots).tokens * per_token <= most), 1)
+    return room.within(fits)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out. An error inside a capture ends it with another error, which hides the first."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def nothing_fits(room: Room, per_token: int, device: torch.device) -> str:
+    """What to tell where not even one sequence can be decoded."""
+    needed = room.within(1).tokens * per_token
+    free = f", {torch.cuda.mem_get_info(device)[0] / 2**20:.0f} MiB are free" if device.type == "cuda" else ""
+    return (
+        f"out of memory with one sequence at a time: keys and values of {room.prompt_tokens} prompt and"
+        f" {room.response_tokens} response tokens need {needed / 2**20:.1f} MiB beside what a pass needs{free};"
+        " lower policy.max_prompt_tokens or rollouts.max_response_tokens, or take a smaller model"
+    )
