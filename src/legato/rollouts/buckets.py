@@ -101,8 +101,8 @@ class Bucket:
         block_prompt, block_rows = self._blocks(rows_per_block(count, key_heads))
         shape = (count, width)
         if shape not in self.workspaces:
-            # Programs enough for every multiprocessor, few enough that merging them costs nothing.
-            splits = max(1, min(8, 512 // max(1, rows * key_heads)))
+            # Programs enough for every multiprocessor, few enough that merging them costs nothing; an interpreter runs one.
+            splits = max(1, min(8, 512 // max(1, rows * key_heads))) if query.is_cuda else 1
             self.workspaces[shape] = Workspace(rows, count, width, splits, splits, query.device)
         return attend_slots(
             query,
