@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from legato.diagnostics.format import RunDirectory
+from legato.rollouts import budget
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
+from legato.run import wire
 from proof import verdicts
 from proof.effects import Bench, effect
 
@@ -75,6 +77,26 @@ def how_many_are_decoded_together(bench: Bench) -> None:
         bench.patch.setattr(engine, "_run", counted)
         engine.generate(requests, Sampling(), Limits(max_response_tokens=2, end_tokens=(1,)))
         assert len(ran) == waves and max(ran) <= rows
+
+
+@effect("rollouts.kv_memory_share")
+def the_memory_of_keys_and_values(bench: Bench) -> None:
+    pytest.importorskip("triton")
+    from legato.rollouts.graphed import GraphedEngine
+    from rollouts import in_torch
+
+    # The engine of a GPU, on a machine that is said to have 3 MiB free beside what training will ask for.
+    in_torch.install(bench.patch)
+    bench.patch.setattr(wire, "local_engine", lambda policy, rows, **rest: GraphedEngine(policy, rows, graphs=False, **rest))
+    slots = []
+    for share in (0.9, 0.3, 1e-6):
+        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.engine
+        later = 14 * sum(weight.numel() for weight in engine.policy.parameters().values())
+        bench.patch.setattr(budget, "free_bytes", lambda device, later=later: later + 3 * 2**20)
+        request = Request(prompt=torch.tensor([5, 6]), seeds=tuple(range(64)))
+        engine.generate([request], Sampling(), Limits(max_response_tokens=64, end_tokens=(1,)))
+        slots.append(engine.store.room.slots)
+    assert slots[0] > 2 * slots[1] > 2 * slots[2] == 2
 
 
 # Training

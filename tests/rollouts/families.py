@@ -1,6 +1,7 @@
-"""Small random models of the families the GPU engine is held to, and the plainest account of what a response's log-probs are."""
+"""Small random models of the families the GPU engine is held to, and the plainest account of a response's log-probs."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def plainly(of: Policy, prompt: Tensor, response: Response, temperature: float =
 def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]], within: float = 1e-5) -> None:
     """The same tokens, ends and texts; log-probs within so much."""
     assert [len(row) for row in left] == [len(row) for row in right]
-    for one, other in zip(sum(map(list, left), []), sum(map(list, right), []), strict=True):
+    for one, other in zip(chain(*left), chain(*right), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert (one.text, one.stop) == (other.text, other.stop)
         assert torch.allclose(one.logprobs, other.logprobs, atol=within)

@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from legato.rollouts import calls  # noqa: E402
-from legato.rollouts.engine import Limits, Request  # noqa: E402
-from legato.rollouts.graphed import GraphedEngine  # noqa: E402
-from legato.rollouts.local import LocalEngine  # noqa: E402
-from legato.rollouts.sampling import Sampling  # noqa: E402
-from rollouts import in_torch  # noqa: E402
-from rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same  # noqa: E402
+from legato.rollouts import calls
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.graphed import GraphedEngine
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.sampling import Sampling
+from rollouts import in_torch
+from rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(END, *range(5, 12)))
 MIXED = [(3, 9, 1, 17, 9), (2,), (30, 1, 1, 30, 2, 4, 5)]

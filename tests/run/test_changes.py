@@ -16,7 +16,7 @@ from proof.runs import SMALL, Listener, cut, differences, light, outcome, small
 
 PATHS = [option.path for option in options()]
 
-FREELY = {"training.steps", "training.probe_every_steps", "rollouts.rows_at_once"}
+FREELY = {"training.steps", "training.probe_every_steps", "rollouts.rows_at_once", "rollouts.kv_memory_share"}
 NEVER = {
     "policy.model",
     "policy.dtype",

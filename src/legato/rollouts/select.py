@@ -42,5 +42,7 @@ def first_that_serves(
             return engine
         reasons.append(wrong)
     family = type(policy.body).__name__
-    policy.notes.append(f"the engine is the plain one, slower: keys and values in slots do not serve {family} ({reasons[-1]})")
+    policy.notes.append(
+        f"the engine is the plain one, slower: keys and values in slots do not serve {family} ({reasons[-1]})"
+    )
     return LocalEngine(policy, rows_at_once)

@@ -10,6 +10,7 @@ FREE = (
     "evaluation.*",
     "output.*",
     "rollouts.rows_at_once",
+    "rollouts.kv_memory_share",
 )
 """Change how long a run goes on, what is written and how often; the updates stay what they were."""
 
