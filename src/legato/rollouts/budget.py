@@ -36,7 +36,7 @@ def bytes_per_token(policy: Policy) -> int:
         * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
         for one in layers
     ]
-    return 2 * sum(widths) * int(policy.model.get_input_embeddings().weight.element_size())
+    return int(2 * sum(widths) * policy.model.get_input_embeddings().weight.element_size())
 
 
 def fitting(room: Room, per_token: int, most: int | None) -> Room:
