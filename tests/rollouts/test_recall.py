@@ -166,3 +166,30 @@ def test_the_longest_known_beginning_is_found_among_many() -> None:
             assert found.response_tokens == max(0, found.tokens - 25)
     recall.drop([0], [2])
     assert 0 not in recall.prompts and 0 not in recall.responses and 2 not in recall.responses and 2 in recall.prompts
+
+
+def test_a_response_is_remembered_with_its_own_prompt_or_not_at_all() -> None:
+    engine = GraphedEngine(policy("qwen3"), 4, graphs=False)
+    first, second, third = asked(20, 20, 20, each=2)
+    # All four end at once; the third takes the second's entry and one of its two slots.
+    requests = [first, second, Request(prompt=third.prompt, seeds=(1,))]
+    found = engine.generate(requests, Sampling(), Limits(max_response_tokens=5, end_tokens=()))
+    assert len(engine.recall.responses) == 3
+    for entry, text in engine.recall.responses.values():
+        (row,) = [
+            row for request, row in zip(requests, found, strict=True) if request.prompt is engine.recall.prompts[entry]
+        ]
+        assert text.tolist() in [response.tokens[:-1].tolist() for response in row]
+
+
+def test_a_store_that_grows_keeps_what_it_knows() -> None:
+    engine = GraphedEngine(policy("gemma2"), 8, graphs=False)
+    later = turn(engine, asked(60, 31, each=2), LIMITS, more=5)
+    assert engine.store is not None
+    before = engine.store.room
+    longer = Limits(max_response_tokens=14, end_tokens=LIMITS.end_tokens)
+    found = engine.generate(later, Sampling(), longer)
+    after = engine.store.room
+    assert after.prompt_tokens > before.prompt_tokens and after.response_tokens > before.response_tokens
+    assert engine.reused_tokens == sum(len(request.prompt) - 6 for request in later)
+    same(found, fresh(engine, later, longer))
