@@ -83,20 +83,23 @@ def how_many_are_decoded_together(bench: Bench) -> None:
 def the_memory_of_keys_and_values(bench: Bench) -> None:
     pytest.importorskip("triton")
     from legato.rollouts.graphed import GraphedEngine
-    from rollouts import in_torch
+    from legato.rollouts.slots import Room
 
-    # The engine of a GPU, on a machine that is said to have 3 MiB free beside what training will ask for.
-    in_torch.install(bench.patch)
+    # The engine of a GPU, on a machine that is said to have room for 64 rows beside what training will ask for.
     bench.patch.setattr(wire, "local_engine", lambda policy, rows, **rest: GraphedEngine(policy, rows, graphs=False, **rest))
+    request, limits = (
+        Request(prompt=torch.tensor([5, 6]), seeds=tuple(range(64))),
+        Limits(max_response_tokens=64, end_tokens=()),
+    )
+    room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
     slots = []
-    for share in (0.9, 0.3, 1e-6):
+    for share in (1.0, 0.4, 1e-6):
         engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.engine
         later = 14 * sum(weight.numel() for weight in engine.policy.parameters().values())
-        bench.patch.setattr(budget, "free_bytes", lambda device, later=later: later + 3 * 2**20)
-        request = Request(prompt=torch.tensor([5, 6]), seeds=tuple(range(64)))
-        engine.generate([request], Sampling(), Limits(max_response_tokens=64, end_tokens=(1,)))
-        slots.append(engine.store.room.slots)
-    assert slots[0] > 2 * slots[1] > 2 * slots[2] == 2
+        free = later + room.tokens * budget.bytes_per_token(engine.policy)
+        bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
+        slots.append(engine._prepare([request], limits).room.slots)
+    assert slots == [64, 24, 1]
 
 
 # Training
