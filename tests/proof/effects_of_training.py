@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from legato.diagnostics.format import RunDirectory
+from legato.rollouts import budget
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.sampling import Sampling
+from legato.run import wire
 from proof import verdicts
 from proof.effects import Bench, effect
 
@@ -75,6 +77,29 @@ def how_many_are_decoded_together(bench: Bench) -> None:
         bench.patch.setattr(engine, "_run", counted)
         engine.generate(requests, Sampling(), Limits(max_response_tokens=2, end_tokens=(1,)))
         assert len(ran) == waves and max(ran) <= rows
+
+
+@effect("rollouts.kv_memory_share")
+def the_memory_of_keys_and_values(bench: Bench) -> None:
+    pytest.importorskip("triton")
+    from legato.rollouts.graphed import GraphedEngine
+    from legato.rollouts.slots import Room
+
+    # The engine of a GPU, on a machine that is said to have room for 64 rows beside what training will ask for.
+    bench.patch.setattr(wire, "local_engine", lambda policy, rows, **rest: GraphedEngine(policy, rows, graphs=False, **rest))
+    request, limits = (
+        Request(prompt=torch.tensor([5, 6]), seeds=tuple(range(64))),
+        Limits(max_response_tokens=64, end_tokens=()),
+    )
+    room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
+    slots = []
+    for share in (1.0, 0.4, 1e-6):
+        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.engine
+        later = 14 * sum(weight.numel() for weight in engine.policy.parameters().values())
+        free = later + room.tokens * budget.bytes_per_token(engine.policy)
+        bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
+        slots.append(engine._prepare([request], limits).room.slots)
+    assert slots == [64, 24, 1]
 
 
 # Training

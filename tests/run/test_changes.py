@@ -20,6 +20,7 @@ FREELY = {
     "training.steps",
     "training.probe_every_steps",
     "rollouts.rows_at_once",
+    "rollouts.kv_memory_share",
     "policy.gradient_checkpointing",
 }
 NEVER = {

@@ -53,7 +53,8 @@ def why_not(body: Any) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
-        if getattr(layer.self_attn, "sliding_window", None):
+        # Mistral's layers take it from the configuration; no look at a few tokens would notice a longer window.
+        if getattr(layer.self_attn, "sliding_window", getattr(body.config, "sliding_window", None)):
             return "it has a sliding window"
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):

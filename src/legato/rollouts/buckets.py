@@ -9,7 +9,7 @@ from legato.policy.attention import Heads
 from legato.policy.fused import Projected
 from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store
 from legato.policy.triton.layers import heads as heads_ready
-from legato.rollouts.slots import Store, blocks
+from legato.rollouts.slots import Store, blocks, sent
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes that are captured; rows left over go to the dump."""
@@ -21,8 +21,8 @@ class Bucket:
     def __init__(self, rows: int, store_: Store, device: torch.device) -> None:
         self.rows, self.store = rows, store_
         self.slots = torch.full((rows,), store_.dump, dtype=torch.int64, device=device)
-        self.block_prompt: Tensor | None = None
-        self.block_rows: Tensor | None = None
+        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
+        """rows of a block -> (prompt of each block, its rows); layers may differ in their heads, and so in their blocks"""
         self.workspaces: dict[tuple[int, int], Workspace] = {}
         self.graphs: dict[Any, Any] = {}
         self.prompts = [-1] * rows
@@ -31,20 +31,19 @@ class Bucket:
     def place(self, slots: list[int], prompts: list[int]) -> None:
         """Put slots into the rows; rows left over go to the dump."""
         filler = self.rows - len(slots)
-        self.slots.copy_(torch.tensor([*slots, *[self.store.dump] * filler]))
+        self.slots.copy_(sent([*slots, *[self.store.dump] * filler], self.slots.device))
         self.prompts = [*prompts, *[-1] * filler]
-        if self.block_rows is not None:
-            self._blocks(self.block_rows.shape[1])
+        for per_block, (held_prompts, held_rows) in self.blocks.items():
+            owners, rows = blocks(self.prompts, per_block, self.rows)
+            held_prompts.copy_(sent(owners, self.slots.device))
+            held_rows.copy_(sent(rows, self.slots.device))
 
-    def _blocks(self, per_block: int) -> None:
-        owners, rows = blocks(self.prompts, per_block, self.rows)
-        device = self.slots.device
-        if self.block_rows is None or self.block_prompt is None:
-            self.block_prompt = torch.tensor(owners, device=device)
-            self.block_rows = torch.tensor(rows, device=device)
-        else:
-            self.block_prompt.copy_(torch.tensor(owners))
-            self.block_rows.copy_(torch.tensor(rows))
+    def _blocks(self, per_block: int) -> tuple[Tensor, Tensor]:
+        """Made once per kind of layer: a graph finds them where they were."""
+        if per_block not in self.blocks:
+            owners, rows = blocks(self.prompts, per_block, self.rows)
+            self.blocks[per_block] = sent(owners, self.slots.device), sent(rows, self.slots.device)
+        return self.blocks[per_block]
 
     def attend(self, heads: Heads) -> Tensor:
         """The view of a decode step: store the new key and value, attend over prompt and response."""
@@ -99,13 +98,11 @@ class Bucket:
         rows, count, width = query.shape
         memory = self.store
         key_heads = memory.keys[layer].shape[1]
-        if self.block_rows is None:
-            self._blocks(rows_per_block(count, key_heads))
-        assert self.block_prompt is not None and self.block_rows is not None
+        block_prompt, block_rows = self._blocks(rows_per_block(count, key_heads))
         shape = (count, width)
         if shape not in self.workspaces:
-            # Programs enough for every multiprocessor, few enough that merging them costs nothing.
-            splits = max(1, min(8, 512 // max(1, rows * key_heads)))
+            # Programs enough for every multiprocessor, few enough that merging them costs nothing; an interpreter runs one.
+            splits = max(1, min(8, 512 // max(1, rows * key_heads))) if query.is_cuda else 1
             self.workspaces[shape] = Workspace(rows, count, width, splits, splits, query.device)
         return attend_slots(
             query,
@@ -116,8 +113,8 @@ class Bucket:
             slots=self.slots,
             slot_length=memory.length,
             prompt_length=memory.prompt_length,
-            block_prompt=self.block_prompt,
-            block_rows=self.block_rows,
+            block_prompt=block_prompt,
+            block_rows=block_rows,
             workspace=self.workspaces[shape],
             scale=scaling,
             window=window,

@@ -1,4 +1,8 @@
-"""One call of the GPU engine: a queue of responses, the slots they have, and their results."""
+"""One call of the GPU engine: a queue of responses, the slots they have, and their results.
+
+The host is a look behind: it enqueues the next steps before it reads which rows had finished by the last ones. A finished
+row writes nothing more, whatever is still enqueued for it.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,16 +13,17 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import StopReason
-from legato.policy.packs import pack
 from legato.policy.policy import Policy
 from legato.rollouts.buckets import Bucket
 from legato.rollouts.engine import Limits, Request, Response, written
-from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.looks import Look
+from legato.rollouts.prefill import Opening, read
+from legato.rollouts.recall import Recall, copy
 from legato.rollouts.sampling import Choice, Sampling
-from legato.rollouts.slots import Prefill, Store
+from legato.rollouts.slots import Store, sent
 
 _LOOK_EVERY = 8
-"""Steps between two looks at the finished flags; a finished row costs at most so many."""
+"""Steps between two looks at the finished flags; a finished row costs at most twice as many."""
 
 
 @runtime_checkable
@@ -26,6 +31,8 @@ class Decoder(Protocol):
     """What a call asks of the engine."""
 
     policy: Policy
+    recall: Recall
+    reused_tokens: int
 
     def bucket(self, rows: int) -> Bucket: ...
 
@@ -43,13 +50,22 @@ class Call:
         self, engine: Decoder, memory: Store, requests: Sequence[Request], sampling: Sampling, limits: Limits
     ) -> None:
         self.engine, self.memory, self.requests, self.sampling, self.limits = engine, memory, requests, sampling, limits
-        self.queue = deque((number, seeds) for number, request in enumerate(requests) for seeds in [list(request.seeds)])
+        waiting = [number for number, request in enumerate(requests) if request.seeds]
+        # What the store holds a beginning of comes first: the others will overwrite it.
+        waiting.sort(key=lambda number: engine.recall.longest(requests[number].prompt) is None)
+        self.queue = deque((number, list(requests[number].seeds)) for number in waiting)
         self.free_slots = list(range(memory.room.slots))[::-1]
         self.free_prompts = list(range(memory.room.prompts))[::-1]
         self.active: dict[int, tuple[int, int]] = {}
         """slot -> (row of the results, prompt entry)"""
         self.users: dict[int, int] = {}
         """prompt entry -> responses that still read it"""
+        self.entries: dict[int, int] = {}
+        """request -> its entry, while responses read it"""
+        self.held: dict[int, int] = {}
+        """prompt entry -> the request it was last filled for"""
+        self.last: dict[int, tuple[int, int, int]] = {}
+        """slot -> (row, request, prompt entry) it was last given to"""
         device = memory.device
         self.first = [0]
         for request in requests:
@@ -63,73 +79,97 @@ class Call:
         self.cut: dict[int, tuple[int, str]] = {}
         """row -> (tokens, text) where a stop string ended it"""
         self.ends = engine.end_tokens(limits.end_tokens)
-        self.flags = torch.zeros(memory.room.slots + 1, dtype=torch.bool).pin_memory()
+        self.steps = 0
+        self.youngest = 0
+        """The step at which the last responses began."""
+        self.placed: tuple[Bucket, list[tuple[int, int]]] | None = None
 
     def run(self) -> list[list[Response]]:
+        free = [Look(self.memory, texts=bool(self.limits.stop_strings)) for _ in range(2)]
+        asked: deque[Look] = deque()
         self._admit()
-        looked: list[tuple[int, int]] = []
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         while self.active:
-            listed = sorted(self.active)
-            bucket = self.engine.bucket(len(listed))
-            # A slot may have gone to a response of another prompt since the last look.
-            now = [(slot, self.active[slot][1]) for slot in listed]
-            if looked != now or bucket is not self._last:
-                bucket.place(listed, [prompt for _, prompt in now])
-                looked, self._last = now, bucket
-            for _ in range(_LOOK_EVERY):
-                self.engine.advance(bucket, self.sampling, self.ends)
-            self.flags.copy_(self.memory.done, non_blocking=True)
-            event.record()
-            event.synchronize()
-            self._collect([slot for slot in listed if bool(self.flags[slot])])
+            # Steps beyond the longest response would move nobody.
+            steps = min(_LOOK_EVERY, self.limits.max_response_tokens - 1 - (self.steps - self.youngest))
+            if steps > 0:
+                self._advance(steps)
+            if steps > 0 or not asked:
+                asked.append(free.pop().ask({slot: row for slot, (row, _) in self.active.items()}))
+            if len(asked) == 2 or steps <= 0:
+                look = asked.popleft().taken()
+                free.append(look)
+                self._collect(look)
         return self._responses()
 
-    _last: Bucket | None = None
+    def _advance(self, steps: int) -> None:
+        """Enqueue some steps of all active rows."""
+        listed = sorted(self.active)
+        bucket = self.engine.bucket(len(listed))
+        # A slot may have gone to a response of another prompt since the last look.
+        now = (bucket, [(slot, self.active[slot][1]) for slot in listed])
+        if self.placed != now:
+            bucket.place(listed, [entry for _, entry in now[1]])
+            self.placed = now
+        for _ in range(steps):
+            self.engine.advance(bucket, self.sampling, self.ends)
+        self.steps += steps
 
     def _admit(self) -> None:
-        """Prefill prompts for as many waiting responses as there are free slots."""
+        """Give free slots to waiting responses; prompts that no entry holds are read."""
         parts: list[tuple[int, list[int], list[int]]] = []
-        while self.queue and len(self.free_slots) > 0:
-            number, seeds = self.queue[0]
+        while self.queue and self.free_slots:
+            number, seeds = self.queue.popleft()
             taken = seeds[: len(self.free_slots)]
             parts.append((number, taken, [self.free_slots.pop() for _ in taken]))
             if len(taken) < len(seeds):
-                self.queue[0] = (number, seeds[len(taken) :])
-            else:
-                self.queue.popleft()
-        if parts:
-            self._prefill(parts)
-
-    def _prefill(self, parts: list[tuple[int, list[int], list[int]]]) -> None:
-        engine, memory, device = self.engine, self.memory, self.memory.device
-        entries = [self.free_prompts.pop() for _ in parts]
-        texts = prompt_texts([self.requests[number].prompt for number, _, _ in parts])
-        packed = pack(texts, torch.arange(len(parts))).to(device)
-        placed = torch.tensor(entries, device=device)
-        memory.prompt_length[placed] = packed.prefix_lengths
-        with engine.policy.attending(Prefill(memory, packed, placed)):
-            hidden = engine.policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
-        owner = torch.tensor([i for i, (_, seeds, _) in enumerate(parts) for _ in seeds], device=device)
-        slots = torch.tensor([slot for _, _, listed in parts for slot in listed], device=device)
-        seeds = torch.tensor([seed for _, listed, _ in parts for seed in listed], device=device)
-        memory.admit(slots, placed[owner], packed.prefix_lengths[owner], seeds, self.limits.max_response_tokens)
-        choice = engine.choose(hidden[packed.prompt_ends][owner], slots, self.sampling, 0)
-        memory.write(slots, torch.zeros_like(slots), torch.ones_like(slots, dtype=torch.bool), choice, self.ends)
-        for entry, (number, seeds_, listed) in zip(entries, parts, strict=True):
-            self.users[entry] = len(seeds_)
+                self.queue.appendleft((number, seeds[len(taken) :]))
+        if not parts:
+            return
+        slots = [slot for _, _, listed in parts for slot in listed]
+        self._read([number for number, _, _ in parts if number not in self.entries], slots)
+        memory, device = self.memory, self.memory.device
+        entries = sent([self.entries[number] for number, seeds, _ in parts for _ in seeds], device)
+        placed = sent(slots, device)
+        drawn = sent([seed for _, seeds, _ in parts for seed in seeds], device)
+        memory.admit(placed, memory.prompt_length[entries], drawn, self.limits.max_response_tokens)
+        assert memory.ending is not None
+        choice = self.engine.choose(memory.ending[entries], placed, self.sampling, 0)
+        memory.write(placed, torch.zeros_like(placed), torch.ones_like(placed, dtype=torch.bool), choice, self.ends)
+        self.youngest = self.steps
+        for number, _, listed in parts:
+            entry = self.entries[number]
+            self.users[entry] = self.users.get(entry, 0) + len(listed)
             for slot in listed:
-                self.active[slot] = (self.first[number] + self.given[number], entry)
+                row = self.first[number] + self.given[number]
+                self.active[slot], self.last[slot] = (row, entry), (row, number, entry)
                 self.given[number] += 1
 
-    def _collect(self, finished: list[int]) -> None:
+    def _read(self, numbers: list[int], slots: list[int]) -> None:
+        """Prefill the prompts of some requests; what the store holds of them already is copied, before slots go away."""
+        recall, openings, sources = self.engine.recall, [], []
+        for number in numbers:
+            prompt = self.requests[number].prompt
+            entry = self.free_prompts.pop()
+            source = recall.longest(prompt)
+            if source is not None:
+                sources.append((source, entry))
+            openings.append(Opening(entry=entry, prompt=prompt, known=0 if source is None else source.tokens))
+            self.entries[number], self.held[entry] = entry, number
+        recall.drop([one.entry for one in openings], slots)
+        copy(self.memory, sources)
+        read(self.engine.policy, self.memory, openings)
+        self.engine.reused_tokens += sum(one.known for one in openings)
+
+    def _collect(self, look: Look) -> None:
         """Take finished responses out and fill their slots again."""
-        if self.limits.stop_strings:
-            finished = sorted({*finished, *self._stopped()})
+        there = [slot for slot, row in look.rows.items() if slot in self.active and self.active[slot][0] == row]
+        finished = [slot for slot in there if bool(look.done[slot])]
+        if look.texts is not None:
+            finished = sorted({*finished, *self._stopped(there, *look.texts)})
         if not finished:
             return
-        slots = torch.tensor(finished, device=self.memory.device)
-        rows = torch.tensor([self.active[slot][0] for slot in finished], device=self.memory.device)
+        slots = sent(finished, self.memory.device)
+        rows = sent([self.active[slot][0] for slot in finished], self.memory.device)
         width = self.limits.max_response_tokens
         self.tokens[rows] = self.memory.tokens[slots, :width]
         self.logprobs[rows] = self.memory.logprobs[slots, :width]
@@ -142,26 +182,22 @@ class Call:
             self.free_slots.append(slot)
             self.users[entry] -= 1
             if not self.users[entry]:
-                del self.users[entry]
+                del self.users[entry], self.entries[self.held[entry]]
                 self.free_prompts.append(entry)
         # A prefill costs a pass whatever its size: it waits until a fair share of the slots is free.
         if self.queue and (len(self.free_slots) >= self.memory.room.slots // 8 or not self.active):
             self._admit()
 
-    def _stopped(self) -> list[int]:
+    def _stopped(self, slots: list[int], tokens: Tensor, lengths: Tensor) -> list[int]:
         """Slots whose text has reached a stop string."""
-        listed = sorted(self.active)
-        index = torch.tensor(listed, device=self.memory.device)
-        tokens, written = self.memory.tokens[index].cpu(), self.memory.written[index].tolist()
         found = []
         decode = self.engine.policy.tokenizer.decode
-        for slot, row, length in zip(listed, tokens, written, strict=True):
-            if self.active[slot][0] in self.cut:
-                continue
-            if self.limits.before_stop(decode(row[:length].tolist(), skip_special_tokens=True)) is None:
+        for slot in slots:
+            row, length = tokens[slot].tolist(), int(lengths[slot])
+            if self.limits.before_stop(decode(row[:length], skip_special_tokens=True)) is None:
                 continue
             for count in range(1, length + 1):
-                before = self.limits.before_stop(decode(row[:count].tolist(), skip_special_tokens=True))
+                before = self.limits.before_stop(decode(row[:count], skip_special_tokens=True))
                 if before is not None:
                     self.cut[self.active[slot][0]] = (count, before)
                     found.append(slot)
@@ -177,6 +213,18 @@ class Call:
         ]
         for row, (count, _) in self.cut.items():
             lengths[row], stops[row] = count, StopReason.STOP_STRING
+        self._remember(tokens, lengths)
         texts = {row: text for row, (_, text) in self.cut.items()}
         found = written(self.engine.policy.tokenizer, tokens, self.logprobs, self.kept, lengths, stops, texts)
         return [found[start:end] for start, end in pairwise(self.first)]
+
+    def _remember(self, tokens: Tensor, lengths: list[int]) -> None:
+        """Which texts this call leaves in the store. The last token of a response was chosen, but its key not yet stored."""
+        self.engine.recall.note(
+            {entry: self.requests[number].prompt for entry, number in self.held.items()},
+            {
+                slot: (entry, tokens[row, : lengths[row] - 1])
+                for slot, (row, number, entry) in self.last.items()
+                if self.held[entry] == number
+            },
+        )

@@ -2,10 +2,12 @@
 
 What changes from token to token lies in memory (`slots.py`), so a step is a replay. The host looks at the finished flags a
 few steps late, frees slots, refills them from the queue and moves to a smaller bucket when rows run out. Without graphs the
-same step runs eagerly.
+same step runs eagerly, on a CPU too (in Triton's interpreter, for tests).
 """
 
+import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,16 +18,19 @@ from legato.policy.head import Head
 from legato.policy.policy import Policy
 from legato.policy.triton.layers import add_norm, swiglu
 from legato.policy.triton.sample import sample
+from legato.rollouts import budget
 from legato.rollouts.buckets import BUCKETS, Bucket
 from legato.rollouts.calls import Call
+from legato.rollouts.capture import captured, graph_pool
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.randomness import uniform
+from legato.rollouts.recall import Recall, fingerprint
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
-from legato.rollouts.slots import Room, Store
+from legato.rollouts.slots import Room, Store, sent
 
-_KV_SHARE = 0.5
-"""How much of the free memory keys and values may take."""
+_SAMPLINGS = 4
+"""Ways of sampling whose graphs a bucket keeps: training's, evaluation's and a little more."""
 
 
 class GraphedEngine:
@@ -40,71 +45,107 @@ class GraphedEngine:
         *,
         graphs: bool = True,
         fused: bool = True,
+        kv_memory_share: float = 0.5,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.policy, self.rows_at_once, self.graphs, self.say = policy, rows_at_once, graphs, say
+        self.policy, self.graphs, self.kv_memory_share, self.say = policy, graphs, kv_memory_share, say
+        self.rows_at_once = rows_at_once
+        """Lowered where memory runs out."""
         reason = why_not(policy.body.get_decoder()) if fused else "it was switched off"
         self.fused = reason is None
         if fused and reason is not None:
             say(f"the engine decodes through the model's own layers: {reason}")
         self.store: Store | None = None
+        self.recall = Recall()
         self.buckets: dict[int, Bucket] = {}
+        self.captures = 0
+        """Graphs captured so far."""
+        self.reused_tokens = 0
+        """Prompt tokens whose keys and values were copied instead of computed, so far."""
         self._pool: Any = None
-        self._addresses: tuple[int, ...] = ()
-        self._asked = Room(slots=0, prompts=0, prompt_tokens=0, response_tokens=0)
-        self._ends: dict[tuple[int, ...], Tensor] = {}
+        self._weights: tuple[tuple[int, ...], tuple[int, ...], Tensor] | None = None
+        self._asked: Room | None = None
+        self._room: Room | None = None
+        self._budget: int | None = None
+        self._per_token: int | None = None
+        self._ends = sent([-1] * 8, policy.device)
 
     # Memory
 
     def _prepare(self, requests: Sequence[Request], limits: Limits) -> Store:
-        rows = sum(len(request.seeds) for request in requests)
-        slots = min(self.rows_at_once, max(rows, 1))
-        room = Room(
-            slots=slots,
-            prompts=slots,
-            prompt_tokens=-(-max(len(request.prompt) for request in requests) // 64) * 64,
+        wanted = Room(
+            slots=max(1, min(self.rows_at_once, sum(len(request.seeds) for request in requests))),
+            prompts=len(requests),
+            prompt_tokens=max(len(request.prompt) for request in requests),
             response_tokens=limits.max_response_tokens,
         )
-        addresses = tuple(parameter.data_ptr() for parameter in self.policy.model.parameters())
-        if self.store is not None and addresses == self._addresses and self._asked.holds(room):
-            return self.store
-        if self.store is not None:
-            held = self._asked
-            room = Room(
-                slots=max(room.slots, held.slots),
-                prompts=max(room.prompts, held.prompts),
-                prompt_tokens=max(room.prompt_tokens, held.prompt_tokens),
-                response_tokens=max(room.response_tokens, held.response_tokens),
+        wanted = wanted.within(wanted.slots)
+        self._notice_weights()
+        if self.store is not None and self._asked is not None:
+            if self._asked.holds(wanted):
+                return self.store
+            wanted = self._asked.joined(wanted)
+            if wanted.prompt_tokens > self._asked.prompt_tokens:
+                # Prompts that grew once will again: a quarter more, so that graphs are not captured anew each time.
+                wanted = replace(wanted, prompt_tokens=wanted.prompt_tokens * 5 // 4)
+        self._asked = replace(wanted, prompt_tokens=-(-wanted.prompt_tokens // 64) * 64)
+        return self._make_room(self._asked)
+
+    def _make_room(self, wanted: Room) -> Store:
+        if self._budget is None:
+            self._budget = budget.allowed(self.policy, self.kv_memory_share)
+        self._per_token = self._per_token or budget.bytes_per_token(self.policy)
+        self._room = room = budget.fitting(wanted, self._per_token, self._budget)
+        if room.slots < wanted.slots:
+            self.say(
+                f"the engine decodes {room.slots} sequences at a time instead of {wanted.slots}: more do not fit in"
+                f" rollouts.kv_memory_share = {self.kv_memory_share} of the memory"
             )
-        self.forget()
-        self._addresses, self._asked = addresses, room
-        self.store = Store(self._fitting(room), self.policy.device)
+        self._drop_graphs()
+        if self.store is not None and self.recall.prompts:
+            self.store.grow(room)
+            self.recall.keep(room)
+        else:
+            self.store = None  # before the new one is made
+            self.store = Store(room, self.policy.device)
         return self.store
+
+    def _notice_weights(self) -> None:
+        """Graphs are of weights at their addresses; what was read is of the weights as they were."""
+        parameters = list(self.policy.model.parameters())
+        addresses, versions = tuple(one.data_ptr() for one in parameters), tuple(one._version for one in parameters)
+        bits = fingerprint(parameters)
+        if self._weights is None or addresses != self._weights[0]:
+            self.forget()
+        elif self.recall.prompts and (versions != self._weights[1] or not torch.equal(bits, self._weights[2])):
+            self.recall.clear()
+        self._weights = addresses, versions, bits
 
     def forget(self) -> None:
         """Give all memory back: keys, values and graphs."""
-        self.store = None
+        self.store = self._asked = None
+        self.recall.clear()
+        self._drop_graphs()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
         self.buckets.clear()
         self._pool = None
-        torch.cuda.empty_cache()
 
-    def _fitting(self, room: Room) -> Room:
-        """As many slots as the memory allows."""
-        config = self.policy.body.config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = self.policy.model.get_input_embeddings().weight.element_size()
-        per_token = 2 * config.num_hidden_layers * key_heads * width * size
-        per_slot = per_token * (room.response_tokens + room.prompt_tokens)
-        free, _ = torch.cuda.mem_get_info(self.policy.device)
-        cached = torch.cuda.memory_reserved(self.policy.device) - torch.cuda.memory_allocated(self.policy.device)
-        # What training will still ask for: gradients, float32 masters and two moments of every trained weight.
-        later = 14 * sum(weight.numel() for weight in self.policy.parameters().values())
-        fits = max(1, int((free + cached - later) * _KV_SHARE / per_slot))
-        if fits >= room.slots:
-            return room
-        self.say(f"the engine decodes {fits} sequences at a time instead of {room.slots}: more do not fit in memory")
-        return Room(slots=fits, prompts=fits, prompt_tokens=room.prompt_tokens, response_tokens=room.response_tokens)
+    def _shrink(self) -> None:
+        """Half the slots, everything given back first."""
+        assert self._room is not None and self._per_token is not None
+        room = self._room
+        self.forget()
+        gc.collect()
+        if room.slots == 1:
+            raise torch.OutOfMemoryError(budget.nothing_fits(room, self._per_token, self.policy.device))
+        self.rows_at_once = room.slots // 2
+        self.say(
+            f"out of memory with {room.slots} sequences at a time: the engine goes on with {self.rows_at_once}"
+            " (a lower rollouts.rows_at_once or rollouts.kv_memory_share avoids the attempt)"
+        )
 
     # One step
 
@@ -140,26 +181,21 @@ class GraphedEngine:
             with self.policy.attending(bucket):
                 self._step(bucket, sampling, ends)
             return
-        key = (sampling, ends.data_ptr())
-        if key not in bucket.graphs:
-            bucket.graphs[key] = self._capture(bucket, sampling, ends)
-        bucket.graphs[key].replay()
+        if sampling not in bucket.graphs:
+            if len(bucket.graphs) == _SAMPLINGS:
+                del bucket.graphs[next(iter(bucket.graphs))]
+            bucket.graphs[sampling] = self._capture(bucket, sampling, ends)
+        bucket.graphs[sampling].replay()
 
     def _capture(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> Any:
         """Run the step once on the dump, so that kernels are compiled and memory is there, then record it."""
         held = bucket.slots.clone()
         bucket.slots.fill_(bucket.store.dump)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), self.policy.attending(bucket):
-            for _ in range(2):
-                self._step(bucket, sampling, ends)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with self.policy.attending(bucket), torch.cuda.graph(graph, pool=self._pool):
-            self._step(bucket, sampling, ends)
-        self._pool = self._pool or graph.pool()
+        self._pool = self._pool or graph_pool()
+        with self.policy.attending(bucket):
+            graph = captured(lambda: self._step(bucket, sampling, ends), self._pool)
         bucket.slots.copy_(held)
+        self.captures += 1
         return graph
 
     # The run of a call
@@ -167,21 +203,35 @@ class GraphedEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         if not requests:
             return []
+        while True:
+            try:
+                return self._attempt(requests, sampling, limits)
+            except RuntimeError as error:
+                if not budget.is_out_of_memory(error):
+                    raise
+            # Out of the handler: the frames of the error hold on to the call and to the store.
+            self._shrink()
+
+    def _attempt(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         with self.policy.serving():
             memory = self._prepare(requests, limits)
-            return Call(self, memory, requests, sampling, limits).run()
+            found = Call(self, memory, requests, sampling, limits).run()
+        self._per_token = memory.bytes_per_token or self._per_token
+        return found
 
     def end_tokens(self, ends: tuple[int, ...]) -> Tensor:
-        """The end tokens as a tensor that keeps its address, since graphs have read it."""
-        if ends not in self._ends:
-            self._ends[ends] = torch.tensor(ends or (-1,), device=self.policy.device)
-        return self._ends[ends]
+        """The end tokens in a tensor that keeps its address, since graphs read it; -1 is no token."""
+        if len(ends) > len(self._ends):
+            self._drop_graphs()
+            self._ends = sent([-1] * 2 * len(ends), self.policy.device)
+        self._ends.copy_(sent([*ends, *[-1] * (len(self._ends) - len(ends))], self.policy.device))
+        return self._ends
 
     def bucket(self, rows: int) -> Bucket:
         """The smallest bucket that holds so many rows."""
         assert self.store is not None
-        size = next((size for size in BUCKETS if size >= rows), rows)
-        size = min(size, self.store.room.slots) if rows <= self.store.room.slots else size
+        slots = self.store.room.slots
+        size = min(next((size for size in BUCKETS if size >= rows), slots), slots)
         if size not in self.buckets:
             self.buckets[size] = Bucket(size, self.store, self.policy.device)
         return self.buckets[size]

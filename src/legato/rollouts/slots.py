@@ -1,17 +1,17 @@
 """The memory of the GPU engine: keys and values of prompts and of responses, and what each response is at.
 
-A response has a *slot*; responses of one prompt share the prompt's keys and values. One slot more than asked for is a dump:
-rows that only fill up a bucket write there. All tensors keep their address for as long as the store lives, so that captured
-graphs stay right.
+A response has a *slot*; responses of one prompt share the prompt's keys and values (an *entry*). One slot more than asked
+for is a dump: rows that only fill up a bucket write there. All tensors keep their address until the store grows, so that
+captured graphs stay right.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from legato.policy.attention import Heads
-from legato.policy.packs import Pack
 from legato.rollouts.sampling import Choice
 
 
@@ -25,27 +25,52 @@ class Room:
     response_tokens: int
 
     def holds(self, other: "Room") -> bool:
-        names = ("slots", "prompts", "prompt_tokens", "response_tokens")
-        return all(getattr(self, name) >= getattr(other, name) for name in names)
+        return all(getattr(self, field.name) >= getattr(other, field.name) for field in fields(self))
+
+    def joined(self, other: "Room") -> "Room":
+        """What holds both."""
+        return Room(**{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)})
+
+    def within(self, slots: int) -> "Room":
+        """The same with at most so many slots; a prompt without a slot needs no entry."""
+        slots = min(self.slots, slots)
+        return Room(
+            slots=slots,
+            prompts=min(self.prompts, slots),
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values have a place, the dump's included."""
+        return (self.slots + 1) * self.response_tokens + self.prompts * self.prompt_tokens
+
+
+Tables = dict[int, Tensor]
+"""layer -> [entries or slots, key heads, columns, width]"""
 
 
 class Store:
     """Keys and values per layer, made when a layer first shows its shape, and the state of every slot."""
 
     def __init__(self, room: Room, device: torch.device) -> None:
-        self.room, self.device = room, device
-        self.prompt_keys: dict[int, Tensor] = {}
-        self.prompt_values: dict[int, Tensor] = {}
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        count = room.slots + 1
+        self.device = device
+        self.prompt_keys: Tables = {}
+        self.prompt_values: Tables = {}
+        self.keys: Tables = {}
+        self.values: Tables = {}
+        self._begin(room)
+
+    def _begin(self, room: Room) -> None:
+        self.room, count, device = room, room.slots + 1, self.device
 
         def whole(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
+        self.ending: Tensor | None = None
+        """[prompts, N]: the last hidden state of each prompt, for responses that begin later than its first ones."""
         self.prompt_length = whole(room.prompts)
-        self.prompt = whole(count)
-        """[slots]: the prompt of each."""
         self.length = whole(count)
         """Response tokens whose keys and values are stored."""
         self.base = whole(count)
@@ -66,30 +91,51 @@ class Store:
     def dump(self) -> int:
         return self.room.slots
 
-    def _tables(self, heads: Heads) -> None:
-        if heads.layer in self.keys:
-            return
-        _, key_heads, _, width = heads.key.shape
-        room = self.room
-        for store, count, columns in (
+    def _kinds(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+        """The four tables, each with its rows and columns."""
+        return (
             (self.prompt_keys, room.prompts, room.prompt_tokens),
             (self.prompt_values, room.prompts, room.prompt_tokens),
             (self.keys, room.slots + 1, room.response_tokens),
             (self.values, room.slots + 1, room.response_tokens),
-        ):
-            store[heads.layer] = heads.key.new_zeros(count, key_heads, columns, width)
+        )
 
-    def keep_prompts(self, heads: Heads, packed: Pack, entries: Tensor) -> None:
-        """Store a prefilled pack's keys and values as the given prompt entries."""
-        self._tables(heads)
-        columns = packed.prefix.shape[1]
-        for store, source in ((self.prompt_keys, heads.key), (self.prompt_values, heads.value)):
-            found = source[0].transpose(0, 1)[packed.prefix].transpose(1, 2)
-            store[heads.layer][entries, :, :columns] = found
+    def show(self, heads: Heads) -> None:
+        """Make the tables of a layer that is seen for the first time."""
+        _, key_heads, _, width = heads.key.shape
+        for tables, rows, columns in self._kinds(self.room):
+            if heads.layer not in tables:
+                tables[heads.layer] = heads.key.new_zeros(rows, key_heads, columns, width)
 
-    def admit(self, slots: Tensor, prompts: Tensor, lengths: Tensor, seeds: Tensor, limit: int) -> None:
+    def grow(self, room: Room) -> None:
+        """Another room between two calls, keys and values kept. Table by table: old and new never lie in memory whole."""
+        for tables, rows, columns in self._kinds(room):
+            for layer in list(tables):
+                old = tables[layer]
+                new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+                rows_kept, columns_kept = min(rows, len(old)), min(columns, old.shape[2])
+                new[:rows_kept, :, :columns_kept] = old[:rows_kept, :, :columns_kept]
+                tables[layer] = new
+                del old
+        self._begin(room)
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Over all layers, keys and values; None while no layer has been seen."""
+        found = [
+            table[0, :, 0].numel() * table.element_size() for tables in (self.keys, self.values) for table in tables.values()
+        ]
+        return sum(found) or None
+
+    def keep_ending(self, hidden: Tensor, entries: Tensor) -> None:
+        """Note the last hidden state of prompts."""
+        if self.ending is None:
+            self.ending = hidden.new_zeros(self.room.prompts, hidden.shape[1])
+        self.ending[entries] = hidden
+
+    def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limit: int) -> None:
         """Give slots to responses that have not begun."""
-        self.prompt[slots], self.base[slots], self.seed[slots] = prompts, lengths, seeds
+        self.base[slots], self.seed[slots] = lengths, seeds
         self.length[slots], self.written[slots], self.limit[slots] = 0, 0, limit
         self.done[slots] = False
 
@@ -107,15 +153,10 @@ class Store:
         self.done[slots] = ~alive | ended
 
 
-class Prefill:
-    """The view of a pack of prompts that also fills the store."""
-
-    def __init__(self, store: Store, packed: Pack, entries: Tensor) -> None:
-        self.store, self.packed, self.entries = store, packed, entries
-
-    def attend(self, heads: Heads) -> Tensor:
-        self.store.keep_prompts(heads, self.packed, self.entries)
-        return self.packed.attend(heads)
+def sent(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers of the host on the device. From pinned memory, so that the host need not wait for what is under way."""
+    made = torch.tensor(values, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def blocks(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:

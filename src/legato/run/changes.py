@@ -11,6 +11,7 @@ FREE = (
     "output.*",
     "rollouts.rows_at_once",
     "policy.gradient_checkpointing",
+    "rollouts.kv_memory_share",
 )
 """Change how long a run goes on, what is written and how often; the updates stay what they were."""
 

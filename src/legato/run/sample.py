@@ -31,7 +31,7 @@ def sample(
     """Responses as they come, prompt by prompt; the policy is loaded once. Temperature 0 is greedy."""
     config = target.resolved.config
     policy = target.policy()
-    engine = local_engine(policy, config.rollouts.rows_at_once)
+    engine = local_engine(policy, config.rollouts.rows_at_once, kv_memory_share=config.rollouts.kv_memory_share)
     rendering, limits, sampling = wire.rendering_of(config, policy), wire.limits_of(config, policy), wire.sampling_of(config)
     if max_response_tokens is not None:
         limits = replace(limits, max_response_tokens=max_response_tokens)

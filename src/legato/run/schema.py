@@ -243,6 +243,8 @@ class Rollouts:
     """Strings that end a response."""
     rows_at_once: Count = 256
     """Sequences decoded together: more is faster and needs more memory."""
+    kv_memory_share: Portion = 0.5
+    """On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

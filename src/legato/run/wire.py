@@ -164,7 +164,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         )
     return Collector(
         source=source,
-        engine=local_engine(policy, rollouts.rows_at_once),
+        engine=local_engine(policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share),
         rendering=rendering_of(config, policy),
         judge=reward.score_all,
         sampling=sampling_of(config),
