@@ -2,17 +2,15 @@
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
 The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
-runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels on a GPU
-(`triton/layers.py`) and a few torch calls elsewhere.
+runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels (`triton/layers.py`);
+on a CPU the same families go through `unrolled.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
@@ -57,12 +55,13 @@ def why_not(body: Any) -> str | None:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
                 return f"its norm is a {type(norm).__name__}"
-        if _is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
+        if is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
             return f"its activation is {body.config.hidden_act}"
     return None
 
 
-def _is_swiglu(mlp: nn.Module) -> bool:
+def is_swiglu(mlp: nn.Module) -> bool:
+    """Whether an MLP is down(silu(gate) * up) and nothing else."""
     return all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")) and not hasattr(mlp, "experts")
 
 
@@ -101,33 +100,10 @@ def decode(
         second = layer.post_attention_layernorm
         residual, x = add_norm(residual, found, second.weight, second.variance_epsilon)
         mlp = layer.mlp
-        if _is_swiglu(mlp):
+        if is_swiglu(mlp):
             update = mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
         else:
             said = mlp(x.unsqueeze(1))
             update = (said[0] if isinstance(said, tuple) else said)[:, 0]
     _, out = add_norm(residual, update, body.norm.weight, body.norm.variance_epsilon)
     return out
-
-
-def plain_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm and the sum before it, in torch."""
-    total = residual if update is None else residual + update
-    return total, rms_norm(total, (total.shape[1],), weight, epsilon)
-
-
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in torch."""
-    return silu(gate) * up
-
-
-def turned(projected: Projected) -> tuple[Tensor, Tensor]:
-    """Queries [R, H, D] and keys [R, K, D], normed where there are norms, turned by their position."""
-    width, norms = projected.width, projected.norms
-    query, key = (x.reshape(len(x), -1, width) for x in (projected.query, projected.key))
-    if norms is not None:
-        query, key = rms_norm(query, (width,), norms[0], norms[2]), rms_norm(key, (width,), norms[1], norms[2])
-    both = torch.cat([query, key], 1)
-    low, high = both.chunk(2, -1)
-    both = both * projected.cosine.unsqueeze(1) + torch.cat([-high, low], -1) * projected.sine.unsqueeze(1)
-    return both[:, : query.shape[1]], both[:, query.shape[1] :]
