@@ -85,8 +85,11 @@ class Unrolled:
         wide = weight.dtype in (torch.float32, torch.float64)
         return weight.device.type == "cpu" and wide and why_not(model.get_decoder()) is None
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The last hidden state [N, width of the body] of some tokens, [N] each."""
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """The last hidden state [N, width of the body] of some tokens, [N] each; `wanted`: of these of them only.
+
+        Of the others the last layer needs keys and values and no more: in a body of four layers a fifth of the work.
+        """
         residual = self.decoder.embed_tokens(tokens)
         cosine, sine = self.decoder.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
         # Each half of a head is turned by the other half, the first with the sign changed.
@@ -95,6 +98,8 @@ class Unrolled:
         for number, layer in enumerate(self.layers):
             query, key, value = _projected(layer, _normed(residual, layer.first), *turn)
             found = attend(number, query, key, value, layer.scaling)
+            if wanted is not None and number == len(self.layers) - 1:
+                found, residual = found[wanted], residual[wanted]
             residual = layer.out.plus(found, residual)
             x = _normed(residual, layer.second)
             if isinstance(layer.mlp, tuple):

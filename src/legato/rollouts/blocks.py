@@ -72,8 +72,8 @@ class Blocks:
     def first(self) -> Tensor:
         """[n, V]"""
         packed = self.packed
-        hidden = self.body.hidden(packed.tokens, packed.positions, self._start)
-        return self.body.head.exact(hidden[packed.prompt_ends])[self.owner]
+        hidden = self.body.hidden(packed.tokens, packed.positions, self._start, wanted=packed.prompt_ends)
+        return self.body.head.exact(hidden)[self.owner]
 
     def _start(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attention among the tokens of the prompts, whose keys and values are kept."""
