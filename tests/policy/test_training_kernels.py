@@ -12,7 +12,6 @@ triton = pytest.importorskip("triton")
 
 import legato.policy.triton.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
-from legato.policy.fused import Projected, turned  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
 from legato.policy.packs import Pack, Texts  # noqa: E402
@@ -135,12 +134,14 @@ def test_the_norm_after_the_residual(updates: bool) -> None:
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_heads_normed_and_turned(normed: bool) -> None:
+def test_splitnormed_and_turned(normed: bool) -> None:
     rows, heads, width = 37, 3, 24
-    query, key, weight = leaf(rows, heads * width), leaf(rows, heads * width), leaf(width)
+    query, weight = leaf(rows, heads * width), leaf(width)
     cosine, sine = torch.randn(rows, width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
-    norms = (weight, weight, 1e-6) if normed else None
-    right, _ = turned(Projected(query=query, key=key, value=key, cosine=cosine, sine=sine, norms=norms, width=width))
+    split = query.reshape(rows, heads, width)
+    split = rms_norm(split, (width,), weight, 1e-6) if normed else split
+    low, high = split.chunk(2, -1)
+    right = split * cosine.unsqueeze(1) + torch.cat([-high, low], -1) * sine.unsqueeze(1)
     found = turn(query, cosine, sine, weight if normed else None, 1e-6, width)
     assert off(found, right) < 1e-6
     towards, leaves = torch.randn_like(right), [query, weight] if normed else [query]

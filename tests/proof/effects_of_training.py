@@ -73,7 +73,7 @@ def how_many_are_decoded_together(bench: Bench) -> None:
             ran.append(sum(len(seeds) for _, seeds in parts))
             return run(parts, *rest)
 
-        engine._checked = True
+        engine._way = "cached"
         bench.patch.setattr(engine, "_run", counted)
         engine.generate(requests, Sampling(), Limits(max_response_tokens=2, end_tokens=(1,)))
         assert len(ran) == waves and max(ran) <= rows

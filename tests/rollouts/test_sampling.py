@@ -207,3 +207,33 @@ def test_a_seed_depends_on_every_word_and_on_where_words_end() -> None:
     seeds = [seed_of(*words) for words in ((0, "a", 1), (0, "a", 2), (1, "a", 1), (0, "b", 1), ("0a", 1), (0, "a1"), ())]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 1 << 63 for seed in seeds)
     assert seed_of(3, "x", 4) == seed_of(3, "x", 4)
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 512, 1000])
+def test_a_number_picks_the_token_at_which_the_exact_distribution_passes_it(size: int) -> None:
+    logits = 2 * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    up_to = logits.double().softmax(0).cumsum(0)
+    numbers = torch.cat([uniform(torch.arange(4000), 0), torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)])
+    tokens = choose(logits.expand(len(numbers), -1), numbers, Sampling()).tokens
+    assert bool((numbers <= up_to[tokens] + 1e-6).all())
+    assert bool((numbers >= up_to[tokens] - up_to.diff(prepend=up_to.new_zeros(1))[tokens] - 1e-6).all())
+    assert int(tokens[-2]) == 0 and int(tokens[-1]) == size - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_long_tail_of_rare_tokens_counts_in_the_log_prob(temperature: float) -> None:
+    # Each of them vanishes beside 1 in float32; all of them together do not.
+    logits = torch.full((1, 100_000), math.log(2e-8))
+    logits[0, ::8] = 0.0
+    logits[0, 8:] = math.log(2e-8)
+    choice = choose(logits, torch.tensor([0.0], dtype=torch.float64), Sampling(temperature=temperature))
+    assert int(choice.tokens) == 0
+    assert abs(float(choice.logprobs) - float(logits.double().log_softmax(1)[0, 0])) < 1e-6
+
+
+def test_tokens_without_weight_are_never_drawn() -> None:
+    logits = torch.full((1, 700), -torch.inf)
+    logits[0, [300, 555]] = 0.0
+    numbers = torch.linspace(0, 1 - 2.0**-53, 1001, dtype=torch.float64)
+    tokens = choose(logits.expand(1001, -1), numbers, Sampling()).tokens
+    assert set(tokens.tolist()) == {300, 555}

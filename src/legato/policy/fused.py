@@ -2,8 +2,8 @@
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
 The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
-runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels on a GPU
-(`triton/layers.py`, with gradients in `triton/gradients.py`) and a few torch calls elsewhere.
+runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels (`triton/layers.py`,
+with gradients in `triton/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
@@ -59,12 +58,13 @@ def why_not(body: Any) -> str | None:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
                 return f"its norm is a {type(norm).__name__}"
-        if _is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
+        if is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
             return f"its activation is {body.config.hidden_act}"
     return None
 
 
-def _is_swiglu(mlp: nn.Module) -> bool:
+def is_swiglu(mlp: nn.Module) -> bool:
+    """Whether an MLP is down(silu(gate) * up) and nothing else."""
     return all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")) and not hasattr(mlp, "experts")
 
 
@@ -115,30 +115,7 @@ def _layer(
     found = attention.o_proj(parts.attend(number, asked, attention.scaling).flatten(1))
     residual, x = parts.add_norm(residual, found, second.weight, second.variance_epsilon)
     mlp = layer.mlp
-    if _is_swiglu(mlp):
+    if is_swiglu(mlp):
         return residual, mlp.down_proj(parts.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
     said = mlp(x.unsqueeze(0))
     return residual, (said[0] if isinstance(said, tuple) else said)[0]
-
-
-def plain_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm and the sum before it, in torch."""
-    total = residual if update is None else residual + update
-    return total, rms_norm(total, (total.shape[1],), weight, epsilon)
-
-
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in torch."""
-    return silu(gate) * up
-
-
-def turned(projected: Projected) -> tuple[Tensor, Tensor]:
-    """Queries [R, H, D] and keys [R, K, D], normed where there are norms, turned by their position."""
-    width, norms = projected.width, projected.norms
-    query, key = (x.reshape(len(x), -1, width) for x in (projected.query, projected.key))
-    if norms is not None:
-        query, key = rms_norm(query, (width,), norms[0], norms[2]), rms_norm(key, (width,), norms[1], norms[2])
-    both = torch.cat([query, key], 1)
-    low, high = both.chunk(2, -1)
-    both = both * projected.cosine.unsqueeze(1) + torch.cat([-high, low], -1) * projected.sine.unsqueeze(1)
-    return both[:, : query.shape[1]], both[:, query.shape[1] :]

@@ -1,24 +1,25 @@
 """The engine that lives with the policy: it samples from the very tensors being trained, so nothing is ever out of date.
 
-A wave of prompts is prefilled once each (their keys and values copied to every response of the group), then all responses
-decode in step, one token a pass; finished ones leave the batch when a quarter of it has finished.
+A wave of prompts is prefilled once each, then all responses decode in step, one token a pass; finished ones leave the batch
+when a quarter of it has finished. On a CPU known families go through `blocks.py`, a group's prompt held once; others through
+their own forward, its keys and values copied to every response; what no cache serves is recomputed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from legato.core.rollout import StopReason
 from legato.policy.attention import Heads, as_bias, attend
-from legato.policy.fused import Parts, Projected, plain_add_norm, plain_swiglu, through, turned, why_not
 from legato.policy.head import Head
 from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
+from legato.policy.unrolled import Unrolled
 from legato.rollouts.agreement import disagreement
+from legato.rollouts.blocks import Blocks
 from legato.rollouts.engine import Limits, Request, Response, written
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
@@ -62,24 +63,6 @@ class _Cache:
             table[:, :, : self.width] = found
             store[heads.layer] = table
 
-    def ready(self, layer: int, projected: Projected) -> Tensor:
-        """Queries of a fused body; its keys and values are stored."""
-        query, key = turned(projected)
-        self.keys[layer][:, :, self.column] = key
-        self.values[layer][:, :, self.column] = projected.value.reshape(key.shape)
-        return query
-
-    def look(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """[n, H, D]: what the new tokens of a fused body see."""
-        rows, heads, width = query.shape
-        keys, end = self.keys[layer], self.column + 1
-        grouped = query.reshape(rows, keys.shape[1], heads // keys.shape[1], width)
-        bias = self._bias(None, query)
-        found = scaled_dot_product_attention(
-            grouped, keys[:, :, :end], self.values[layer][:, :, :end], attn_mask=bias, scale=scaling
-        )
-        return found.reshape(query.shape)
-
     def attend(self, heads: Heads) -> Tensor:
         keys, values = self.keys[heads.layer], self.values[heads.layer]
         keys[:, :, self.column] = heads.key[:, :, 0]
@@ -122,7 +105,6 @@ class _Cached:
         self.cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limit)
         self.positions = lengths.clone()
         self.head = Head.of(policy.body)
-        self.fused = why_not(policy.body.get_decoder()) is None
 
     def first(self) -> Tensor:
         """[n, V]: prompts are read once each, whatever the number of their rows."""
@@ -133,13 +115,8 @@ class _Cached:
 
     def next(self, tokens: Tensor) -> Tensor:
         """[n, V] after one more token of each row."""
-        if self.fused:
-            cache = self.cache
-            parts = Parts(ready=cache.ready, attend=cache.look, add_norm=plain_add_norm, swiglu=plain_swiglu)
-            hidden = through(self.policy.body.get_decoder(), tokens, self.positions, parts)
-        else:
-            with self.policy.attending(self.cache):
-                hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
+        with self.policy.attending(self.cache):
+            hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
         self.positions = self.positions + 1
         self.cache.advance()
         return self.head.exact(hidden)
@@ -149,22 +126,32 @@ class _Cached:
         self.positions = self.positions[rows]
 
 
+_Memory = Blocks | _Cached | Recompute
+_Remember = Callable[[list[Tensor], Tensor, int], _Memory]
+"""(prompts, the prompt of each row, most tokens) -> the rows of a wave before their first token."""
+
+
 @dataclass(slots=True)
 class _Wave:
-    """The rows being written: tables over all rows of the wave, and which of them the cache still holds."""
+    """The rows being written: tables over all rows of the wave, and which of them are still in memory."""
 
     tokens: Tensor
+    """[places, rows], as are the next two; what stands beyond a row's length is never read."""
     logprobs: Tensor
     kept: Tensor | None
     lengths: Tensor
     stops: list[StopReason]
     cut: dict[int, str]
     """row -> its text, where a stop string ended it"""
+    ends: Tensor
+    """The end tokens."""
     rows: Tensor
-    """[n]: the wave's row of each cached row."""
+    """[n]: the wave's row of each row in memory."""
     seeds: Tensor
     finished: Tensor
     """[n] bool"""
+    writing: int
+    """How many of the n are not finished."""
 
 
 class LocalEngine:
@@ -175,16 +162,50 @@ class LocalEngine:
     def __init__(self, policy: Policy, rows_at_once: int = 256) -> None:
         self.policy = policy
         self.rows_at_once = rows_at_once
-        self._checked: bool | None = None
+        self._way: str | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         found: list[list[Response]] = [[] for _ in requests]
+        waves = self._waves(requests)
+        if not waves:
+            return found
         with self.policy.serving():
-            for wave in self._waves(requests):
+            remember = self._remembering()
+            for wave in waves:
                 parts = [(requests[number], seeds) for number, seeds in wave]
-                for (number, _), responses in zip(wave, self._run(parts, sampling, limits), strict=True):
+                for (number, _), responses in zip(wave, self._run(parts, remember, sampling, limits), strict=True):
                     found[number] += responses
         return found
+
+    def _remembering(self) -> _Remember:
+        """How rows are remembered during one call. What it holds of the weights is of this call."""
+        policy, way = self.policy, self._looked_at()
+        if way == "recomputed":
+            return lambda prompts, owner, _: Recompute(policy, prompts, owner)
+        if way == "blocks":
+            body = Unrolled(policy.body)
+            return lambda prompts, owner, limit: Blocks(body, _packed(prompts, policy.device), owner, limit)
+        return lambda prompts, owner, limit: _Cached(policy, _packed(prompts, policy.device), owner, limit)
+
+    def _looked_at(self) -> str:
+        """The fastest way that gives this body's own log-probs; looked at once, on a few tokens."""
+        if self._way is not None:
+            return self._way
+        ways = []
+        if self.policy.views:
+            ways = ["blocks", "cached"] if Unrolled.serves(self.policy.body) else ["cached"]
+        for way in ways:
+            self._way = way  # for the look itself
+            wrong = disagreement(self, self.policy)
+            if wrong is None:
+                return way
+            how, instead = {
+                "blocks": ("layer by layer", "its own forward is tried"),
+                "cached": ("with our cache", "every token is recomputed (slow)"),
+            }[way]
+            self.policy.notes.append(f"{type(self.policy.body).__name__} cannot be decoded {how} ({wrong}): {instead}")
+        self._way = "recomputed"
+        return self._way
 
     def _waves(self, requests: Sequence[Request]) -> list[list[tuple[int, tuple[int, ...]]]]:
         """Requests in order, cut so that a wave has at most `rows_at_once` rows."""
@@ -200,76 +221,64 @@ class LocalEngine:
                 seeds, room = seeds[room:], room - len(seeds[:room])
         return [wave for wave in waves if wave]
 
-    def _run(self, parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+    def _run(
+        self, parts: list[tuple[Request, tuple[int, ...]]], remember: _Remember, sampling: Sampling, limits: Limits
+    ) -> list[list[Response]]:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        packed = pack(prompt_texts([request.prompt for request, _ in parts]), torch.arange(len(parts))).to(device)
-        memory: _Cached | Recompute
-        if self.policy.views and self._serves():
-            memory = _Cached(self.policy, packed, owner, limits.max_response_tokens)
-        else:
-            memory = Recompute(self.policy, [request.prompt for request, _ in parts], owner)
+        memory = remember([request.prompt for request, _ in parts], owner, limits.max_response_tokens)
         wave = _start(parts, sampling, limits, len(owner), device)
         logits = memory.first()
         for place in range(limits.max_response_tokens):
             choice = choose(logits, uniform(wave.seeds, place), sampling)
             self._write(wave, choice, place, limits)
-            if bool(wave.finished.all()) or place + 1 == limits.max_response_tokens:
+            if wave.writing == 0 or place + 1 == limits.max_response_tokens:
                 break
-            logits = memory.next(self._compact(wave, memory, choice.tokens))
-        responses = written(
-            self.policy.tokenizer, wave.tokens, wave.logprobs, wave.kept, wave.lengths.tolist(), wave.stops, wave.cut
-        )
+            logits = memory.next(_compacted(wave, memory, choice.tokens))
+        tokens, logprobs, kept = (table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept))
+        assert tokens is not None and logprobs is not None
+        responses = written(self.policy.tokenizer, tokens, logprobs, kept, wave.lengths.tolist(), wave.stops, wave.cut)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 
-    def _serves(self) -> bool:
-        """Whether decoding with a cache gives this body's own log-probs; looked at once, on a few tokens."""
-        if self._checked is None:
-            self._checked = True  # for the look itself
-            wrong = disagreement(self, self.policy)
-            self._checked = wrong is None
-            if wrong is not None:
-                family = type(self.policy.body).__name__
-                self.policy.notes.append(
-                    f"{family} cannot be decoded with our cache ({wrong}): every token is recomputed (slow)"
-                )
-        return self._checked
-
     def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
-        """Note what was chosen for the rows still writing, and which of them end with it."""
-        writing = ~wave.finished
-        rows = wave.rows[writing]
-        wave.tokens[rows, place] = choice.tokens[writing]
-        wave.logprobs[rows, place] = choice.logprobs[writing].to(wave.logprobs.dtype)
+        """Note what was chosen, and which of the rows still writing end with it."""
+        wave.tokens[place].index_copy_(0, wave.rows, choice.tokens)
+        wave.logprobs[place].index_copy_(0, wave.rows, choice.logprobs.to(wave.logprobs.dtype))
         if wave.kept is not None and choice.kept_logmass is not None:
-            wave.kept[rows, place] = choice.kept_logmass[writing].to(wave.kept.dtype)
-        wave.lengths[rows] = place + 1
-        ended = torch.isin(choice.tokens, torch.tensor(limits.end_tokens, device=rows.device)) & writing
+            wave.kept[place].index_copy_(0, wave.rows, choice.kept_logmass.to(wave.kept.dtype))
+        ended = torch.isin(choice.tokens, wave.ends).logical_and_(~wave.finished)
         for row in wave.rows[ended].tolist():
             wave.stops[row] = StopReason.END_TOKEN
         if limits.stop_strings:
-            self._stop_at_strings(wave, writing & ~ended, place, limits, ended)
+            self._stop_at_strings(wave, ~(wave.finished | ended), place, limits, ended)
+        wave.lengths[wave.rows[ended]] = place + 1
         wave.finished |= ended
+        wave.writing -= int(ended.sum())
 
     def _stop_at_strings(self, wave: _Wave, asked: Tensor, place: int, limits: Limits, ended: Tensor) -> None:
         for index in asked.nonzero().squeeze(1).tolist():
             row = int(wave.rows[index])
-            text = self.policy.tokenizer.decode(wave.tokens[row, : place + 1].tolist(), skip_special_tokens=True)
+            text = self.policy.tokenizer.decode(wave.tokens[: place + 1, row].tolist(), skip_special_tokens=True)
             before = limits.before_stop(text)
             if before is not None:
                 wave.stops[row], wave.cut[row] = StopReason.STOP_STRING, before
                 ended[index] = True
 
-    def _compact(self, wave: _Wave, memory: _Cached | Recompute, tokens: Tensor) -> Tensor:
-        """Drop finished rows once they are worth the copy; the tokens to go on with."""
-        writing = (~wave.finished).nonzero().squeeze(1)
-        if len(writing) > _COMPACT_AT * len(tokens):
-            return tokens
-        memory.keep(writing)
-        wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
-        return tokens[writing]
+
+def _packed(prompts: list[Tensor], device: torch.device) -> Pack:
+    return pack(prompt_texts(prompts), torch.arange(len(prompts))).to(device)
+
+
+def _compacted(wave: _Wave, memory: _Memory, tokens: Tensor) -> Tensor:
+    """Drop finished rows once they are worth the copy; the tokens to go on with."""
+    if wave.writing > _COMPACT_AT * len(tokens):
+        return tokens
+    writing = (~wave.finished).nonzero().squeeze(1)
+    memory.keep(writing)
+    wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
+    return tokens[writing]
 
 
 def _start(
@@ -277,13 +286,15 @@ def _start(
 ) -> _Wave:
     width = limits.max_response_tokens
     return _Wave(
-        tokens=torch.zeros(rows, width, dtype=torch.int64, device=device),
-        logprobs=torch.zeros(rows, width, dtype=torch.float32, device=device),
-        kept=torch.zeros(rows, width, dtype=torch.float32, device=device) if sampling.truncates else None,
-        lengths=torch.zeros(rows, dtype=torch.int64, device=device),
+        tokens=torch.zeros(width, rows, dtype=torch.int64, device=device),
+        logprobs=torch.zeros(width, rows, dtype=torch.float32, device=device),
+        kept=torch.zeros(width, rows, dtype=torch.float32, device=device) if sampling.truncates else None,
+        lengths=torch.full((rows,), width, device=device),
         stops=[StopReason.LENGTH] * rows,
         cut={},
+        ends=torch.tensor(limits.end_tokens, dtype=torch.int64, device=device),
         rows=torch.arange(rows, device=device),
         seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
+        writing=rows,
     )

@@ -35,20 +35,26 @@ class Choice:
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
     """One token per row of logits [n, V], by one number in [0, 1) per row: the inverse of the cumulative distribution."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = exact if sampling.temperature in (0.0, 1.0) else exact / sampling.temperature
+    # The vocabulary is long: it is read once for the probabilities and once for their sum, which may be off from 1 by more
+    # than rounding (the softmax adds up token by token) and is corrected for.
+    probabilities = scaled.softmax(1)
     if sampling.temperature == 0:
-        tokens = exact.argmax(1)
-        return Choice(tokens=tokens, logprobs=_at(exact.log_softmax(1), tokens), kept_logmass=None)
-    scaled = exact if sampling.temperature == 1.0 else exact / sampling.temperature
-    normaliser = scaled.logsumexp(1, keepdim=True)
-    if not sampling.truncates:
-        # The vocabulary is long: it is read for the normaliser, once more for the probabilities, and no table is kept.
-        tokens = _inverse((scaled - normaliser).exp_(), uniform)
-        return Choice(tokens=tokens, logprobs=_at(scaled, tokens) - normaliser.squeeze(1), kept_logmass=None)
-    logprobs = scaled - normaliser
-    ordered, order = logprobs.exp().sort(1, descending=True)
-    kept = torch.where(_kept(ordered, sampling), ordered, 0.0)
-    tokens = _at(order, _inverse(kept, uniform))
-    return Choice(tokens=tokens, logprobs=_at(logprobs, tokens), kept_logmass=kept.sum(1).log().clamp(max=0.0))
+        tokens, kept = exact.argmax(1), None
+        total = probabilities.sum(1)
+    elif not sampling.truncates:
+        tokens, total = _inverse(probabilities, uniform)
+        kept = None
+    else:
+        total = probabilities.sum(1)
+        ordered, order = probabilities.sort(1, descending=True)
+        places, kept = _inverse(torch.where(_kept(ordered, sampling), ordered, 0.0), uniform)
+        tokens = _at(order, places)
+    return Choice(
+        tokens=tokens,
+        logprobs=(_at(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
+        kept_logmass=None if kept is None else (kept / total).log().clamp(max=0.0).to(exact.dtype),
+    )
 
 
 def _kept(ordered: Tensor, sampling: Sampling) -> Tensor:
@@ -66,17 +72,27 @@ def _kept(ordered: Tensor, sampling: Sampling) -> Tensor:
     return keep
 
 
-def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes `uniform` of its total; float64, so that rare tokens count."""
-    rows, count = probabilities.shape
-    # In chunks, so that only one of them is summed up token by token.
-    chunks = torch.nn.functional.pad(probabilities, (0, -count % _CHUNK)).reshape(rows, -1, _CHUNK)
-    up_to = chunks.sum(2, dtype=torch.float64).cumsum(1)
-    target = uniform.unsqueeze(1) * up_to[:, -1:]
+def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """[n] each: the place at which the cumulative weight passes that share of the total, and the total, in float64.
+
+    In two levels, so that only one chunk is summed up token by token. Inside it the share is of the chunk's own tokens,
+    summed in float64: every token has its weight to the last digits, however rare it is.
+    """
+    rows, count = weights.shape
+    if count <= _CHUNK:
+        up_to = weights.double().cumsum(1)
+        return _reached(up_to, share.unsqueeze(1) * up_to[:, -1:]).squeeze(1), up_to[:, -1]
+    if count % _CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, -count % _CHUNK))
+    chunks = weights.reshape(rows, -1, _CHUNK)
+    up_to = chunks.sum(2).double().cumsum(1)
+    target = share.unsqueeze(1) * up_to[:, -1:]
     chunk = _reached(up_to, target)
-    before = torch.where(chunk > 0, up_to.gather(1, (chunk - 1).clamp(min=0)), 0.0)
-    inside = chunks.gather(1, chunk.unsqueeze(2).expand(-1, -1, _CHUNK)).squeeze(1).double().cumsum(1) + before
-    return (chunk * _CHUNK + _reached(inside, target)).squeeze(1)
+    from_zero = torch.nn.functional.pad(up_to, (1, 0))
+    before = from_zero.gather(1, chunk)
+    inner_share = (target - before) / (from_zero.gather(1, chunk + 1) - before)
+    inside, _ = _inverse(chunks[torch.arange(rows, device=chunk.device), chunk.squeeze(1)], inner_share.squeeze(1))
+    return chunk.squeeze(1) * _CHUNK + inside, up_to[:, -1]
 
 
 _CHUNK = 256
