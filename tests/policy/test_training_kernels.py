@@ -17,7 +17,7 @@ from legato.policy.load import Loading, load_policy  # noqa: E402
 from legato.policy.packs import Pack, Texts  # noqa: E402
 from legato.policy.spans import Spans, Uses  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
-from legato.policy.triton.sums import sum_uses  # noqa: E402
+from legato.policy.triton.sums import sum_uses, take  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -167,13 +167,20 @@ def test_frozen_weights_have_no_gradient() -> None:
 @pytest.mark.parametrize("repeat", [1, 3])
 def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
     index = torch.randint(0, 9, (40,))
-    uses, values = Uses.of(index, 10), torch.randn(40, 2 * repeat, 5)
-    right = torch.zeros(10, 2, 5).index_add_(0, index, values.reshape(40, 2, repeat, 5).sum(2))
-    moved = values.to(DEVICE), uses.order.to(DEVICE), uses.ends.to(DEVICE)
-    assert torch.allclose(sum_uses(*moved, repeat).cpu(), right, atol=1e-5)
-    assert torch.allclose(uses.give_back(values, repeat), right, atol=1e-5)
+    uses, tables = Uses.of(index, 10), [torch.randn(10, 2, 5) for _ in range(2)]
+    taken = take(*(table.to(DEVICE) for table in tables), index.to(DEVICE), repeat)
+    for table, found in zip(tables, taken, strict=True):
+        assert torch.equal(found.cpu(), table[index].repeat_interleave(repeat, 1))
+    values = [torch.randn(40, 2 * repeat, 5) for _ in range(2)]
+    sums = sum_uses(*(v.to(DEVICE) for v in values), uses.order.to(DEVICE), uses.ends.to(DEVICE), repeat)
+    for given, found in zip(values, sums, strict=True):
+        right = torch.zeros(10, 2, 5).index_add_(0, index, given.reshape(40, 2, repeat, 5).sum(2))
+        assert found is not None and torch.allclose(found.cpu(), right, atol=1e-5)
     table = torch.randn(10, 4, requires_grad=True)
     assert torch.equal(uses.take(table), table[index])
+    towards = torch.randn(40, 4)
+    (back,) = torch.autograd.grad(uses.take(table), table, towards)
+    assert torch.allclose(back, torch.zeros(10, 4).index_add_(0, index, towards), atol=1e-5)
 
 
 def plain_attention(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -51,6 +51,8 @@ def tied(made: Policy, prompt: Tensor, left: list[int], right: list[int], allowe
 @BOTH
 @pytest.mark.parametrize("graphs", [True, False])
 def test_greedy_is_what_generate_writes(name: str, dtype: torch.dtype, graphs: bool) -> None:
+    if graphs and dtype == torch.float32 and name in ROUTED:
+        pytest.skip("torch's grouped product copies from the host in float32, which no graph can hold; select.py sees that")
     made = policy(name, dtype, "cuda")
     requests = asked(3, 9, 1, 17, 70, each=1)
     found = engine_of(made, 3, graphs=graphs).generate(requests, Sampling(temperature=0), LIMITS)

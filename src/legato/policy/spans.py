@@ -38,16 +38,12 @@ class Uses:
         taken: Tensor = _Take.apply(values, self)  # type: ignore[no-untyped-call]
         return taken
 
-    def give_back(self, gradient: Tensor, repeat: int = 1) -> Tensor:
-        """[M, ...] to [N, ...]: the sum over the takings of each row, in their order, in float32.
-
-        `repeat`: [M, heads * repeat, W], and the repeats of a head are summed too.
-        """
+    def give_back(self, gradient: Tensor) -> Tensor:
+        """[M, ...] to [N, ...]: the sum over the takings of each row, in their order, in float32."""
         if gradient.is_cuda:
             from legato.policy.triton.sums import sum_uses
 
-            return sum_uses(gradient.contiguous(), self.order, self.ends, repeat)
-        gradient = gradient.reshape(len(gradient), -1, repeat, *gradient.shape[2:]).sum(2) if repeat > 1 else gradient
+            return sum_uses(gradient.contiguous(), None, self.order, self.ends)[0]
         exact = torch.promote_types(gradient.dtype, torch.float32)
         found = gradient.new_zeros(len(self.ends) - 1, *gradient.shape[1:], dtype=exact)
         return found.index_add_(0, self.index, gradient.to(exact)).to(gradient.dtype)
@@ -118,11 +114,12 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scaling: float | None, window: int | None
     ) -> Tensor:
+        from legato.policy.triton.sums import take
+
         ctx.spans, ctx.how = spans, _how(scaling, window)
         out, normaliser, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query,
-            key.index_select(0, spans.keys.index),
-            value.index_select(0, spans.keys.index),
+            *take(key, value, spans.keys.index),
             spans.query_ends,
             spans.key_ends,
             spans.longest_query,
@@ -138,20 +135,17 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from legato.policy.triton.sums import sum_uses, take
+
         query, key, value, out, normaliser, state, unused = ctx.saved_tensors
         spans: Spans = ctx.spans
         # With a key head per query head the kernel's own sum over them, which is slow, falls away.
         repeat = query.shape[1] // key.shape[1]
-        keys, values = (
-            x.index_select(0, spans.keys.index).repeat_interleave(repeat, 1) if repeat > 1 else x[spans.keys.index]
-            for x in (key, value)
-        )
         with _same_every_time():
             to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
                 gradients[0].contiguous(),
                 query,
-                keys,
-                values,
+                *take(key, value, spans.keys.index, repeat),
                 out,
                 normaliser,
                 spans.query_ends,
@@ -164,8 +158,8 @@ class _Attend(torch.autograd.Function):
                 unused,
                 **ctx.how,
             )
-        back = spans.keys.give_back
-        return to_query, back(to_keys, repeat), back(to_values, repeat), None, None, None
+        to_key, to_value = sum_uses(to_keys, to_values, spans.keys.order, spans.keys.ends, repeat)
+        return to_query, to_key, to_value, None, None, None
 
 
 def _how(scaling: float | None, window: int | None) -> dict[str, Any]:

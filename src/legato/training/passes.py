@@ -152,13 +152,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
     signals, outcome = work.outcome(rows, _first_pass(work, packs))
     dead = ~_alive(outcome.field)
     alive = ~dead.cpu()
-    start = 0
-    for part in packs:
-        numbers = torch.arange(start, start + len(part))
-        start += len(part)
-        numbers = numbers[alive[numbers]]
-        if not len(numbers):
-            continue
+    for numbers in _refilled(work, rows, packs, alive):
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
             chosen = outcome.field.rows(sent(numbers[run.start : run.stop], device))
@@ -166,6 +160,26 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
 
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond)
     return measure(signals, outcome), dead
+
+
+def _refilled(work: _Work, rows: Tensor, packs: list[Tensor], alive: Tensor) -> list[Tensor]:
+    """The rows that are left, as numbers among `rows`, in fewer packs that are about as full as the ones they come from."""
+    most = max(_computed(work.policy, work.tables, part) for part in packs)
+    found, sizes, start = list[Tensor](), list[int](), 0
+    for part in packs:
+        numbers = torch.arange(start, start + len(part))
+        start += len(part)
+        numbers = numbers[alive[numbers]]
+        if not len(numbers):
+            continue
+        size = _computed(work.policy, work.tables, rows[numbers])
+        place = next((i for i, filled in enumerate(sizes) if filled + size <= most), None)
+        if place is None:
+            found.append(numbers)
+            sizes.append(size)
+        else:
+            found[place], sizes[place] = torch.cat([found[place], numbers]), sizes[place] + size
+    return found
 
 
 def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:
