@@ -57,7 +57,7 @@ class Model:
     works: tuple[Work, ...]
     repeats: int
     targets: dict[str, float]
-    """How many times as fast as whom, for the first work."""
+    """How many times as fast as whom."""
 
 
 MODELS = {
@@ -232,7 +232,7 @@ def rows_of(name: str, *, quick: bool, missing: dict[str, str]) -> list[dict[str
             "tokens": work.tokens,
             "prompt_tokens": prompts.shape[1],
             "copied_bytes": bytes_of_copies(policy.body),
-            "targets": model.targets if work is works[0] else {},
+            "targets": model.targets,
             "threads": {},
         }
         for work in works
