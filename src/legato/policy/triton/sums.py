@@ -1,6 +1,6 @@
 """Rows of two tables taken by number, heads repeated; and the way back: sums over takings and repeats, in one order.
 
-Keys and values always go together, so each kernel does both: with thousands of launches an update the host is the slower one.
+Keys and values always go together, so each kernel does both: with thousands of launches the host is the slower one.
 """
 
 import triton
