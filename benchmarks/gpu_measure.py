@@ -21,6 +21,10 @@ GIB = 2**30
 Part = Callable[["Bench"], dict[str, Any]]
 
 
+FEWEST = 3
+"""Samples of each call, whatever the time."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """One command: its device, its size and the time it has left."""
@@ -31,6 +35,8 @@ class Bench:
     without: tuple[str, ...] = ()
     """Peers that are not to be called: one that breaks the device would take the rest of the command with it."""
     ceilings: dict[str, float] = field(default_factory=dict)
+    run: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
+    """When the command began: parts of one section may come from several."""
 
     def wanted(self, peer: str) -> bool:
         if peer in self.without:
@@ -107,7 +113,7 @@ class Bench:
         found: dict[str, dict[str, Any]] = {name: {"samples": []} for name in calls}
         alive = dict(calls)
         for turn in range(warm + samples):
-            if turn > warm and time.monotonic() - started > min(seconds, max(self.left(), 0.0)):
+            if turn >= warm + FEWEST and time.monotonic() - started > min(seconds, max(self.left(), 0.0)):
                 break
             for name, call in list(alive.items()):
                 try:
@@ -182,6 +188,10 @@ class Document:
         if whole or section not in known:
             known[section] = {"parts": {}}
 
+    def measured(self, section: str, part: str) -> bool:
+        known = self.content["sections"][section]["parts"].get(part)
+        return known is not None and "error" not in known
+
     def put(self, section: str, part: str, found: Mapping[str, Any]) -> None:
         self.content["sections"][section]["parts"][part] = dict(found)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +208,10 @@ def run_parts(bench: Bench, document: Document, section: str, parts: Mapping[str
         if only and not name.startswith(only):
             continue
         if bench.left() <= 0:
-            found: dict[str, Any] = {"error": "not measured: the time of the command was up"}
+            # What an earlier command measured stays; the page says of which run it is.
+            if document.measured(section, name):
+                continue
+            found: dict[str, Any] = {"error": "the time of the command was up"}
         else:
             started = time.monotonic()
             try:
@@ -207,5 +220,5 @@ def run_parts(bench: Bench, document: Document, section: str, parts: Mapping[str
                 found = {"error": words(error)}
             found["took_seconds"] = time.monotonic() - started
         bench.free()
-        document.put(section, name, {**found, "ceilings": bench.ceilings, "tiny": bench.tiny})
+        document.put(section, name, {**found, "ceilings": bench.ceilings, "tiny": bench.tiny, "run": bench.run})
         print(f"{section} {name}: {found.get('error') or 'done'} ({found.get('took_seconds', 0.0):.1f} s)", flush=True)

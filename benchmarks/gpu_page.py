@@ -44,6 +44,13 @@ def _failed(parts: Parts) -> list[str]:
     return [f"- {name}: not measured. {part['error']}" for name, part in parts.items() if "error" in part]
 
 
+def _runs(parts: Parts) -> list[str]:
+    """Which parts come from an earlier run than the rest of the section, and so from earlier code."""
+    newest = max((part["run"] for part in parts.values()), default="")
+    earlier = [name for name, part in parts.items() if part["run"] != newest and "error" not in part]
+    return [f"- From an earlier run than {newest}: {'; '.join(earlier)}."] if earlier else []
+
+
 def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
     lines = []
     for name, part in parts.items():
@@ -282,7 +289,7 @@ def body(section: str, parts: Parts) -> list[str]:
         "B10": lambda: _numerics(parts),
         "B11": lambda: _memory(parts),
     }[section]()
-    return [*made, *_failed(parts)]
+    return [*made, *_failed(parts), *_runs(parts)]
 
 
 def section_table(section: str, found: dict[str, Any]) -> str:

@@ -285,7 +285,7 @@ def test_the_head_is_ten_times_nearer_to_float64_than_16_bit_logits(softcap: flo
     hidden = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     linear = torch.nn.Linear(256, 4099, bias=False, device="cuda", dtype=torch.bfloat16)
     targets, temperature = torch.randint(0, 4099, (512,), device="cuda"), torch.full((512,), 0.8, device="cuda")
-    logits = hidden.double() @ linear.weight.double().t() * scale
+    logits = hidden.double() @ linear.weight.detach().double().t() * scale
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     right = (logits / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
     found, _ = Head(linear=linear, scale=scale, softcap=softcap).scored(hidden, targets, temperature)
