@@ -1,6 +1,5 @@
 """What trains on a GPU, part by part: in Triton's interpreter on a CPU, compiled on a GPU; always beside plain torch."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
 from legato.policy.packs import Pack, Texts  # noqa: E402
-from legato.policy.spans import Spans, Uses  # noqa: E402
+from legato.policy.spans import Spans, Uses, _AttendShared, moved  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
 from legato.policy.triton.sums import sum_uses, take  # noqa: E402
 
@@ -183,19 +182,29 @@ def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
     assert torch.allclose(back, torch.zeros(10, 4).index_add_(0, index, towards), atol=1e-5)
 
 
-def plain_attention(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """A loop over sequences: every query sees the keys up to its own, counted from the end."""
-    found, repeat = [], query.shape[1] // key.shape[1]
-    keys, values = (x[spans.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
-    ends = list(zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True))
-    for (q, k), (q_end, k_end) in pairwise(ends):
-        asked, seen, said = query[q:q_end], keys[k:k_end], values[k:k_end]
-        scores = torch.einsum("qhd,khd->hqk", asked, seen) * scaling
-        hidden = (
-            torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q)).logical_not()
-        )
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), said))
-    return torch.cat(found)
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("owner", [[0, 0, 0, 1], [0, 2, 2, 2]])
+def test_attention_where_a_prompt_lies_once(owner: list[int], window: int) -> None:
+    """Against one table of everything: prompts of 37, 1 and 5 tokens, responses of 20, 0, 130 and 3."""
+    prompts, responses, belongs = torch.tensor([37, 1, 5]), torch.tensor([20, 0, 130, 3]), torch.tensor(owner)
+    lengths = torch.cat([prompts, responses])
+    begins = torch.cat([torch.zeros(3, dtype=torch.int64), prompts[belongs]])
+    places = torch.cat([begin + torch.arange(count) for begin, count in zip(begins, lengths, strict=True)])
+    span = torch.arange(len(lengths)).repeat_interleave(lengths)
+    looks_at = torch.cat([torch.full((3,), -1), belongs])[span]
+    here = torch.arange(len(span))
+    seen = ((span[:, None] == span) & (here[:, None] >= here)) | (looks_at[:, None] == span)
+    seen = seen & (places[:, None] - places < window) if window else seen
+    query, key, value = leaf(len(span), 4, 24), leaf(len(span), 2, 24), leaf(len(span), 2, 24)
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
+    weights = scores.masked_fill(~seen.to(DEVICE), -torch.inf).softmax(-1)
+    right = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
+    spans = moved(Spans.of(prompts, responses, belongs, places), torch.device(DEVICE))
+    found = _AttendShared.apply(query, key, value, spans, 0.3, window or None)
+    assert torch.allclose(found, right, atol=1e-5)
+    towards, leaves = torch.randn_like(right).contiguous(), [query, key, value]
+    pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
+    assert all(off(a, b) < 1e-5 for a, b in pairs)
 
 
 def texts() -> Texts:
@@ -219,7 +228,7 @@ def texts() -> Texts:
 def test_a_pack_through_fused_parts_is_the_model_itself(
     model: str, checkpointing: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything of the GPU's way to train but the attention kernel, which a loop stands for."""
+    """The GPU's way to train, kernels in the interpreter."""
     policy = load_policy(model, Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing))
     policy.shared_prompts = shared
     rows, weight = torch.arange(5), torch.randn(5, 6)
@@ -242,15 +251,15 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         from dataclasses import replace
 
         packed = plain_pack(given, chosen)
-        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner)
+        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
         return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
 
     monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
     monkeypatch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
+    monkeypatch.setattr("legato.policy.spans.KERNEL", "shared")
     asked = []
-    monkeypatch.setattr(
-        Spans, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)
-    )
+    attend = Spans.attend
+    monkeypatch.setattr(Spans, "attend", lambda self, *given: asked.append(1) or attend(self, *given))
     found, fused = learnt()
     assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
     assert torch.allclose(found, right, atol=1e-5)
