@@ -13,6 +13,7 @@ Kinds of lines in metrics.jsonl:
     probe       step, and the noise floor of log s: noise/packs_max, noise/packs_rms (scored again in other packs),
                 noise/engine_max, noise/engine_rms (engine against trainer), words (the same as a sentence)
     warm-up     step, loss
+    origin      what training starts from: problems, weights (fingerprints; equal ones mean the same to the bit)
     step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
