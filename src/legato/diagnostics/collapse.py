@@ -6,8 +6,8 @@ Measured = tuple[float, float, float]
 """Held-out accuracy with the ends of its 95 % interval."""
 
 DEFINITION = (
-    "A run collapsed if its last held-out accuracy (sampled) is below where it started, or below half of the best it reached,"
-    " and the 95 % intervals of the two measurements do not touch."
+    "A run collapsed if its last held-out accuracy (sampled) is below where it started, or below half of the best it"
+    " reached, and the 95 % intervals of the two measurements do not touch."
 )
 
 

@@ -1,4 +1,4 @@
-"""What a handful of seeds says of one arm, and of two arms that share them. Plain Python, nothing is drawn from a global generator.
+"""What a handful of seeds says of one arm, and of two arms that share them. The same values always give the same numbers.
 
 An interval is the middle 95 % of what the statistic would have been with other draws of the same seeds (the percentile
 bootstrap). Arms are resampled together: a draw takes the same seeds from each, so what a seed does to all arms cancels in
