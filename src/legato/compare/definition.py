@@ -72,11 +72,11 @@ class Definition:
                 yield f"the sweep {path} = {shown(list(values))} is given; different values, at least one, are needed"
             for name in (name for name, options in self.arms.items() if path in options):
                 yield f"{path} is swept and set by the arm {name}; one of them has to go"
-        for where, paths in {"the sweep": self.sweep, "the options": self.options, **self.arms}.items():
-            for path in OURS:
-                if path in paths:
-                    who = where if where.startswith("the ") else f"the arm {where}"
-                    yield f"{who} sets {path}, which the comparison decides: --seeds, --out, and all steps for every run"
+        given = {"the sweep sets": self.sweep, "the options set": self.options}
+        given |= {f"the arm {name} sets": options for name, options in self.arms.items()}
+        for who, paths in given.items():
+            for path in (path for path in OURS if path in paths):
+                yield f"{who} {path}, which the comparison decides: --seeds, --out, and all steps for every run"
 
 
 def from_arguments(

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from legato.dashboard.summary import Record, number
-from legato.diagnostics.intervals import quantile
 
 MOST_POINTS = 1200
 """A curve on a screen shows no more than this; a report of a long run stays small."""
@@ -71,6 +70,14 @@ def chunks(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[
     starts = range(0, len(values), size)
     means = [math.fsum(values[at : at + size]) / len(values[at : at + size]) for at in starts]
     return [steps[at] for at in starts], [short(mean) for mean in means]
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """With linear interpolation."""
+    place = share * (len(ascending) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
 
 
 def short(value: float) -> float:

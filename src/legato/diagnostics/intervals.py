@@ -25,11 +25,3 @@ def of_means(means: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(means) / count
     error = math.sqrt(math.fsum((x - mean) ** 2 for x in means) / (count - 1) / count)
     return max(0.0, mean - _Z * error), min(1.0, mean + _Z * error)
-
-
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """With linear interpolation."""
-    place = share * (len(ascending) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ascending) - 1)
-    return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
