@@ -177,6 +177,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
         ("seeds = []\n[arms.a]\n[arms.b]", "no seed is given"),
         ("recipe = 4\n[arms.a]\n[arms.b]", "recipe = 4 is not allowed; the name of a TOML file"),
         ("[arms.a]\n[sweep]\ntraining.lr = 1e-3", "sweep.training.lr = 0.001 is not allowed; a list is"),
+        ("unequal = 1\n[arms.a]\n[arms.b]", "unequal = 1 is not allowed; true or false is"),
         ("[arms.a]\n[arms.b", "not TOML"),
     ],
 )

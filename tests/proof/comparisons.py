@@ -61,7 +61,7 @@ def _step(step: int) -> Mapping[str, Any]:
         "step": step,
         "tokens/response": 100.0,
         "update/applied": 1.0,
-        "clip/sequences": 0.25,
+        "clip/tokens": 0.25,
         **{f"time/{name}_seconds": value for name, value in (("rollouts", 1.0), ("anchor", 0.5), ("update", 0.5))},
         "time/step_seconds": 2.0,
     }

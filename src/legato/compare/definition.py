@@ -118,6 +118,8 @@ def from_file(path: Path, options: Options, unequal: bool = False) -> Definition
     recipes = [recipe] if isinstance(recipe, str) else recipe
     if not isinstance(recipes, list) or not all(isinstance(each, str) for each in recipes):
         raise ValueError(f"{path}: recipe = {shown(recipe)} is not allowed; the name of a TOML file or a list of them is")
+    if not isinstance(tree.get("unequal", False), bool):
+        raise ValueError(f"{path}: unequal = {shown(tree['unequal'])} is not allowed; true or false is")
     sweep = _flat(tables["sweep"])
     for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
         if not isinstance(values, list):
@@ -128,7 +130,7 @@ def from_file(path: Path, options: Options, unequal: bool = False) -> Definition
         seeds=tuple(seeds),
         options={**_flat(tables["options"]), **options},
         sweep={axis: tuple(values) for axis, values in sweep.items()},
-        unequal=unequal or tree.get("unequal", False) is True,
+        unequal=unequal or tree.get("unequal", False),
     )
 
 

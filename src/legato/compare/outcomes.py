@@ -15,6 +15,9 @@ MOST_POINTS = 200
 COUNTED = ("done", "collapsed", "failed")
 """Endings that count. A run that is still under way, or was stopped and can go on, does not yet."""
 
+CLIP = "clip/tokens"
+"""The one clip fraction that means the same for token and for sequence ratios: tokens left without a gradient."""
+
 PHASES = ("rollouts", "anchor", "update")
 
 
@@ -42,9 +45,8 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
         "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
-        "clip": _curve(steps, clip_key(steps)),
-        "clip_mean": _mean(steps, clip_key(steps)),
-        "clip_unit": "responses" if clip_key(steps) == "clip/sequences" else "tokens",
+        "clip": _curve(steps, CLIP),
+        "clip_mean": _mean(steps, CLIP),
         "steps": len(steps),
         # A step of which too little could be scored has no update.
         "updates": round(
@@ -58,12 +60,6 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "deviations": list(job.resolved.deviations),
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
     }
-
-
-def clip_key(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Shares of responses where the trust region acts on whole ones, else of tokens."""
-    whole = any(number(record, "clip/sequences") is not None for record in steps)
-    return "clip/sequences" if whole else "clip/tokens"
 
 
 def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:

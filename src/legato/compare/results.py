@@ -75,7 +75,6 @@ def _arm(runs: Sequence[Outcome], scores: Sequence[float]) -> dict[str, Any]:
         "iqm_interval": interval(interquartile_mean, scores),
         "collapsed": sum(run["status"] == "collapsed" for run in runs),
         "failed": sum(run["status"] == "failed" for run in runs),
-        "clip_unit": runs[0]["clip_unit"],
         **{key: mean(values) if values else None for key, values in known.items()},
         "phases": {phase: mean([run["phases"][phase] for run in runs]) for phase in runs[0]["phases"]},
     }

@@ -21,12 +21,12 @@ Run = Mapping[str, Any]
 def figures(results: Results) -> list[Figure]:
     """All that the runs allow so far."""
     colours = dict(zip(results["arms"], cycle(ARMS), strict=False))
-    found: list[Figure | None] = []
+    found = _stability(results, colours)
     for point in results["points"]:
         here = [run for run in results["runs"] if run["point"] == point["point"]]
         at = f", {label(point['point'])}" if point["point"] else ""
         found += [_learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
-    found += [_final(results, colours), _cost(results), *_stability(results, colours)]
+    found += [_final(results, colours), _cost(results)]
     return [each for each in found if each is not None]
 
 
@@ -51,16 +51,13 @@ def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
 def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figure | None:
     data: list[Trace] = []
     for arm, colour in colours.items():
-        mine = [run for run in runs if run["arm"] == arm and run["clip"]]
-        if mine:
-            named = f"{arm} ({mine[0]['clip_unit']})"
-            data += _over_seeds([dict(run["clip"]) for run in mine], named, colour)
-    caption = "Share without a gradient by the trust region: of responses where it acts on whole ones, else of tokens."
-    return figure(f"Clipped{at}", caption, data, shares("share", whole=False))
+        data += _over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
+    caption = "Share of tokens that the trust region left without a gradient: mean and 95 % interval over seeds."
+    return figure(f"Clipped{at}", caption, data, shares("share of tokens", whole=False))
 
 
 def _over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
-    """Mean and band of several courses, at the steps that all that got so far have."""
+    """Mean and band of several courses, at each step over those that have it."""
     steps = sorted({step for course in courses for step in course})
     values = {step: [course[step] for course in courses if step in course] for step in steps}
     x = [float(step) for step in steps]
@@ -93,7 +90,7 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
                 "x": [_safe(arm)] * len(runs),
                 "y": [short(run["score"]) for run in runs],
                 "text": [f"seed {run['seed']}: {run['status']}" for run in runs],
-                "marker": {"color": broken, "size": 8, "opacity": 0.55},
+                "marker": {"color": broken, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
             }
         )
         data.append(_bar([_safe(arm)], [found["mean"]], [found["mean_interval"]], f"{arm}, mean", colours[arm], "diamond"))

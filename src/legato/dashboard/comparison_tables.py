@@ -20,13 +20,11 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Scores and costs of each point, the stability frontier, and what did not end well."""
-    found = []
+    """Where a sweep ends stability, scores and costs of each point, and what did not end well."""
+    found = [_frontier(results)] if results["frontier"] else []
     for point in results["points"]:
         if point["arms"]:
             found += [_scores(results, point), _costs(results, point)]
-    if results["frontier"]:
-        found.append(_frontier(results))
     troubled = [run for run in results["runs"] if run["status"] != "done"]
     if troubled:
         rows = tuple((run["name"], run["status"], run["collapsed"] or run["reason"] or "") for run in troubled)
@@ -100,7 +98,7 @@ def _costs(results: Results, point: Mapping[str, Any]) -> Table:
             f"{found['updates']:,.0f}",
             f"{found['tokens']:,.0f}",
             duration(found["seconds"]),
-            "-" if found["clip_mean"] is None else f"{found['clip_mean']:.2%} of {found['clip_unit']}",
+            "-" if found["clip_mean"] is None else f"{found['clip_mean']:.2%}",
             f"{found['collapsed']} of {len(point['seeds'])}",
             f"{found['failed']} of {len(point['seeds'])}",
         )
@@ -110,7 +108,7 @@ def _costs(results: Results, point: Mapping[str, Any]) -> Table:
     return Table(
         title="Cost and stability" + (f", {label(point['point'])}" if point["point"] else ""),
         note=f"Means over seeds. Time: the steps alone, {machine['parallel']} at once, {machine['threads']} threads each.",
-        headings=("arm", "steps", "updates", "tokens sampled", "time", "clipped", "collapsed", "failed"),
+        headings=("arm", "steps", "updates", "tokens sampled", "time", "tokens clipped", "collapsed", "failed"),
         rows=rows,
     )
 
