@@ -72,7 +72,7 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
     one, other = jobs(found, tmp_path), jobs(typed, tmp_path)
     assert [job.name for job in one] == [job.name for job in other]
     assert [job.resolved.values for job in one] == [job.resolved.values for job in other]
-    assert one[0].name == "gspo-lr=0.0001-seed0"
+    assert one[0].name == "gspo-lr0.0001-seed0"
     assert from_file(file, {}).options == {"training.steps": 7}
 
 
@@ -156,14 +156,16 @@ TWO = ("--arm", "grpo", "--arm", "gspo")
         ),
         ((*TWO, "--gpus", "0;1"), "--gpus '0;1' is not allowed; numbers are"),
         (("--arm", "gspo", "--arm", "rloo"), "training.updates_per_step is 4 for gspo (algorithm gspo) and 1 for rloo"),
+        ((*TWO, "--out", "a=b"), "the folder a=b holds an equals sign"),
+        (("--arm", "gspo", "--sweep", "reward.kind=a/b.py:x,a_b.py:x"), "two runs would be called gspo-kinda_b.py_x-seed0"),
         ((*TWO, "no-such.toml"), "no-such.toml does not exist"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(
     words: tuple[str, ...], told: str, command: Command, tmp_path: Path
 ) -> None:
-    refused(command("compare", *words, "--out", "here"), told)
-    assert not (tmp_path / "here").exists()
+    refused(command("compare", "--out", "here", *words), told)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

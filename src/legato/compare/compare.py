@@ -41,6 +41,8 @@ def compare(
     """
     machine = machine or Machine()
     store = Store(folder or _folder(definition))
+    if "=" in str(store.path):
+        raise ValueError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
     found = jobs(definition, store.path)
     unequal = differences(found)
     if unequal and not definition.unequal:

@@ -1,6 +1,7 @@
 """From a definition to its runs: one checked configuration each, arms that share problems, weights and budget."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -52,8 +53,9 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
     """All runs, seed by seed, so that what is there first can be compared; ValueError says what is wrong with one."""
     found = []
     for seed, point, arm in itertools.product(definition.seeds, points(definition), definition.arms):
-        name = "-".join([arm, *(f"{path.rpartition('.')[2]}={value}" for path, value in point.items()), f"seed{seed}"])
-        name = name.replace("/", "_").replace("\\", "_").replace("\n", "_")
+        swept = [f"{path.rpartition('.')[2]}{value}" for path, value in point.items()]
+        # The name of a folder and of a file: `legato train` takes what holds an equals sign for an option.
+        name = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([arm, *swept, f"seed{seed}"]))
         ours = {
             "training.seed": seed,
             "output.directory": str(folder / "runs"),
@@ -69,7 +71,7 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
         found.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
     twice = next((job.name for job in found if sum(job.name == each.name for each in found) > 1), None)
     if twice is not None:
-        raise ValueError(f"two runs would be called {twice}; sweep paths that end in different words")
+        raise ValueError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
     return found
 
 
