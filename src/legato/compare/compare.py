@@ -1,6 +1,7 @@
 """`legato compare`: train every arm with every seed, then say what the seeds allow to be said."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, differences, jobs
+from legato.compare.outcomes import outcome
 from legato.compare.processes import Ended, Machine, Task, run_all
 from legato.compare.results import collect
 from legato.compare.store import Store
@@ -15,6 +17,9 @@ from legato.dashboard.comparison import write_pages
 from legato.dashboard.report import duration
 from legato.diagnostics.format import RunDirectory
 from legato.run.lock import locked
+
+_REPORT_SECONDS = 60.0
+"""A page of many runs takes seconds to make; while runs go on it is made no more often than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ def _run(
 ) -> int:
     by_name = {job.name: job for job in found}
     tasks = _tasks(found, store)
-    finished = len(found) - len(tasks)
+    finished, reported = len(found) - len(tasks), [time.monotonic()]
     say(
         f"{len(found)} runs, {finished} finished before; {machine.parallel} at once, {machine.threads} threads each;"
         f" {store.path}"
@@ -93,13 +98,16 @@ def _run(
         job = by_name[end.name]
         if end.code and not end.interrupted:
             store.note_failure(job, end.code, end.reason)
-        run = next(run for run in report()["runs"] if run["name"] == end.name)
+        run = outcome(job, store)
         told = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
             "collapsed": f"collapsed {end.name}: {run['collapsed']}",
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
         say(told.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
+        if time.monotonic() - reported[-1] > _REPORT_SECONDS:
+            report()
+            reported.append(time.monotonic())
 
     return run_all(tasks, machine, begun=begun, ended=ended, say=say)
 

@@ -1,15 +1,16 @@
 """One run of a comparison as numbers: how it ended, what it scored, what it cost."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from legato.compare.jobs import Job
 from legato.compare.store import Store
-from legato.dashboard.curves import points, short, thinned
+from legato.dashboard.curves import points, short
 from legato.dashboard.summary import evaluations, number
 from legato.diagnostics.collapse import collapse
 
-MOST_POINTS = 200
+MOST_POINTS = 120
 """Of a curve in compare.json; a page of many runs stays small."""
 
 COUNTED = ("done", "collapsed", "failed")
@@ -45,7 +46,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
         "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
-        "clip": _curve(steps, CLIP),
+        "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
         "clip_mean": _mean(steps, CLIP),
         "steps": len(steps),
         # A step of which too little could be scored has no update.
@@ -87,6 +88,6 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return short(sum(values) / len(values)) if values else None
 
 
-def _curve(steps: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    x, y = points(steps, key)
-    return [(x[index], short(y[index])) for index in thinned(len(x), MOST_POINTS)]
+def _curve(steps: Sequence[Mapping[str, Any]], key: str, every: int) -> list[tuple[float, float]]:
+    """At the same steps in every run, however far it came: curves are averaged over seeds."""
+    return [(step, short(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]

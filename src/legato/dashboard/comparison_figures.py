@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import Any
 
 from legato.dashboard.comparison_tables import Results, label
-from legato.dashboard.curves import short
+from legato.dashboard.curves import short, thinned
 from legato.dashboard.legible import legible
 from legato.dashboard.traces import AMBER, BLUE, GREEN, RED, VIOLET, Figure, Trace, axis, band, figure, line, shares
 from legato.diagnostics.seeds import interval, mean
@@ -14,6 +14,8 @@ from legato.diagnostics.seeds import interval, mean
 ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#06b6d4", "#64748b", "#84cc16")
 """One colour per arm; red is for what broke."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+BANDS = 60
+"""Points of a curve over seeds: each has an interval of thousands of draws."""
 
 Run = Mapping[str, Any]
 
@@ -59,6 +61,7 @@ def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figur
 def _over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
     """Mean and band of several courses, at each step over those that have it."""
     steps = sorted({step for course in courses for step in course})
+    steps = [steps[index] for index in thinned(len(steps), BANDS)]
     values = {step: [course[step] for course in courses if step in course] for step in steps}
     x = [float(step) for step in steps]
     named = _safe(name)

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 
 DRAWS = 10_000
 """Draws where not all can be listed."""
@@ -44,12 +45,16 @@ def interval(statistic: Callable[..., float], *samples: Sequence[float]) -> tupl
         raise ValueError(f"samples of {[len(sample) for sample in samples]} seeds; paired ones have the same seeds")
     if len(samples[0]) < 2:
         return None
-    found = sorted(
-        statistic(*([sample[seed] for seed in draw] for sample in samples)) for draw in resamples(len(samples[0]))
-    )
+    found = sorted(statistic(*(drawn(sample) for sample in samples)) for drawn in _drawings(len(samples[0])))
     # Between two draws there is nothing: the ends are draws, with at most 2.5 % of all beyond each.
     beyond = int(0.025 * len(found))
     return found[beyond], found[-1 - beyond]
+
+
+@cache
+def _drawings(count: int) -> tuple[Callable[[Sequence[float]], tuple[float, ...]], ...]:
+    """The draws as functions of a sample: bands of curves apply them thousands of times."""
+    return tuple(itemgetter(*draw) for draw in resamples(count))
 
 
 @cache
