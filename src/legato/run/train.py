@@ -137,6 +137,9 @@ def start(
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_told(resolved)])
         if config.policy.warm_up is not None:
             _warm_up(resolved, policy, source, collector, directory, watcher)
+        directory.append_metrics(
+            {"kind": "origin", "problems": made_of["problems"], "weights": wire.weights_fingerprint(policy)}
+        )
         reference = None
         if wire.wants_reference(resolved):
             reference = Reference.of(policy)

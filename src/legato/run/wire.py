@@ -208,6 +208,15 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
+def weights_fingerprint(policy: Policy) -> str:
+    """A hash of the weights to the bit, whichever algorithm will train them: a value head is not counted."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in policy.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
     """What would stop the first step is told before anything is written."""
     if not policy.parameters():
