@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
-FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
+FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
 
 Norms = tuple[Tensor, Tensor, float]
@@ -53,7 +53,8 @@ def why_not(body: Any) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
-        if getattr(layer.self_attn, "sliding_window", None):
+        # Where the layer does not say (Mistral, Mixtral), the configuration speaks for all of them.
+        if getattr(layer.self_attn, "sliding_window", getattr(body.config, "sliding_window", None)):
             return "it has a sliding window"
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
