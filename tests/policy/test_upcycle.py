@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from legato.policy import fused
+from legato.policy.adapters import Lora
 from legato.policy.load import Loading, load_policy
 from legato.policy.parting import distance, parting, usage
 from legato.policy.policy import Policy
@@ -240,6 +241,26 @@ def test_a_saved_mixture_is_an_ordinary_folder(shape: str, tmp_path: Path) -> No
     assert not found["missing_keys"] and not found["unexpected_keys"]
     with torch.no_grad():
         assert torch.equal(again(tokens()).logits, policy.model(tokens()).logits)
+
+
+# peft prepares for experts that are linear layers, and warns that these are not.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+def test_adapters_come_back_to_the_same_mixture(tmp_path: Path) -> None:
+    loading = Loading(device="cpu", dtype="float32", upcycle=Upcycling(experts=3, noise=0.1), lora=Lora(rank=2), seed=5)
+    dense = dense_model("LlamaConfig", {})
+    policy = load_policy(dense, loading, tokenizer=Words())
+    with torch.no_grad():
+        source = torch.Generator().manual_seed(0)
+        for parameter in policy.parameters().values():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=source))
+    policy.model.save_pretrained(tmp_path)
+    again = load_policy(dense, loading, tokenizer=Words(), saved=tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again.model(tokens()).logits, policy.model(tokens()).logits)
+    found = parting(again, texts_of(practice(0)))
+    merged = policy.model.merge_and_unload()
+    right = [distance(layer.mlp.experts) for layer in merged.model.layers]
+    assert found.distance == pytest.approx(sum(right) / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])

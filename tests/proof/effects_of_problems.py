@@ -290,7 +290,7 @@ def the_size_of_a_tiny_model(bench: Bench) -> None:
 def a_mixture_made_of_a_dense_model(bench: Bench) -> None:
     def weights(**sizes: Any) -> tuple[Any, Any]:
         body = bench.wired({"policy.upcycle": sizes}).policy.body
-        return body.config, body.model.layers[0].mlp.experts.down_proj
+        return body.config, body.model.layers[0].mlp.experts.down_proj.detach()
 
     config, copies = weights(experts=5, experts_per_token=3)
     assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 5, 3)

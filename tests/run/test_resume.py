@@ -66,7 +66,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "policy.warm_up": {"steps": 2, "examples_per_step": 8},
         "reward.kind": EARLY,
     },
-    "upcycled-lora": {"policy.upcycle.noise": 0.1, "policy.lora.rank": 2, "reward.kind": EARLY},
     "two-stages": {
         "task.stages": 2,
         "task.second": {"kind": "reversal"},
@@ -141,7 +140,7 @@ def test_the_runs_do_what_they_are_there_for(straight: Callable[[str], Path]) ->
     for kind in KINDS:
         run = straight(kind)
         first, last = state(run / "checkpoints/step-000001"), state(run / "checkpoints" / f"step-{last_step(run):06d}")
-        weights = "model/adapter_model.safetensors" if "lora" in kind else "model/model.safetensors"
+        weights = "model/adapter_model.safetensors" if kind.startswith("lora") else "model/model.safetensors"
         assert first[weights] != last[weights], kind
         assert all(record["update/applied"] == 1 for record in steps(run)), kind
     assert max(record["groups/rounds"] for record in steps(straight("dapo"))) > 1

@@ -51,14 +51,25 @@ def parting(policy: Policy, texts: Texts) -> Parting:
 def distance(experts: Any) -> float:
     """Root mean square over the pairs of a layer's experts, relative to their norm."""
     apart, size = 0.0, 0.0
-    for weight in (experts.gate_up_proj, experts.down_proj):
-        flat = weight.detach().flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
+    for weight in (_weight(experts, "gate_up_proj"), _weight(experts, "down_proj")):
+        flat = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
         # From the first expert rather than from the mean, which rounding would part from equal copies.
         away = flat - flat[0]
         apart += len(flat) * float(away.square().sum()) - float(away.sum(0).square().sum())
         size += float(flat.square().sum())
-    count = len(experts.down_proj)
+    count = len(flat)
     return float((max(0.0, apart) * 2 / (count * (count - 1)) / (size / count)) ** 0.5)
+
+
+def _weight(experts: Any, name: str) -> Tensor:
+    """[E, ...]: what the experts compute with, adapters that peft wrapped around them included."""
+    added: Any = 0
+    while hasattr(experts, "base_layer"):
+        if experts.parameter_name == name:
+            added = sum(experts.get_delta_weight(adapter) for adapter in experts.active_adapters)
+        experts = experts.base_layer
+    weight: Tensor = getattr(experts, name).detach() + added
+    return weight.detach()
 
 
 def usage(logits: Tensor, chosen: Tensor) -> tuple[float, Tensor]:
