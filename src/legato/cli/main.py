@@ -178,7 +178,7 @@ def sample(
 
 @app.command()
 def export(
-    target: Annotated[str, typer.Argument(help="A run directory.")],
+    target: Annotated[str, typer.Argument(help="A run directory, or a recipe for its model before training.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest.")] = None,
     merge: Annotated[bool, typer.Option("--merge/--adapter", help="LoRA merged into the weights, or as adapter.")] = True,

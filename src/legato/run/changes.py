@@ -18,6 +18,7 @@ FREE = (
 REFUSED = (
     "policy.model",
     "policy.tiny.*",
+    "policy.upcycle*",
     "policy.lora*",
     "policy.warm_up*",
     "policy.frozen",

@@ -147,6 +147,20 @@ class Tiny:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Upcycle:
+    """A dense model made into a mixture of experts, which start as copies of its MLPs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    experts: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = 8
+    """Experts of a layer."""
+    experts_per_token: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = 2
+    """Experts a token is sent to."""
+    noise: NotNegative = 0.0
+    """Standard deviation of noise on the experts, relative to that of each matrix; 0: copies, equal to the dense model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """A short supervised stage before the first step, on training problems and their answers."""
 
@@ -213,6 +227,8 @@ class Policy:
     """Parameters that are not trained, by patterns of their names: "*embed_tokens*"."""
     tiny: Tiny = field(default_factory=Tiny)
     """The size of the models built in code."""
+    upcycle: Upcycle | None = None
+    """Makes a mixture of experts of a dense Llama, Mistral or Qwen3 ("smollm2", "tiny"); absent: it stays as it is."""
     warm_up: WarmUp | None = None
     """A supervised stage before the first step; absent: none."""
     lora: Lora | None = None

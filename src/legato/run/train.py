@@ -12,7 +12,9 @@ import torch
 from legato.core.rollout import Problem
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
+from legato.policy.parting import parting
 from legato.policy.reference import Reference
+from legato.policy.supervised import texts_of
 from legato.run import changes, wire
 from legato.run.execute import Execution, newest_model
 from legato.run.load import load
@@ -277,7 +279,17 @@ def _warm_up(
         if (step + 1) % 10 == 0 or step + 1 == stage.steps:
             directory.append_metrics({"kind": "warm-up", "step": step + 1, "loss": loss})
 
-    wire.warm_up(resolved.config, policy, source, collector, after)
+    examples = wire.warm_up_examples(resolved.config, policy, source, collector)
+
+    def look(when: str) -> None:
+        if resolved.config.policy.upcycle is not None:
+            text = f"{when} the warm-up {parting(policy, texts_of(examples(0)))}"
+            watcher.message(text)
+            directory.append_metrics({"kind": "note", "step": 0, "text": text})
+
+    look("before")
+    wire.warm_up(resolved.config, policy, examples, after)
+    look("after")
 
 
 def _name(resolved: Resolved) -> str:
