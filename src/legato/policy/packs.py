@@ -8,6 +8,7 @@ Each response sees its prompt and itself; the numbers are those of every sequenc
 """
 
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Pack:
         if self.tokens.device == device:
             return self
         found = self
-        if device.type == "cuda":
+        if device.type == "cuda" and find_spec("triton") is not None:
             order = torch.argsort(self.owner, stable=True)
             spans = Spans.of(self.prefix_lengths, self.suffix_lengths[order], self.owner[order], self.positions)
             found = replace(self, spans=spans, reads=Uses.of(self.read, len(self.tokens)))
@@ -97,7 +98,7 @@ class Pack:
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
-        plain = heads.softcap is None and heads.sinks is None
+        plain = heads.softcap is None and heads.sinks is None and heads.key.shape == heads.value.shape
         if plain and self.spans is not None and Spans.serve(query, query.shape[-1]):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             return self.spans.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)

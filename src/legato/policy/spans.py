@@ -6,7 +6,7 @@ sequence is then right for both. The backward gathers again, and adds what came 
 float32 in a fixed order.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -77,11 +77,11 @@ class Spans:
     longest_query: int
     longest_keys: int
     keys: Uses
-    places: Tensor
-    """[N] int32: the position of each token in its text."""
-    query_tiles: Tensor
+    places: Tensor | None = None
+    """[N] int32: the position of each token in its text; this and the tiles for our own kernel only."""
+    query_tiles: Tensor | None = None
     """[tiles, 5] int32: first token, its span from and to, the prompt's first token and length (0: none)."""
-    key_tiles: Tensor
+    key_tiles: Tensor | None = None
     """[tiles, 5] int32: first token, its span from and to, the responses that look at it from and to."""
 
     @classmethod
@@ -100,15 +100,22 @@ class Spans:
         lengths = torch.cat([prefix_lengths, torch.stack([seen, suffix_lengths], 1).reshape(-1)])
         shift = firsts - (lengths.cumsum(0) - lengths)
         index = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-        return cls(
+        found = cls(
             query_ends=_ends(query_lengths),
             key_ends=_ends(key_lengths),
             longest_query=int(query_lengths.max()),
             longest_keys=int(key_lengths.max()),
             keys=Uses.of(index, tokens),
+        )
+        if KERNEL == "flash":
+            return found
+        looked_at = _looked_at(prefix_lengths, prefix_first, owner)
+        looking = _looking(suffix_lengths, suffix_first, owner, len(prefix_lengths))
+        return replace(
+            found,
             places=positions.int(),
-            query_tiles=_tiles(query_lengths, QUERY_TILE, *_looked_at(prefix_lengths, prefix_first, owner)),
-            key_tiles=_tiles(query_lengths, KEY_TILE, *_looking(suffix_lengths, suffix_first, owner, len(prefix_lengths))),
+            query_tiles=_tiles(query_lengths, QUERY_TILE, *looked_at),
+            key_tiles=_tiles(query_lengths, KEY_TILE, *looking),
         )
 
     @staticmethod
@@ -157,11 +164,13 @@ class _Attend(torch.autograd.Function):
         spans: Spans = ctx.spans
         # With a key head per query head the kernel's own sum over them, which is slow, falls away.
         repeat = query.shape[1] // key.shape[1]
+        keys, values = take(key, value, spans.keys.index, repeat)
         with _same_every_time():
             to_query, to_keys, to_values = torch.ops.aten._flash_attention_backward(
                 gradients[0].contiguous(),
                 query,
-                *take(key, value, spans.keys.index, repeat),
+                keys,
+                values,
                 out,
                 normaliser,
                 spans.query_ends,
@@ -188,6 +197,7 @@ class _AttendShared(torch.autograd.Function):
         from legato.policy.triton.attention import attend_forward
 
         ctx.spans, ctx.how = spans, (scaling if scaling is not None else query.shape[-1] ** -0.5, window or 0)
+        assert spans.places is not None and spans.query_tiles is not None
         out, normaliser = attend_forward(query, key, value, spans.places, spans.query_tiles, *ctx.how)
         ctx.save_for_backward(query, key, value, out, normaliser)
         return out
@@ -199,6 +209,8 @@ class _AttendShared(torch.autograd.Function):
 
         query, key, value, out, normaliser = ctx.saved_tensors
         spans: Spans = ctx.spans
+        assert spans.places is not None and spans.query_tiles is not None and spans.key_tiles is not None
+        assert spans.places is not None and spans.query_tiles is not None and spans.key_tiles is not None
         tiles = (spans.places, spans.query_tiles, spans.key_tiles)
         given = (query, key, value, out, gradients[0].contiguous(), normaliser)
         return (*attend_backward(*given, *tiles, *ctx.how), None, None, None)
@@ -238,10 +250,14 @@ class _same_every_time:  # noqa: N801  (used as a statement)
     def __enter__(self) -> None:
         self.before = torch.are_deterministic_algorithms_enabled()
         self.warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        # Everything that is allocated here is written whole: there is nothing to fill first.
+        self.fills = torch._C._get_deterministic_fill_uninitialized_memory()
+        torch._C._set_deterministic_fill_uninitialized_memory(False)
         torch.use_deterministic_algorithms(True)
 
     def __exit__(self, *_: object) -> None:
         torch.use_deterministic_algorithms(self.before, warn_only=self.warned)
+        torch._C._set_deterministic_fill_uninitialized_memory(self.fills)
 
 
 def _ends(lengths: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def _tile(source, rows, known, head, HEADS: tl.constexpr, D: tl.constexpr, DP: t
 
 
 @triton.jit
-def _seen(rows, columns, known, places, own: tl.constexpr, WINDOW: tl.constexpr, at, limit):
+def _seen(rows, columns, known, places, own: tl.constexpr, WINDOW: tl.constexpr, at):
     """[rows, columns] bool: what a query may look at; `own`: in its own span, up to itself."""
     seen = known[None, :] & (rows[:, None] >= 0)
     if own:
@@ -45,7 +45,7 @@ def _fold(query, key, value, places, rows, at, begin, end, key_head, best, total
         known = columns < end
         keys = _tile(key, columns, known, key_head, K, D, DP)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(_seen(rows, columns, known, places, own, WINDOW, at, end), scores, float("-inf"))
+        scores = tl.where(_seen(rows, columns, known, places, own, WINDOW, at), scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - safe[:, None])
@@ -89,7 +89,7 @@ def _query_fold(asked, pull, delta, lse, key, value, places, rows, at, begin, en
         known = columns < end
         keys = _tile(key, columns, known, key_head, K, D, DP)
         scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * scale
-        seen = _seen(rows, columns, known, places, own, WINDOW, at, end)
+        seen = _seen(rows, columns, known, places, own, WINDOW, at)
         weights = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
         values = _tile(value, columns, known, key_head, K, D, DP)
         at_weights = tl.dot(pull, tl.trans(values), input_precision="ieee")
