@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 from transformers import AutoModelForCausalLM
 
 from legato.policy import fused
@@ -264,6 +265,12 @@ def test_adapters_come_back_to_the_same_mixture(tmp_path: Path) -> None:
     assert found.distance == pytest.approx(sum(right) / 2, rel=1e-4)
 
 
+def turned(heads: Tensor, projected: fused.Projected) -> Tensor:
+    """Heads [R, n, D] turned by their position."""
+    low, high = heads.chunk(2, -1)
+    return heads * projected.cosine.unsqueeze(1) + torch.cat([-high, low], -1) * projected.sine.unsqueeze(1)
+
+
 @pytest.mark.parametrize("shape", ["llama", "qwen3"])
 def test_fused_layer_parts_know_the_mixture(shape: str) -> None:
     model = upcycle(dense_model(*SHAPES[shape], torch.float64), Upcycling(noise=0.5), seed=0).model
@@ -271,9 +278,15 @@ def test_fused_layer_parts_know_the_mixture(shape: str) -> None:
     held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def ready(layer: int, projected: fused.Projected) -> Tensor:
-        query, key = fused.turned(projected)
-        held[layer] = (key, projected.value.reshape(len(key), -1, projected.width))
-        return query
+        split = (x.reshape(len(x), -1, projected.width) for x in (projected.query, projected.key, projected.value))
+        query, key, value = split
+        if projected.norms is not None:
+            query, key = (
+                rms_norm(x, (projected.width,), weight, projected.norms[2])
+                for x, weight in ((query, projected.norms[0]), (key, projected.norms[1]))
+            )
+        held[layer] = (turned(key, projected), value)
+        return turned(query, projected)
 
     def attend(layer: int, query: Tensor, scaling: float) -> Tensor:
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in held[layer])
@@ -281,7 +294,11 @@ def test_fused_layer_parts_know_the_mixture(shape: str) -> None:
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
-    parts = fused.Parts(ready=ready, attend=attend, add_norm=fused.plain_add_norm, swiglu=fused.plain_swiglu)
+    def add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        total = residual if update is None else residual + update
+        return total, rms_norm(total, (total.shape[1],), weight, epsilon)
+
+    parts = fused.Parts(ready=ready, attend=attend, add_norm=add_norm, swiglu=lambda gate, up: silu(gate) * up)
     assert fused.why_not(body) is None
     with torch.no_grad():
         found = fused.through(body, row, torch.arange(len(row)), parts)
