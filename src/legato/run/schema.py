@@ -220,6 +220,20 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A sampler that differs from the trainer on purpose, to see what such a gap does (docs/mismatch.md)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    kind: Literal["none", "bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed", "stale"] = "none"
+    """What differs: precision of the weights or of stored keys and values, noise on the weights, or their age."""
+    size: Positive | None = None
+    """'perturbed': the standard deviation of the relative noise on a weight; absent: 0.001."""
+    updates: Count | None = None
+    """'stale': how many updates old the sampler's weights are; absent: 4. So many copies are held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
     """How responses are sampled."""
 
@@ -245,6 +259,8 @@ class Rollouts:
     """Sequences decoded together: more is faster and needs more memory."""
     kv_memory_share: Portion = 0.5
     """On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit."""
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +297,8 @@ class Training:
     """The largest norm of the gradient; 0: no limit."""
     anchor: Literal["auto", "recompute", "sampler"] = "auto"
     """Where the old log-probs come from; auto decides by the measured noise floor and says so."""
+    accept_unsafe_anchor: Flag = False
+    """Go on with anchor = "sampler" where the measured noise floor is above a third of the clip band; else the run ends."""
     update_passes: Literal["auto", "one", "two"] = "auto"
     """'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper."""
     skip_silent_rows: Flag = True
