@@ -8,11 +8,13 @@ import pytest
 
 from legato.run.evaluate import evaluate
 from legato.run.load import load
+from legato.run.memory import demand_of
 from legato.run.target import find
 from legato.run.train import resume
+from legato.run.wire import Given, policy_of
 from proof import verdicts
 from proof.command import Command, refused
-from proof.runs import Listener, light, records, small, words
+from proof.runs import SMALL, Listener, light, records, small, words
 
 DIFFERS = {"reward.kind": f"{verdicts.__file__}:early", "rollouts.mismatch.kind": "int8", "training.steps": 2}
 
@@ -90,6 +92,16 @@ def test_accuracy_is_the_policys_own_whatever_samples(kind: str, tmp_path: Path)
     as_trained = ["rollouts.mismatch.kind=none", "rollouts.mismatch.size=false"]
     found = {row.name: row.value for row in evaluate(find(str(run.directory), as_trained)).rows}
     assert found["avg@1"] == last["eval/accuracy_sampled"] and found["greedy"] == last["eval/accuracy_greedy"]
+
+
+def test_copies_are_counted_when_memory_is_estimated() -> None:
+    def parameters(**mismatch: Any) -> int:
+        resolved = load([], (), {**SMALL, **{f"rollouts.mismatch.{name}": value for name, value in mismatch.items()}})
+        return demand_of(resolved, policy_of(resolved, Given())).parameters
+
+    alone = parameters()
+    assert parameters(kind="kv-int8") == alone and parameters(kind="int8") == 2 * alone
+    assert parameters(kind="stale", updates=3) == 5 * alone
 
 
 @pytest.mark.parametrize(("option", "kind"), [("size=0.1", "stale"), ("updates=3", "perturbed"), ("size=0.1", "none")])

@@ -137,8 +137,9 @@ class MismatchedEngine:
             return in_steps(values)
         if self.mismatch.kind == "perturbed":
             source = torch.Generator(values.device).manual_seed(seed_of("mismatch", self.mismatch.seed, name))
-            noise = torch.randn(values.shape, generator=source, device=values.device, dtype=values.dtype)
-            return values * (1 + self.mismatch.size * noise)
+            exact = torch.promote_types(values.dtype, torch.float32)
+            noise = torch.randn(values.shape, generator=source, device=values.device, dtype=exact)
+            return values.to(exact) * (1 + self.mismatch.size * noise)
         return values
 
     @property
