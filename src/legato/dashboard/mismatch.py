@@ -38,7 +38,7 @@ def page(result: Found) -> str:
             "<h1>Samplers that differ from the trainer</h1>",
             f'<div class="facts">{facts}</div>',
             f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in verdicts(result))}</ul>",
-            _card("Noise of a response: |log s| before any update", strips(responses, bounds)),
+            _card("Gap of a response, |log Geo|, beside the clip band (truncation included)", strips(responses, bounds)),
             _card("Gap of a token: |old - behaviour|", strips(tokens, [])),
             _card("old - behaviour: distribution, divergence, effective sizes", table(*gaps(found))),
             _card("Noise floor beside the clip band", table(*floor_rows(found))),
