@@ -31,6 +31,10 @@ def test_the_page_names_the_samplers_that_fall_behind() -> None:
     learning = {s: {way: accuracies(0.9) for way in mismatch.WAYS} for s in mismatch.SAMPLERS}
     learning["int8"]["sampler"] = accuracies(0.6)
     lines = mismatch._conclusions(learning, ["0"])
-    assert lines[0].endswith("at the end: none of them.") and lines[2].endswith("at the end: int8 (30 points).")
+    assert (
+        lines[0].endswith("at the end: none of them.")
+        and "between 90 and 90 %" in lines[3]
+        and lines[2].endswith("at the end: int8 (30 points).")
+    )
     row = mismatch._learning_row("int8", learning["int8"], ["0"])
     assert row == ["int8", "50.0 -> 90.0", "50.0 -> 90.0", "50.0 -> 60.0", "25.0 %"]
