@@ -218,8 +218,8 @@ def _conclusions(learning: dict[str, Any], seeds: list[str]) -> list[str]:
     ]
     lines.append(
         f"- {len(seeds)} seeds on one small task at a high learning rate: with the anchor recomputed, fp16, whose gap is too"
-        f" small to matter, ends between {100 * min(done):.0f} and {100 * max(done):.0f} % by run. Differences of that size say"
-        " nothing, and responses of four tokens nothing about gaps that grow with length."
+        f" small to matter, ends between {100 * min(done):.0f} and {100 * max(done):.0f} % by run. Differences of that size"
+        " say nothing, and responses of four tokens nothing about gaps that grow with length."
     )
     return lines
 
@@ -245,7 +245,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {"learning": {}}
 
     def store() -> None:
-        asked.output.write_text(json.dumps(result, indent=1) + "\n")
+        asked.output.write_text(json.dumps(result) + "\n")
 
     if "measured" not in result:
         result |= {"torch": torch.__version__, "updates": STEPS * UPDATES, "lr": LR, "measured": measure()}
