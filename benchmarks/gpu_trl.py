@@ -16,7 +16,7 @@ from benchmarks import gpu_work as work
 from benchmarks.gpu_measure import GIB, Bench, words
 from benchmarks.gpu_work import Work
 
-FIRST_MICRO = {("0.6B", True): 32, ("1.7B", True): 16, ("0.6B", False): 64, ("1.7B", False): 32}
+FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.7B", False): 64}
 """Rows a micro-batch to try first; halved for as long as memory does not suffice."""
 
 

@@ -95,7 +95,7 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     slots = []
     for share in (1.0, 0.4, 1e-6):
         engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.engine
-        later = 14 * sum(weight.numel() for weight in engine.policy.parameters().values())
+        later = budget.LATER * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)
         bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
         slots.append(engine._prepare([request], limits).room.slots)

@@ -61,6 +61,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "offloaded": {"training.offload_optimizer": True, "reward.kind": EARLY},
     "epochs": {"training.epochs_per_step": 2, "task.shuffle": False, "reward.kind": EARLY, "training.anchor": "recompute"},
     "moe": {"policy.model": "tiny-moe", "policy.tiny.experts": 4, "reward.kind": EARLY},
+    "upcycled": {
+        "policy.upcycle": {"experts": 4, "noise": 0.1},
+        "policy.warm_up": {"steps": 2, "examples_per_step": 8},
+        "reward.kind": EARLY,
+    },
     "two-stages": {
         "task.stages": 2,
         "task.second": {"kind": "reversal"},

@@ -13,7 +13,7 @@ from legato.policy.attention import Heads, as_bias, attend
 from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
 from legato.rollouts.prompts import prompt_texts
-from legato.rollouts.slots import Store, sent
+from legato.rollouts.slots import Store, numbers
 
 TOKENS_AT_ONCE = 16384
 """Of one pass, padding included."""
@@ -39,8 +39,8 @@ def read(policy: Policy, store: Store, openings: Sequence[Opening]) -> None:
     for continued in (False, True):
         chosen = sorted((one for one in openings if (one.known > 0) is continued), key=lambda one: one.new)
         for part in _parts(chosen):
-            entries = sent([one.entry for one in part], store.device)
-            store.prompt_length[entries] = sent([len(one.prompt) for one in part], store.device)
+            entries = numbers([one.entry for one in part], store.device)
+            store.prompt_length[entries] = numbers([len(one.prompt) for one in part], store.device)
             hidden = _continued(policy, store, part, entries) if continued else _whole(policy, store, part, entries)
             store.keep_ending(hidden, entries)
 
@@ -68,7 +68,7 @@ def _continued(policy: Policy, store: Store, openings: Sequence[Opening], entrie
     table = torch.nn.utils.rnn.pad_sequence([one.prompt[one.known :] for one in openings], batch_first=True)
     with policy.attending(view):
         hidden = policy.hidden(table.to(store.device), view.positions)
-    last = sent([one.new - 1 for one in openings], store.device)
+    last = numbers([one.new - 1 for one in openings], store.device)
     return hidden[torch.arange(len(openings), device=store.device), last]
 
 

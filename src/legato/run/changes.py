@@ -19,6 +19,7 @@ FREE = (
 REFUSED = (
     "policy.model",
     "policy.tiny.*",
+    "policy.upcycle*",
     "policy.lora*",
     "policy.warm_up*",
     "policy.frozen",

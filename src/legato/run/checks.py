@@ -85,6 +85,9 @@ def _model(case: Case) -> Iterator[str]:
         yield f"{case.says('policy.tiny.heads')} does not divide {case.says('policy.tiny.hidden')}"
     if tiny.experts_per_token > tiny.experts:
         yield f"{case.says('policy.tiny.experts_per_token')} exceeds {case.says('policy.tiny.experts')}"
+    upcycle = case.config.policy.upcycle
+    if upcycle is not None and upcycle.experts_per_token > upcycle.experts:
+        yield f"{case.says('policy.upcycle.experts_per_token')} exceeds {case.says('policy.upcycle.experts')}"
 
 
 def _mismatch(case: Case) -> Iterator[str]:

@@ -93,7 +93,8 @@ def compare_samplers(
         say("the warm-up of the recipe")
         reward = wire.reward_of(config, wire.Given())
         collector = wire.collector_of(config, policy, source, reward)
-        wire.warm_up(config, policy, source, collector, lambda step, loss: None)
+        examples = wire.warm_up_examples(config, policy, source, collector)
+        wire.warm_up(config, policy, examples, lambda step, loss: None)
     found = {}
     for sampler in chosen:
         say(sampler.name)

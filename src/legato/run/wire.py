@@ -16,6 +16,7 @@ from legato.policy.policy import Policy
 from legato.policy.reference import Reference
 from legato.policy.supervised import Example, supervise
 from legato.policy.tiny import TinyShape
+from legato.policy.upcycle import Upcycling
 from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
@@ -65,6 +66,13 @@ def loading_of(resolved: Resolved) -> Loading:
         lora=None
         if config.lora is None
         else Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets),
+        upcycle=None
+        if config.upcycle is None
+        else Upcycling(
+            experts=config.upcycle.experts,
+            experts_per_token=config.upcycle.experts_per_token,
+            noise=config.upcycle.noise,
+        ),
         tiny=TinyShape(
             hidden=tiny.hidden,
             layers=tiny.layers,
@@ -230,6 +238,15 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
+def weights_fingerprint(policy: Policy) -> str:
+    """A hash of the weights to the bit, whichever algorithm will train them: a value head is not counted."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in policy.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
     """What would stop the first step is told before anything is written."""
     if not policy.parameters():
@@ -293,10 +310,8 @@ _WARM_UP_FROM = 10**9
 """Warm-up problems are numbered from here, so that the first steps do not repeat them in order."""
 
 
-def warm_up(
-    config: Config, policy: Policy, source: Source, collector: Collector, after: Callable[[int, float], None]
-) -> None:
-    """The supervised stage: training problems with their answers, never held-out ones."""
+def warm_up_examples(config: Config, policy: Policy, source: Source, collector: Collector) -> Callable[[int], list[Example]]:
+    """What a step of the supervised stage is taught: training problems with their answers, never held-out ones."""
     stage = config.policy.warm_up
     assert stage is not None
     end = collector.limits.end_tokens[0]
@@ -311,4 +326,13 @@ def warm_up(
             found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
         return found
 
+    return examples
+
+
+def warm_up(
+    config: Config, policy: Policy, examples: Callable[[int], list[Example]], after: Callable[[int, float], None]
+) -> None:
+    """The supervised stage."""
+    stage = config.policy.warm_up
+    assert stage is not None
     supervise(policy, examples, steps=stage.steps, lr=stage.lr, stop_loss=stage.stop_loss, after_step=after)

@@ -24,7 +24,6 @@ from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
 from legato.objectives.clips import TokenLogClip
 from legato.objectives.slots import Context, Region, TokenTrust, Trust
-from legato.policy.packs import pack
 from legato.policy.policy import Channels, Policy
 from legato.training.plan import packs
 from legato.training.tables import Tables
@@ -255,7 +254,7 @@ def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor
             return Coefficients(logprobs=torch.zeros_like(found))
 
         if len(rows):
-            policy.learn(pack(tables.texts, rows), respond)
+            policy.learn(policy.pack(tables.texts, rows), respond)
     for weight in fresh:
         weight.grad = None
     return table
