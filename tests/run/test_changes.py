@@ -19,6 +19,7 @@ PATHS = [option.path for option in options()]
 FREELY = {
     "training.steps",
     "training.probe_every_steps",
+    "training.accept_unsafe_anchor",
     "rollouts.rows_at_once",
     "rollouts.kv_memory_share",
     "policy.gradient_checkpointing",

@@ -73,6 +73,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "reward.kind": EARLY,
     },
     "generators": {"reward.kind": f"{verdicts.__file__}:dice"},
+    "stale": {"rollouts.mismatch": {"kind": "stale", "updates": 3}, "reward.kind": EARLY},
+    "perturbed": {"rollouts.mismatch": {"kind": "perturbed", "size": 0.05}, "reward.kind": EARLY},
+    "kv-int8": {"rollouts.mismatch.kind": "kv-int8", "reward.kind": EARLY},
 }
 
 
@@ -308,6 +311,8 @@ CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "reference": ("grpo-kl", base_in_place_of_reference),
     "numpy's generator": ("generators", generator("numpy")),
     "torch's generator": ("generators", generator("torch")),
+    "past weights": ("stale", forget_tensors("sampler.safetensors", "")),
+    "probed": ("perturbed", forget("trainer", "probed", value=False)),
 }
 
 

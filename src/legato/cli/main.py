@@ -177,6 +177,22 @@ def sample(
 
 
 @app.command()
+def mismatch(
+    target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="Which samplers, as in none,bf16,int8,perturbed:0.01,stale:8,top-p:0.9; none: all.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=2, help="How many problems; else training.prompts_per_step.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for mismatch.json and mismatch.html.")] = Path("mismatch"),
+) -> None:
+    """Measure samplers that differ from the trainer: the gap, its noise beside the clip, what each correction does."""
+    from legato.cli.mismatch import mismatch_command
+
+    mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
+
+
+@app.command()
 def export(
     target: Annotated[str, typer.Argument(help="A run directory, or a recipe for its model before training.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],

@@ -159,10 +159,11 @@ class LocalEngine:
 
     name = "local"
 
-    def __init__(self, policy: Policy, rows_at_once: int = 256) -> None:
+    def __init__(self, policy: Policy, rows_at_once: int = 256, *, way: str | None = None) -> None:
         self.policy = policy
         self.rows_at_once = rows_at_once
-        self._way: str | None = None
+        self._way = way
+        """'blocks', 'cached' or 'recomputed'; None: not looked at yet."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         found: list[list[Response]] = [[] for _ in requests]

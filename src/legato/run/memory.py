@@ -24,11 +24,13 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     every = sum(weight.numel() for weight in policy.model.parameters())
     rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
     slots = min(rollouts.rows_at_once, rows)
+    mismatch = wire.mismatch_of(config)
+    copies = every * min(mismatch.copies, 1) + trained * max(mismatch.copies - 1, 0) if mismatch is not None else 0
     return Demand(
         shape=Shape.of(policy.body.config),
         size=size,
         tokens_per_pack=tokens,
-        parameters=every if lora is None else every - trained,
+        parameters=copies + (every if lora is None else every - trained),
         trained=trained,
         adapter_rank=0 if lora is None else lora.rank,
         eight_bit=training.optimizer == "adamw-8bit",

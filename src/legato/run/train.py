@@ -200,6 +200,7 @@ def resume(
         reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
+        trainer.load_sampler(checkpoint.sampler_state(folder))
         directory.truncate_metrics(int(memory["metrics_position"]))
         execution = Execution(
             resolved=resolved,

@@ -20,7 +20,8 @@ from legato.policy.upcycle import Upcycling
 from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
-from legato.rollouts.engine import Limits
+from legato.rollouts.engine import Engine, Limits
+from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.select import local_engine
@@ -170,9 +171,11 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
+    engine, evaluator = _engines(config, policy)
     return Collector(
         source=source,
-        engine=local_engine(policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share),
+        engine=engine,
+        evaluator=evaluator,
         rendering=rendering_of(config, policy),
         judge=reward.score_all,
         sampling=sampling_of(config),
@@ -184,6 +187,25 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         resampling=config.task.resampling,
         max_refills=config.task.max_refills,
     )
+
+
+def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
+    """What samples, and what evaluations sample with where that is another."""
+    rollouts, mismatch = config.rollouts, mismatch_of(config)
+    if mismatch is None:
+        return local_engine(policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share), None
+    share = rollouts.kv_memory_share / 2
+    engine = MismatchedEngine(policy, mismatch, rollouts.rows_at_once, share)
+    return engine, local_engine(policy, rollouts.rows_at_once, kv_memory_share=share)
+
+
+def mismatch_of(config: Config) -> Mismatch | None:
+    """How the sampler differs from the trainer; None: not at all."""
+    given = config.rollouts.mismatch
+    if given.kind == "none":
+        return None
+    sized = {name: value for name in ("size", "updates") if (value := getattr(given, name)) is not None}
+    return Mismatch(kind=given.kind, seed=config.training.seed, **sized)
 
 
 def held_out_of(config: Config, source: Source, collector: Collector, notes: list[str]) -> list[Problem]:
@@ -270,6 +292,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
             updates_per_step=training.updates_per_step,
             epochs_per_step=training.epochs_per_step,
             anchor=training.anchor,
+            accept_unsafe_anchor=training.accept_unsafe_anchor,
             update_passes=training.update_passes,
             skip_silent_rows=training.skip_silent_rows,
             tokens_per_pack=training.tokens_per_pack,
