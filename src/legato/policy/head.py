@@ -70,7 +70,8 @@ class Head:
 
     def never_holds_logits(self, hidden: Tensor) -> bool:
         """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
-        return self._product(hidden) is not None
+        # Asked of no tokens: under LoRA the answer would otherwise cost a product.
+        return self._product(hidden[:0]) is not None
 
     def _product(self, hidden: Tensor) -> "_Product | None":
         """The layer as one product whose float32 accumulators the device hands out; None where it is more or cannot be."""

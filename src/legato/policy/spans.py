@@ -36,8 +36,7 @@ class Uses:
     @classmethod
     def of(cls, index: Tensor, count: int) -> "Uses":
         order = torch.argsort(index, stable=True)
-        ends = torch.bincount(index, minlength=count).cumsum(0)
-        return cls(index=index, order=order, ends=torch.nn.functional.pad(ends, (1, 0)).int())
+        return cls(index=index, order=order, ends=_ends(torch.bincount(index, minlength=count)))
 
     def take(self, values: Tensor) -> Tensor:
         """[N, ...] to [M, ...], differentiable."""
@@ -210,7 +209,6 @@ class _AttendShared(torch.autograd.Function):
         query, key, value, out, normaliser = ctx.saved_tensors
         spans: Spans = ctx.spans
         assert spans.places is not None and spans.query_tiles is not None and spans.key_tiles is not None
-        assert spans.places is not None and spans.query_tiles is not None and spans.key_tiles is not None
         tiles = (spans.places, spans.query_tiles, spans.key_tiles)
         given = (query, key, value, out, gradients[0].contiguous(), normaliser)
         return (*attend_backward(*given, *tiles, *ctx.how), None, None, None)
@@ -261,6 +259,7 @@ class _same_every_time:  # noqa: N801  (used as a statement)
 
 
 def _ends(lengths: Tensor) -> Tensor:
+    """[n + 1] int32, from 0: where each of n runs ends and the next begins."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
