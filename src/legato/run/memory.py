@@ -5,7 +5,8 @@ from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.resolved import Resolved
 from legato.training.available import available
-from legato.training.memory import Demand, Fit, Shape, fit, gigabytes
+from legato.training.fit import Fit, fit
+from legato.training.memory import Demand, Shape, gigabytes
 
 
 def demand_of(resolved: Resolved, policy: Policy) -> Demand:
