@@ -50,6 +50,8 @@ class Pack:
     """[N]"""
     positions: Tensor
     """[N]"""
+    source: Tensor
+    """[N]: where each token stands in the texts: prompts [G, P] flattened, then responses [B, T]."""
     read: Tensor
     """[K]: at which of the N tokens logits are wanted."""
     targets: Tensor
@@ -215,14 +217,20 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     tokens, written = texts.tokens[rows, :width], texts.mask[rows, :width]
     written = written & (torch.arange(width, device=device) < lengths[:, None])
     last = prefix.gather(1, prefix_lengths[:, None] - 1)[owner]
-    source = torch.cat([last, suffix], 1)[:, :width]
+    read = torch.cat([last, suffix], 1)[:, :width]
     inputs = tokens[:, :deep]
     return Pack(
         rows=rows,
         width=width,
         tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], inputs[in_suffix]]),
         positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], (prefix_lengths[owner, None] + steps)[in_suffix]]),
-        read=source[written],
+        source=torch.cat(
+            [
+                (groups[:, None] * texts.prompts.shape[1] + columns)[in_prefix],
+                (texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps)[in_suffix],
+            ]
+        ),
+        read=read[written],
         targets=tokens[written],
         place=written.reshape(-1).nonzero().squeeze(1),
         temperature=texts.temperature[rows, None].expand(-1, width)[written],
