@@ -102,8 +102,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("router/mismatch_flip", f"the same per layer; {_LAYERS}", "[0, 1]", "as above"),
     Metric("router/mismatch_any_flip", "token-layers where engine and trainer differ in at least one expert / token-layers", "[0, 1]", "as above"),
     Metric("router/mismatch_jaccard", "mean over tokens and layers of 1 - |both| / |either| of engine and trainer", "[0, 1]", "as above"),
-    Metric("router/replay_missing", "tokens read under replay without a record of their routes / tokens read", "[0, 1]", "above 0: the engine did not record them, and they went their own way"),
-    Metric("router/balance", "E times the sum over experts of share of choices times mean probability, mean over layers; with training.load_balance on", "> 0", "1 where the load is even; growing: the loss is too weak"),
     Metric("advantage/zero", "responses with advantage 0 everywhere / responses", "[0, 1]", "near 1: groups have no variance, the data is too easy or too hard"),
     Metric("advantage/absolute", "mean over responses of |A| (its token mean)", ">= 0", "0: nothing to learn"),
     Metric("length/mean", "tokens / responses", ">= 0", "a fall to a few tokens or a climb to the limit"),
