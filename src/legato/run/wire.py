@@ -32,7 +32,7 @@ from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
 from legato.training.tables import needs
-from legato.training.trainer import Trainer, TrainingSettings
+from legato.training.trainer import Trainer, TrainingSettings, routing_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,9 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         )
     return Collector(
         source=source,
-        engine=local_engine(policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share),
+        engine=local_engine(
+            policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share, record_routes=rollouts.record_routes
+        ),
         rendering=rendering_of(config, policy),
         judge=reward.score_all,
         sampling=sampling_of(config),
@@ -214,6 +216,8 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         raise ValueError("nothing is left to train: policy.frozen covers every parameter")
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
+    for option in routing_options(resolved.algorithm, _settings(resolved)):
+        policy.known_routers(option)
     cursor = collector.cursor
     collector.draw(Tally())
     collector.cursor = cursor
@@ -247,18 +251,25 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
                 final_share=training.final_lr_share,
             ),
         ),
-        settings=TrainingSettings(
-            seed=training.seed,
-            prompts_per_step=training.prompts_per_step,
-            updates_per_step=training.updates_per_step,
-            epochs_per_step=training.epochs_per_step,
-            anchor=training.anchor,
-            update_passes=training.update_passes,
-            skip_silent_rows=training.skip_silent_rows,
-            tokens_per_pack=training.tokens_per_pack,
-            probe_every_steps=training.probe_every_steps,
-            minimum_scored=training.minimum_scored,
-        ),
+        settings=_settings(resolved),
+    )
+
+
+def _settings(resolved: Resolved) -> TrainingSettings:
+    training = resolved.config.training
+    return TrainingSettings(
+        seed=training.seed,
+        prompts_per_step=training.prompts_per_step,
+        updates_per_step=training.updates_per_step,
+        epochs_per_step=training.epochs_per_step,
+        anchor=training.anchor,
+        update_passes=training.update_passes,
+        skip_silent_rows=training.skip_silent_rows,
+        tokens_per_pack=training.tokens_per_pack,
+        probe_every_steps=training.probe_every_steps,
+        minimum_scored=training.minimum_scored,
+        routing_replay=training.routing_replay,
+        load_balance=training.load_balance,
     )
 
 
