@@ -15,7 +15,7 @@ def routing(sight: Sight) -> dict[str, Piece]:
         return {}
     pieces: dict[str, Piece] = {
         "router/entropy": sight.token_mean(router.entropy),
-        "router/load": _load(router.experts, sight.signals.mask.tokens, router.count),
+        "router/load": Load(_counts(router.experts, sight.signals.mask.tokens, router.count)),
     }
     if router.old is not None:
         flips = _flips("router/", router.old, router.experts, _where(sight, router.old_known), pieces)
@@ -32,20 +32,18 @@ def _where(sight: Sight, known: Tensor | None) -> Tensor:
 
 def _flips(prefix: str, before: Tensor, after: Tensor, where: Tensor, pieces: dict[str, Piece]) -> Tensor:
     """Measures of how two choices differ; [B, T] the flip rate of each token, mean over the layers."""
-    active = before.shape[-1]
-    shared = shared_experts(before, after).to(torch.float32)
-    inside = where.unsqueeze(-1)
-    flips = torch.where(inside, 1 - shared / active, 0.0)
-    count = where.sum(dtype=torch.float64)
-    layers = flips.shape[-1]
-    by_layer = flips.sum(dim=(0, 1), dtype=torch.float64)
-    any_flip = torch.where(inside, (shared < active).to(flips.dtype), 0.0)
-    distance = torch.where(inside, 1 - shared / (2 * active - shared), 0.0)
-    pieces[f"{prefix}flip_mean"] = Mean(by_layer.sum(), count * layers)
-    pieces[f"{prefix}flip"] = Layered(by_layer, count.expand(layers))
-    pieces[f"{prefix}any_flip"] = Mean(any_flip.sum(dtype=torch.float64), count * layers)
-    pieces[f"{prefix}jaccard"] = Mean(distance.sum(dtype=torch.float64), count * layers)
-    return flips.mean(-1)
+    layers, active = before.shape[-2:]
+    shared = shared_experts(before, after)
+    # All three are functions of how many experts are shared: the token-layers are counted by that, layer by layer.
+    counted = _counts(shared.unsqueeze(-1), where, active + 1)
+    both = torch.arange(active + 1, dtype=torch.float64, device=counted.device)
+    flipped = counted @ (1 - both / active)
+    total, count = counted.sum(), counted.sum(1)
+    pieces[f"{prefix}flip_mean"] = Mean(flipped.sum(), total)
+    pieces[f"{prefix}flip"] = Layered(flipped, count)
+    pieces[f"{prefix}any_flip"] = Mean(total - counted[:, active].sum(), total)
+    pieces[f"{prefix}jaccard"] = Mean((counted @ (1 - both / (2 * active - both))).sum(), total)
+    return 1 - shared.sum(-1) / (layers * active)
 
 
 def _correlations(sight: Sight, flips: Tensor, pieces: dict[str, Piece]) -> None:
@@ -64,9 +62,12 @@ def _correlation(x: Tensor, y: Tensor, where: Tensor) -> Correlation:
     return Correlation(where.sum().double(), x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
 
 
-def _load(experts: Tensor, where: Tensor, count: int) -> Load:
-    layers = experts.shape[2]
-    numbers = experts.long() + torch.arange(layers, device=experts.device)[:, None] * count
-    weights = where[:, :, None, None].expand(experts.shape).reshape(-1).to(torch.float64)
-    counted = weights.new_zeros(layers * count).index_add_(0, numbers.reshape(-1), weights)
-    return Load(counted.reshape(layers, count))
+def _counts(numbers: Tensor, where: Tensor, size: int) -> Tensor:
+    """[M, size] float64: how often each number stands in a layer of [B, T, M, n], over the tokens that count."""
+    layers = numbers.shape[2]
+    # What does not count goes to a layer of its own behind the others.
+    layer = torch.where(where.unsqueeze(-1), torch.arange(layers, device=where.device), layers).unsqueeze(-1)
+    places = (numbers.long() + layer * size).reshape(-1)
+    found = torch.zeros((layers + 1) * size, dtype=torch.float64, device=where.device)
+    found.index_add_(0, places, found.new_ones(1).expand(len(places)))
+    return found.reshape(layers + 1, size)[:layers]

@@ -92,6 +92,8 @@ class Directions:
     replay: Record | None = None
     balance: Balance | None = None
     record: bool = True
+    count: bool = False
+    """Whether choices are counted, for a balance to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +108,9 @@ class Traffic:
     """[N]: the place of each token in a record."""
     missing: Tensor
     """How many of the N had no record where one was asked for."""
-    choices: Tensor
-    """[M, E]: how often each expert was used at positions that predict a token."""
-    mass: Tensor
+    choices: Tensor | None = None
+    """[M, E]: how often each expert was used at positions that predict a token, where that is counted."""
+    mass: Tensor | None = None
     """[M, E]: the sum of the routers' probabilities there."""
 
 
@@ -129,6 +131,8 @@ class Routed:
 
     def widened(self, width: int) -> "Routed":
         more = width - self.experts.shape[1]
+        if not more:
+            return self
 
         def pad(table: Tensor) -> Tensor:
             return nn.functional.pad(table, (0, 0) * (table.dim() - 2) + (0, more))
@@ -212,33 +216,36 @@ class Tap:
 
     def found(self) -> tuple[Routed, Traffic]:
         """What was recorded, once the body has gone forward."""
-        assert all(logits is not None for logits in self.logits), "a router of the body was not passed"
-        packed, routers, read = self.packed, self.routers, self.read
-        chosen = torch.stack([layer.to(routers.index) for layer in self.chosen if layer is not None], 1)
+        packed, read, index = self.packed, self.read, self.routers.index
+        chosen = torch.stack([layer for layer in self.chosen if layer is not None], 1).to(index)
         at_reads = chosen.index_select(0, read)
-        logits = torch.stack([layer.index_select(0, read) for layer in self.logits if layer is not None], 1)
+        logits = torch.stack([layer for layer in self.logits if layer is not None], 1).index_select(0, read)
+        assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
         logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         probabilities = logprobs.exp()
-        old = self.directions.old
-        shape = (len(packed.counts), packed.width)
+        old, shape = self.directions.old, (len(packed.counts), packed.width)
         wanted = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
-        used = at_reads
-        if self.forced is not None and self.known is not None:
-            known = self.known.index_select(0, read)[:, None, None]
-            used = torch.where(known, self.forced.index_select(0, read), at_reads)
         routed = Routed(
             experts=_spread(at_reads, packed.place, shape),
             logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
-            entropy=_spread(-(probabilities * logprobs).sum(-1).mean(1), packed.place, shape),
+            entropy=_spread(torch.linalg.vecdot(probabilities, logprobs).mean(1).neg_(), packed.place, shape),
         )
-        return routed, self._traffic(chosen, used, probabilities.sum(0))
+        counted = self._counted(at_reads, probabilities) if self.directions.count else (None, None)
+        return routed, self._traffic(chosen, *counted)
 
-    def _traffic(self, chosen: Tensor, used: Tensor, mass: Tensor) -> Traffic:
-        packed, experts = self.packed, self.routers.experts
+    def _counted(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, E] twice: choices that were used, forced ones included, and probabilities, over what is read."""
+        used, experts = at_reads, self.routers.experts
+        if self.forced is not None and self.known is not None:
+            known = self.known.index_select(0, self.read)[:, None, None]
+            used = torch.where(known, self.forced.index_select(0, self.read), at_reads)
         layers = torch.arange(used.shape[1], device=used.device)[:, None] * experts
-        counted = torch.zeros(used.shape[1] * experts, dtype=torch.float64, device=used.device)
-        counted.index_add_(0, (used.long() + layers).reshape(-1), counted.new_ones(used.numel()))
-        known, cells = self.known, self.cells
+        choices = torch.zeros(used.shape[1] * experts, dtype=torch.float64, device=used.device)
+        choices.index_add_(0, (used.long() + layers).reshape(-1), choices.new_ones(used.numel()))
+        return choices.reshape(-1, experts), probabilities.sum(0).double()
+
+    def _traffic(self, chosen: Tensor, choices: Tensor | None, mass: Tensor | None) -> Traffic:
+        packed, known, cells = self.packed, self.known, self.cells
         if cells is not None:
             # Every copy of a shared prompt went the same way but for rounding; one of them speaks for it.
             count = len(packed.tokens)
@@ -247,13 +254,14 @@ class Tap:
             of_token.index_copy_(0, places, torch.arange(len(places), device=chosen.device))
             chosen = chosen.index_select(0, of_token[:count])
             known = None if known is None else known | ~cells.inside
+        none = torch.zeros((), dtype=torch.float64, device=chosen.device)
         return Traffic(
             experts=chosen,
             tokens=packed.tokens,
             source=packed.source,
-            missing=counted.new_zeros(()) if known is None else (~known).sum(dtype=torch.float64),
-            choices=counted.reshape(-1, experts),
-            mass=mass.double(),
+            missing=none if known is None else (~known).sum(dtype=torch.float64),
+            choices=choices,
+            mass=mass,
         )
 
 

@@ -35,10 +35,6 @@ def first_update_anchors_itself(algorithm: Algorithm, epochs: int) -> bool:
     )
 
 
-def needs_router_shift(algorithm: Algorithm) -> bool:
-    return "router_shift" in needs(algorithm)
-
-
 def needs_reference(algorithm: Algorithm) -> bool:
     return "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs())
 

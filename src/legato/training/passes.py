@@ -23,7 +23,7 @@ from legato.objectives.slots import State
 from legato.policy.policy import Channels, Policy, joined
 from legato.policy.routing import Balance, Directions, Traffic
 from legato.training.plan import Update
-from legato.training.tables import Tables
+from legato.training.tables import Tables, needs_router_shift
 
 BREAK_EVEN = 1 / 3
 """Two passes cost 1 + 3 (1 - c) forwards, one pass 3: equal at c = 1/3, where c is the share of the tokens computed.
@@ -141,13 +141,15 @@ class _Work:
         own = tables.anchors_itself(rows)
         # R2 has no record of rows that are their own anchor, and needs none: the routes of this very pass are the old ones.
         replay = tables.replay if tables.replay is None or tables.replay.of_sampler or not own else None
-        return Directions(old=None if own else tables.old_experts, replay=replay)
+        return Directions(old=None if own else tables.old_experts, replay=replay, count=self.load_balance > 0)
 
-    def outcome(self, rows: Tensor, channels: Channels) -> tuple[Signals, Outcome]:
-        """The objective on some rows of the update, and what it read."""
+    def outcome(self, rows: Tensor, channels: Channels, measured: bool = True) -> tuple[Signals, Outcome]:
+        """The objective on some rows of the update, and what it read; `measured`: with what only measures read."""
         device = self.tables.device
         groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
         own = self.tables.anchors_itself(rows)
+        if not measured and not needs_router_shift(self.algorithm):
+            channels = replace(channels, routed=None)
         signals = self.tables.signals(sent(rows, device), groups, channels, own, self.first)
         return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
@@ -160,7 +162,7 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         def respond(part: range, channels: Channels, rows: Tensor = rows) -> Coefficients:
             detached = _detached(channels)
             seen.append(_widen(detached, width))
-            return work.outcome(rows[part.start : part.stop], detached)[1].field
+            return work.outcome(rows[part.start : part.stop], detached, measured=False)[1].field
 
         gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
@@ -194,7 +196,7 @@ def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple
     found = [traffic for traffic in gone if traffic is not None]
     if not work.load_balance or not found:
         return None, Sums()
-    choices, mass = (sum((getattr(t, name) for t in found[1:]), getattr(found[0], name)) for name in ("choices", "mass"))
+    choices, mass = (torch.stack([getattr(t, name) for t in found]).sum(0) for name in ("choices", "mass"))
     tokens = signals.mask.lengths.sum(dtype=torch.float64).clamp(min=1)
     shares = choices / choices.sum(-1, keepdim=True).clamp(min=1)
     value = (shares * mass / tokens).sum(-1).mean() * shares.shape[1]

@@ -240,3 +240,7 @@ def _exact(table: Tensor | None) -> Tensor | None:
 def needs(algorithm: Algorithm) -> set[str]:
     """Every signal that some part of the objective reads."""
     return {signal for signals in algorithm.objective.needs().values() for signal in signals}
+
+
+def needs_router_shift(algorithm: Algorithm) -> bool:
+    return "router_shift" in needs(algorithm)

@@ -17,13 +17,13 @@ from legato.core.world import OneProcess, World
 from legato.objectives.slots import State
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
-from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself, needs_router_shift
+from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer
 from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, probe
-from legato.training.tables import Tables, needs
+from legato.training.tables import Tables, needs, needs_router_shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
