@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    results = measured(5 if quick else 50)
+    results = measured(5 if quick else 30)
     print(routing_section(results))
     if not quick:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")

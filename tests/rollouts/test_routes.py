@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from legato.core.batch import collate
 from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored
 from legato.policy.policy import Policy

@@ -15,7 +15,7 @@ def routing(sight: Sight) -> dict[str, Piece]:
         return {}
     pieces: dict[str, Piece] = {
         "router/entropy": sight.token_mean(router.entropy),
-        "router/load": Load(_counts(router.experts, sight.signals.mask.tokens, router.count)),
+        "router/load": _load(router.experts, sight.signals.mask.tokens, router.count),
     }
     if router.old is not None:
         flips = _flips("router/", router.old, router.experts, _where(sight, router.old_known), pieces)
@@ -31,19 +31,17 @@ def _where(sight: Sight, known: Tensor | None) -> Tensor:
 
 
 def _flips(prefix: str, before: Tensor, after: Tensor, where: Tensor, pieces: dict[str, Piece]) -> Tensor:
-    """Measures of how two choices differ; [B, T] the flip rate of each token, mean over the layers."""
+    """Measures of how two choices differ; [B, T] the flip rate of each token, mean over the layers, 0 where not `where`."""
     layers, active = before.shape[-2:]
-    shared = shared_experts(before, after)
-    # All three are functions of how many experts are shared: the token-layers are counted by that, layer by layer.
-    counted = _counts(shared.unsqueeze(-1), where, active + 1)
-    both = torch.arange(active + 1, dtype=torch.float64, device=counted.device)
-    flipped = counted @ (1 - both / active)
-    total, count = counted.sum(), counted.sum(1)
-    pieces[f"{prefix}flip_mean"] = Mean(flipped.sum(), total)
-    pieces[f"{prefix}flip"] = Layered(flipped, count)
-    pieces[f"{prefix}any_flip"] = Mean(total - counted[:, active].sum(), total)
-    pieces[f"{prefix}jaccard"] = Mean((counted @ (1 - both / (2 * active - both))).sum(), total)
-    return 1 - shared.sum(-1) / (layers * active)
+    gone = torch.where(where.unsqueeze(-1), active - shared_experts(before, after), 0).float()
+    count = where.sum(dtype=torch.float64)
+    by_layer, total = gone.sum((0, 1), dtype=torch.float64) / active, count * layers
+    pieces[f"{prefix}flip_mean"] = Mean(by_layer.sum(), total)
+    pieces[f"{prefix}flip"] = Layered(by_layer, count.expand(layers))
+    pieces[f"{prefix}any_flip"] = Mean(gone.sign().sum(dtype=torch.float64), total)
+    # Of K experts each time, K - g both times: 1 - (K - g) / (K + g).
+    pieces[f"{prefix}jaccard"] = Mean((2 * gone / (active + gone)).sum(dtype=torch.float64), total)
+    return gone.sum(-1) / (layers * active)
 
 
 def _correlations(sight: Sight, flips: Tensor, pieces: dict[str, Piece]) -> None:
@@ -51,23 +49,20 @@ def _correlations(sight: Sight, flips: Tensor, pieces: dict[str, Piece]) -> None
     if signals.old_logprobs is None:
         return
     moved = signals.log_ratio("old")
-    pieces["router/flip_token_correlation"] = _correlation(flips, moved.abs(), signals.mask.tokens)
-    jump = sight.sequences.mean(moved).abs()
-    share = sight.sequences.mean(flips.to(moved.dtype))
-    pieces["router/flip_sequence_correlation"] = _correlation(share, jump, sight.counted)
+    pieces["router/flip_token_correlation"] = _correlation(flips, moved.abs(), sight.tokens)
+    share, jump = (torch.where(sight.counted, sight.sequences.mean(x), 0.0) for x in (flips.to(moved.dtype), moved))
+    pieces["router/flip_sequence_correlation"] = _correlation(share, jump.abs(), sight.responses)
 
 
-def _correlation(x: Tensor, y: Tensor, where: Tensor) -> Correlation:
-    x, y = (torch.where(where, value, 0.0).double() for value in (x, y))
-    return Correlation(where.sum().double(), x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum())
+def _correlation(x: Tensor, y: Tensor, count: Tensor) -> Correlation:
+    """Of values that are 0 where they do not count."""
+    x, y = x.reshape(-1).double(), y.reshape(-1).double()
+    return Correlation(count, x.sum(), y.sum(), x.dot(x), y.dot(y), x.dot(y))
 
 
-def _counts(numbers: Tensor, where: Tensor, size: int) -> Tensor:
-    """[M, size] float64: how often each number stands in a layer of [B, T, M, n], over the tokens that count."""
-    layers = numbers.shape[2]
-    # What does not count goes to a layer of its own behind the others.
-    layer = torch.where(where.unsqueeze(-1), torch.arange(layers, device=where.device), layers).unsqueeze(-1)
-    places = (numbers.long() + layer * size).reshape(-1)
-    found = torch.zeros((layers + 1) * size, dtype=torch.float64, device=where.device)
-    found.index_add_(0, places, found.new_ones(1).expand(len(places)))
-    return found.reshape(layers + 1, size)[:layers]
+def _load(experts: Tensor, where: Tensor, count: int) -> Load:
+    layers = experts.shape[2]
+    numbers = experts.long() + torch.arange(0, layers * count, count, device=experts.device).unsqueeze(1)
+    weights = where.double()[:, :, None, None].expand_as(experts)
+    found = weights.new_zeros(layers * count).index_add_(0, numbers.reshape(-1), weights.reshape(-1))
+    return Load(found.reshape(layers, count))

@@ -221,14 +221,13 @@ class Tap:
         at_reads = chosen.index_select(0, read)
         logits = torch.stack([layer for layer in self.logits if layer is not None], 1).index_select(0, read)
         assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
-        logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        probabilities = logprobs.exp()
+        logprobs, probabilities = _softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         old, shape = self.directions.old, (len(packed.counts), packed.width)
         wanted = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
         routed = Routed(
             experts=_spread(at_reads, packed.place, shape),
             logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
-            entropy=_spread(torch.linalg.vecdot(probabilities, logprobs).mean(1).neg_(), packed.place, shape),
+            entropy=_spread((probabilities * logprobs).sum((1, 2)).div_(-logits.shape[1]), packed.place, shape),
         )
         counted = self._counted(at_reads, probabilities) if self.directions.count else (None, None)
         return routed, self._traffic(chosen, *counted)
@@ -288,6 +287,14 @@ class _Balanced(torch.autograd.Function):
         factor = balance.scale * balance.shares.shape[1] / len(balance.shares) / balance.tokens.to(exact)
         pull = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
         return gradients[0], (pull * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """log-probs and probabilities. By hand: over a few experts torch's own goes row by row, and takes five times as long."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    raised = shifted.exp()
+    total = raised.sum(-1, keepdim=True)
+    return shifted.sub_(total.log()), raised.div_(total)
 
 
 def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
