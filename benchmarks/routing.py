@@ -5,7 +5,7 @@
 
 One update (forward, coefficients, backward, metrics) without looking at the routers, with taps, and with taps and R2; and a
 call of the engine without and with its record of experts. The sides take turns in one process on one thread; times are CPU
-time, so that other work on the machine matters little, and ratios are of medians.
+time, so that other work on the machine matters little, and ratios are taken within a round.
 """
 
 import argparse
@@ -139,18 +139,17 @@ def timed(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[f
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Median milliseconds, and how much more than the first side: by medians, and by the medians of each fifth."""
-    base = next(iter(times))
+    """Median milliseconds, and how much more than the first side in the same round: the median over all rounds, and the
+    least and most of the medians of five parts of them. Neighbours in time share what else the machine does."""
+    base = times[next(iter(times))]
     rows: dict[str, Any] = {}
     for name, found in times.items():
-        fifth = max(1, len(found) // 5)
-        parts = [
-            statistics.median(found[i : i + fifth]) / statistics.median(times[base][i : i + fifth]) - 1
-            for i in range(0, fifth * 5, fifth)
-        ]
+        more = [mine / other - 1 for mine, other in zip(found, base, strict=True)]
+        fifth = max(1, len(more) // 5)
+        parts = [statistics.median(more[i : i + fifth]) for i in range(0, fifth * 5, fifth)]
         rows[name] = {
             "milliseconds": 1000 * statistics.median(found),
-            "more": statistics.median(found) / statistics.median(times[base]) - 1,
+            "more": statistics.median(more),
             "more_by_parts": [min(parts), max(parts)],
         }
     return rows
@@ -198,8 +197,8 @@ def routing_section(results: dict[str, Any]) -> str:
         "## Router taps and Routing Replay on a CPU",
         "",
         "`python -m benchmarks.routing`: tiny Qwen3-MoE (2 layers, 8 experts, 2 active), one update of 64 responses with",
-        "GRPO in one pass, metrics included. The sides take turns; CPU time of one thread, medians; in brackets the least",
-        f"and the most of five parts of the run. {results['machine']}.",
+        "GRPO in one pass, metrics included. The sides take turns; CPU time of one thread; the median over rounds of the",
+        f"ratio within a round, in brackets the least and most of five parts of them. {results['machine']}.",
         "",
         "| responses | side | update, ms | more than without | target | |",
         "|---|---|---|---|---|---|",

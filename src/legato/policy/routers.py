@@ -106,14 +106,14 @@ def _made(probabilities: Callable[[Tensor], Tensor], *, over: str, cast: bool) -
     return gates
 
 
-def _gates_of(router: nn.Module) -> Gates | None:
+def _gates_of(router: Any) -> Gates | None:
     """The way of making gates that gives those of copies of the router with random weights, to the bit.
 
     In 16 bits the ways are hardly ever told apart, and in 32 bits it is not seen which of them casts: both are tried.
     """
     # A contract of another kind is no error here: it is what is asked for.
     try:
-        seen = [_trial(router, dtype) for dtype in {torch.float32, next(router.parameters()).dtype}]
+        seen = [_trial(router, dtype) for dtype in {torch.float32, router.weight.dtype}]
         wide, plain = (_in_float32, _of_float32, _as_it_is), (_as_it_is, _in_float32, _of_float32)
         # Where the forward does not tell, the backward of 16 bits would: each family's own softmax is tried first.
         for (over, softmaxes), cast in product((("all, divided", wide), ("all", wide), ("chosen", plain)), (True, False)):
@@ -127,7 +127,7 @@ def _gates_of(router: nn.Module) -> Gates | None:
 
 
 @torch.no_grad()
-def _trial(router: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _trial(router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """What a copy of the router says of some random tokens."""
     trial: Any = copy.deepcopy(router).to(dtype)
     source = torch.Generator().manual_seed(0)
