@@ -5,6 +5,7 @@ goes; that is what `Policy.learn` does with it. The bare matrix products are mea
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class OurHead:
         self.policy = load_policy(body, loading, tokenizer=tokenizer())
         self.head = Head.of(self.policy.body)
         self.weight: Tensor = self.policy.body.get_output_embeddings().weight
+        # As the optimizer has it: gradients add up in float32.
+        self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
     def runs(self, given: Sequences) -> list[Sequences]:
@@ -353,17 +356,36 @@ def bare_products(bench: Bench, given: Sequences) -> Callable[[], Any]:
     return call
 
 
+def only_active(given: Sequences) -> Sequences:
+    """The sequences with an advantage."""
+    lives = [number for number, value in enumerate(given.advantages.tolist()) if value]
+    tokens = (given.advantages != 0)[given.owner]
+    counts = tuple(given.counts[number] for number in lives)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(given.owner.device)
+    return replace(
+        given,
+        hidden=given.hidden[tokens].contiguous(),
+        targets=given.targets[tokens],
+        owner=owner,
+        counts=counts,
+        lengths=given.lengths[lives],
+        old=given.old[tokens],
+        advantages=given.advantages[lives],
+        temperatures=given.temperatures[tokens],
+    )
+
+
 def active_part(bench: Bench) -> dict[str, Any]:
-    """B3: sequences without an advantage leave the backward products."""
+    """B3: the head over the sequences that have a gradient, as the second pass of an update is given them."""
     size = _size(bench, BOLD)
     ours = OurHead(bench, size[1], size[2])
     calls: dict[str, Callable[[], Any]] = {}
     share = {}
     for active in ACTIVE:
         given = sequences(bench, size, 1.0, ours.weight, active)
-        calls[f"{active:g}"] = _freshly(ours.learn, given)
         alive = (given.advantages != 0)[given.owner]
         share[f"{active:g}"] = float(alive.double().mean())
+        calls[f"{active:g}"] = _freshly(ours.learn, only_active(given))
     calls["forward"] = _quietly(ours.score, given)
     rounds = _rounds(bench, BOLD) if bench.tiny else {"warm": 5, "samples": 15, "seconds": 20.0}
     return {"size": list(size), "active_tokens": share, "calls": bench.interleaved(calls, **rounds)}

@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results" / "gpu.json"
 TITLES = {
     "B1": "B1. The head forward: log-probs and entropies",
     "B2": "B2. The head forward and backward: a GSPO loss over 64 sequences",
-    "B3": "B3. Rows without a gradient leave the head's backward products",
+    "B3": "B3. The head where only some sequences have a gradient",
     "B4": "B4. The update phase on fixed rollouts",
     "B5": "B5. A group's prompt computed once",
     "B6": "B6. Rows without a gradient are skipped",
@@ -45,10 +45,14 @@ def _failed(parts: Parts) -> list[str]:
 
 
 def _runs(parts: Parts) -> list[str]:
-    """Which parts come from an earlier run than the rest of the section, and so from earlier code."""
-    newest = max((part["run"] for part in parts.values()), default="")
-    earlier = [name for name, part in parts.items() if part["run"] != newest and "error" not in part]
-    return [f"- From an earlier run than {newest}: {'; '.join(earlier)}."] if earlier else []
+    """When each part was measured: runs of different times are of different states of the code."""
+    by_run: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if "error" not in part:
+            by_run.setdefault(part["run"], []).append(name)
+    if len(by_run) == 1:
+        return [f"- Measured in the run of {next(iter(by_run))}."]
+    return [f"- Run of {run}: {'; '.join(names)}." for run, names in sorted(by_run.items())]
 
 
 def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
@@ -90,15 +94,15 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
 def _active(parts: Parts) -> list[str]:
     part = parts.get("active", {})
     calls = part.get("calls", {})
-    if not all("seconds" in calls.get(name, {}) for name in ("1", "forward")):
+    if "seconds" not in calls.get("1", {}):
         return []
-    forward = calls["forward"]["seconds"]
-    whole = calls["1"]["seconds"] - forward
-    table = []
-    for name, share in part["active_tokens"].items():
-        back = calls[name]["seconds"] - forward
-        table.append((name, f"{share:.0%}", f"{1e3 * back:.2f}", f"{back / whole:.2f}"))
-    return rows("active sequences | active tokens | backward, ms | of the whole", table)
+    whole = calls["1"]["seconds"]
+    table = [
+        (name, f"{share:.0%}", f"{1e3 * calls[name]['seconds']:.2f}", f"{calls[name]['seconds'] / whole:.2f}")
+        for name, share in part["active_tokens"].items()
+        if "seconds" in calls[name]
+    ]
+    return rows("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
 
 
 def _updates(parts: Parts) -> list[str]:
@@ -306,8 +310,11 @@ NOTES = {
     "B4": "32 prompts x 8, prompts of 200 to 312 tokens, responses log-normal with mean 405 and at most 1024 tokens, 4"
     " updates, gspo at its published band, rewards from a fixed table. Useful tokens: response tokens of all rows."
     " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by the pairs looked"
-    " at; no padding, no recomputation) over the time and the product ceiling of the same run. Both sides recompute"
-    " the old log-probs unless said otherwise. Ours keeps float32 master weights and moments; TRL's strong setting has"
+    " at; the forward of a first pass counts as what it is; no padding, no recomputed layers) over the time and the"
+    " product ceiling of the same run. Rows that are skipped are useful tokens all the same: one pass skips none. Peak"
+    " memory is of the micro-batch each side chose: 16k tokens of ours, rows padded to the longest of theirs."
+    " Both sides recompute the old log-probs unless said otherwise. Ours keeps float32 master weights and moments; TRL's"
+    " strong setting has"
     " everything in bfloat16.",
     "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 16k tokens. r = G (P + R) / (P + G R).",
     "B6": "0.6B shape, learning rate 0, old log-probs set so that exactly these rows are clipped. The cost table: one pass"
@@ -317,10 +324,12 @@ NOTES = {
     " and the keys and values of the rows still being written. vLLM was not measured.",
     "B8": "32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; our side on its defaults, anchor and passes"
     " chosen by the run.",
+    "B3": "Time of the head, forward and backward, over the sequences that have a gradient: what a second pass computes.",
     "B10": "0.6B shape with random weights, 64 responses sampled by the engine and cut to each length. Same path: with and"
     " without a gradient in the same packs. Different packs: packs of 16k tokens and every row alone. Engine: its own"
-    " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. TRL: its old log-"
-    " probs and its new ones, rows shuffled, nothing learnt between.",
+    " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. Clipped: half of the rows"
+    " outside the band, since the sign of the advantage decides whether the clip acts. TRL: its old log-probs and its"
+    " new ones, rows shuffled, nothing learnt between.",
     "B11": "1.7B shape; weights, gradients and optimizer state included.",
 }
 
@@ -333,7 +342,8 @@ def gpu_section(document: dict[str, Any]) -> str:
     lines = [
         "## On a GPU",
         "",
-        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`).",
+        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Under each table stands its run;"
+        " runs of different times are of different states of the code.",
         "",
         f"One {machine['device']}; torch {machine['torch']}, transformers {machine['transformers']},"
         f" Python {machine['python']}; Qwen3 shapes with random weights, bfloat16.",

@@ -15,8 +15,9 @@ import torch
 from benchmarks import gpu_work as work
 from benchmarks.gpu_measure import GIB, Bench, words
 from benchmarks.gpu_work import Work
+from benchmarks.trl_settings import never_ending, sequence_settings
 
-FIRST_MICRO = {("0.6B", True): 32, ("1.7B", True): 16, ("0.6B", False): 64, ("1.7B", False): 32}
+FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.7B", False): 64}
 """Rows a micro-batch to try first; halved for as long as memory does not suffice."""
 
 
@@ -57,40 +58,23 @@ def trainer_of(
             rollout_func=fixed if texts is None else None,
             args=trl.GRPOConfig(
                 output_dir=folder,
+                **sequence_settings(
+                    updates=work.UPDATES, learning_rate=work.LEARNING_RATE, low=work.CLIP_LOW, high=work.CLIP_HIGH
+                ),
                 use_cpu=not bench.cuda,
                 bf16=bench.cuda,
                 gradient_checkpointing=not strong,
                 use_liger_kernel=liger,
-                report_to=[],
-                save_strategy="no",
-                disable_tqdm=True,
-                logging_steps=work.UPDATES,
-                shuffle_dataset=False,
-                seed=0,
                 per_device_train_batch_size=micro,
                 gradient_accumulation_steps=rows // micro,
                 steps_per_generation=work.UPDATES * rows // micro,
                 num_generations=samples,
-                num_iterations=1,
                 max_steps=work.UPDATES * steps,
                 max_completion_length=longest,
-                temperature=1.0,
-                learning_rate=work.LEARNING_RATE,
-                lr_scheduler_type="constant",
-                max_grad_norm=1.0,
-                beta=0.0,
-                epsilon=work.CLIP_LOW,
-                epsilon_high=work.CLIP_HIGH,
-                loss_type="grpo",
-                importance_sampling_level="sequence",
                 **options,
             ),
         )
-    # An end token that no model writes: responses have the length asked for.
-    never = [made.get_input_embeddings().weight.shape[0]]
-    trainer.eos_token_ids = trainer.generation_config.eos_token_id = never
-    trainer.generation_kwargs["eos_token_id"] = never
-    return trainer
+    return never_ending(trainer, made)
 
 
 def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any]]:

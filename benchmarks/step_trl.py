@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from benchmarks import step_work as work
+from benchmarks.trl_settings import never_ending, sequence_settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -41,39 +42,21 @@ def trainer_of(given: dict[str, Any], folder: str) -> Any:
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts, "number": list(range(len(asked)))}),
         args=trl.GRPOConfig(
             output_dir=folder,
+            **sequence_settings(
+                updates=work.UPDATES, learning_rate=work.LEARNING_RATE, low=work.CLIP_LOW, high=work.CLIP_HIGH
+            ),
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            # Once a whole step, as our trainer reports.
-            logging_steps=work.UPDATES,
-            shuffle_dataset=False,
-            seed=0,
             per_device_train_batch_size=work.SAMPLES * work.PROMPTS // work.UPDATES,
             gradient_accumulation_steps=1,
             steps_per_generation=work.UPDATES,
             num_generations=work.SAMPLES,
-            num_iterations=1,
             max_steps=work.UPDATES * len(asked) // work.PROMPTS,
             max_completion_length=work.TOKENS,
-            temperature=1.0,
-            learning_rate=work.LEARNING_RATE,
-            lr_scheduler_type="constant",
-            max_grad_norm=1.0,
-            beta=0.0,
-            epsilon=work.CLIP_LOW,
-            epsilon_high=work.CLIP_HIGH,
-            loss_type="grpo",
-            importance_sampling_level="sequence",
         ),
     )
-    # An end token that no model writes: every response has its full length.
-    never = [model.get_input_embeddings().weight.shape[0]]
-    trainer.eos_token_ids = trainer.generation_config.eos_token_id = never
-    trainer.generation_kwargs["eos_token_id"] = never
-    return trainer
+    return never_ending(trainer, model)
 
 
 class Clock(transformers.TrainerCallback):

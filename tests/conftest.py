@@ -24,8 +24,8 @@ MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) f
 
 if find_spec("pydantic") is None:
     # A machine without pydantic runs everything up to `training`; the rooms above stay unopened there.
-    MODULES = {name for name in MODULES if name.split(".")[1] not in ("run", "cli")}
-    DOORS = {name for name in DOORS if name.split(".")[1] not in ("run", "cli")}
+    MODULES = {name for name in MODULES if name.split(".")[1] not in ("run", "compare", "cli")}
+    DOORS = {name for name in DOORS if name.split(".")[1] not in ("run", "compare", "cli")}
 
 with install_import_hook(sorted(MODULES - DOORS), "shape_check.check"):
     for name in sorted(MODULES | DOORS):

@@ -184,7 +184,7 @@ def test_a_target_is_met_missed_or_not_measured() -> None:
     found = {target.what: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
     assert found["whole step, against TRL defaults"].met is False
     assert found["whole step, against TRL defaults"].shown == "4.0x"
-    assert found["weight sync"].met is True
+    assert found["weights copied from trainer to engine (they are the same tensors)"].met is True
 
 
 def test_the_spread_is_of_the_samples() -> None:

@@ -286,6 +286,20 @@ def the_size_of_a_tiny_model(bench: Bench) -> None:
     assert (config.num_experts, config.num_experts_per_tok) == (5, 3)
 
 
+@effect("policy.upcycle", "policy.upcycle.experts", "policy.upcycle.experts_per_token", "policy.upcycle.noise")
+def a_mixture_made_of_a_dense_model(bench: Bench) -> None:
+    def weights(**sizes: Any) -> tuple[Any, Any]:
+        body = bench.wired({"policy.upcycle": sizes}).policy.body
+        return body.config, body.model.layers[0].mlp.experts.down_proj.detach()
+
+    config, copies = weights(experts=5, experts_per_token=3)
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 5, 3)
+    assert bool((copies == copies[0]).all())
+    _, disturbed = weights(experts=5, experts_per_token=3, noise=0.1)
+    assert float((disturbed - copies).std() / copies.std()) == pytest.approx(0.1, rel=0.05)
+    assert bench.wired().policy.body.config.model_type == "qwen3"
+
+
 @effect("policy.warm_up.stop_loss")
 def a_warm_up_that_has_learnt_enough(bench: Bench) -> None:
     stage = {"steps": 30, "examples_per_step": 4, "lr": 1e-3}

@@ -95,11 +95,27 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     slots = []
     for share in (1.0, 0.4, 1e-6):
         engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.engine
-        later = 14 * sum(weight.numel() for weight in engine.policy.parameters().values())
+        later = budget.LATER * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)
         bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
         slots.append(engine._prepare([request], limits).room.slots)
     assert slots == [64, 24, 1]
+
+
+@effect("rollouts.mismatch.kind", "rollouts.mismatch.size", "rollouts.mismatch.updates")
+def a_sampler_that_differs(bench: Bench) -> None:
+    def gap(options: dict[str, Any]) -> float:
+        named = {f"rollouts.mismatch.{name}": value for name, value in options.items()}
+        steps = bench.run({**EARLY, **named, "training.steps": 3, "training.anchor": "recompute"}).steps
+        return max(float(step["mismatch/max"]) for step in steps)
+
+    assert gap({}) < 1e-5
+    for kind in ("bf16", "fp16", "int8", "kv-bf16", "kv-int8"):
+        assert gap({"kind": kind}) > 1e-5, kind
+    sizes = [gap({"kind": "perturbed", "size": size}) for size in (1e-3, 1e-2)]
+    assert sizes[1] > 3 * sizes[0] > 0 and sizes[0] == gap({"kind": "perturbed"})
+    ages = [gap({"kind": "stale", "updates": updates}) for updates in (1, 2, 4)]
+    assert 1e-3 < ages[0] < ages[1] < ages[2] == gap({"kind": "stale"})
 
 
 # Training
@@ -203,6 +219,16 @@ def where_the_anchor_comes_from(bench: Bench) -> None:
         for choice in ("recompute", "sampler")
     }
     assert passes["recompute"] > passes["sampler"]
+
+
+@effect("training.accept_unsafe_anchor")
+def an_anchor_that_is_not_safe(bench: Bench) -> None:
+    options = {**EARLY, "training.anchor": "sampler", "rollouts.mismatch.kind": "int8"}
+    with pytest.raises(ValueError, match="is not safe here"):
+        bench.run(options)
+    taken = bench.run({**options, "training.accept_unsafe_anchor": True})
+    words = next(record for record in taken.metrics if record["kind"] == "probe")["words"]
+    assert "the engine's log-probs are the anchor" in words and "warning: engine and trainer differ" in words
 
 
 @effect("training.update_passes")

@@ -29,4 +29,15 @@ def slow(rollout: Any) -> float:
     return odd(rollout)
 
 
+def fatal(rollout: Any) -> float:
+    """Ends the whole process after an evaluation of 4 problems, sampled and greedy, and a step of 16 rollouts."""
+    global calls
+    calls += 1
+    if calls > 4 + 4 + 16:
+        print("legato: out of memory, says the machine", flush=True)
+        os._exit(7)
+    return odd(rollout)
+
+
+calls = 0
 NOT_CALLABLE = 3

@@ -22,7 +22,7 @@ def commands() -> list[str]:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in BLOCK.findall(page.read_text()):
             found += [line.split("  #")[0].strip() for line in block.splitlines()]
-    for recipe in sorted((ROOT / "recipes").glob("*.toml")):
+    for recipe in sorted((ROOT / "recipes").rglob("*.toml")):
         found += re.findall(r"^# Command: (.*)$", recipe.read_text(), re.MULTILINE)
     pieces = [piece.strip() for line in found for piece in line.split("&&")]
     return sorted({piece for piece in pieces if re.match(r"(\.venv/bin/)?legato |make ", piece)})
@@ -55,7 +55,8 @@ def test_every_make_target_exists(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if not c.startswith("make ")])
-def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path) -> None:
+def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     words = shlex.split(command)[1:]
     words = [str(run) if word == "runs/NAME" else str(tmp_path / word) if word == "my-model" else word for word in words]
     if words[0] == "train":
@@ -65,5 +66,13 @@ def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path) -> N
             load([ROOT / word for word in words[1:] if word.endswith(".toml")], [w for w in words[1:] if "=" in w])
             return
         words += [*SMALL, f"output.directory={tmp_path}"]
+    if words[0] == "compare":
+        if "--arm" not in words:
+            from legato.compare.definition import from_file
+            from legato.compare.jobs import differences, jobs
+
+            assert differences(jobs(from_file(Path(words[1]), {}), tmp_path)) == []
+            return
+        words += [*SMALL, "--seeds", "0", "--out", str(tmp_path)]
     done = subprocess.run(legato(*words), capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

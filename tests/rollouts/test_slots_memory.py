@@ -258,7 +258,7 @@ def test_a_body_beside_the_interface_is_told_of_once_when_it_is_loaded() -> None
     made = load_policy(bloom(), Loading(device="cpu"), tokenizer=Words())
     engine = local_engine(made, 4)
     (note,) = made.notes
-    assert "does not attend through the interface of transformers" in note
+    assert "cannot be laid out in packs" in note
     (found,) = engine.generate([Request(prompt=torch.tensor([3, 4]), seeds=(1,))], Sampling(), LIMITS)
     assert len(found) == 1
 

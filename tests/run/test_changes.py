@@ -19,6 +19,7 @@ PATHS = [option.path for option in options()]
 FREELY = {
     "training.steps",
     "training.probe_every_steps",
+    "training.accept_unsafe_anchor",
     "rollouts.rows_at_once",
     "rollouts.kv_memory_share",
     "policy.gradient_checkpointing",
@@ -62,7 +63,7 @@ def run(straight: Path, tmp_path: Path) -> Path:
 
 def test_every_option_has_its_place() -> None:
     for path in PATHS:
-        below = path.startswith(("policy.tiny.", "policy.lora", "policy.warm_up"))
+        below = path.startswith(("policy.tiny.", "policy.upcycle", "policy.lora", "policy.warm_up"))
         free = path in FREELY or path.startswith(("evaluation.", "output."))
         expected = "refused" if path in NEVER or below else "free" if free else "flag"
         assert verdict(path) == expected, path
@@ -102,6 +103,7 @@ def test_what_makes_another_run_needs_the_flag(word: str, run: Path, straight: P
     [
         "policy.model=tiny-moe",
         "policy.tiny.hidden=64",
+        "policy.upcycle.experts=4",
         "policy.lora.rank=2",
         "policy.warm_up.steps=1",
         "policy.dtype=float64",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import legato
 from legato.core.parts import Part, lookup, names
-from legato.run import kinds, schema
+from legato.run import kinds, schema, wire
 from legato.run.document import docstrings, document, options
 from legato.run.layers import read_word
 from legato.run.load import dump, load
@@ -33,12 +33,19 @@ def test_every_recipe_loads_and_says_what_it_is(path: Path) -> None:
     header = path.read_text().split("\n\n")[0]
     assert f"legato train recipes/{path.name}" in header
     assert "# Machine: " in header
-    deviations = {"smollm2": ("training.updates_per_step = 2 (gspo: 4)",)}
-    assert resolved.deviations == deviations.get(path.stem, ())
+    fewer_updates = ("training.updates_per_step = 2 (gspo: 4)",)
+    assert resolved.deviations == (fewer_updates if path.stem.startswith("smollm2") else ())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_finds_the_held_out_problems_it_asks_for(path: Path) -> None:
+    config = load([path]).config
+    if config.task.kind in names("task"):
+        assert len(wire.source_of(config, wire.Given()).held_out(config.task.held_out)) == config.task.held_out
 
 
 def test_the_recipes_that_are_promised_are_there() -> None:
-    promised = {"tiny", "tiny-moe", "smollm2", "qwen3-0.6b-gsm8k", "qwen3-1.7b-gsm8k", "qwen3-30b-a3b"}
+    promised = {"tiny", "tiny-moe", "smollm2", "smollm2-moe", "qwen3-0.6b-gsm8k", "qwen3-1.7b-gsm8k", "qwen3-30b-a3b"}
     assert promised <= {path.stem for path in RECIPES}
 
 

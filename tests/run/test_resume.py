@@ -69,6 +69,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "offloaded": {"training.offload_optimizer": True, "reward.kind": EARLY},
     "epochs": {"training.epochs_per_step": 2, "task.shuffle": False, "reward.kind": EARLY, "training.anchor": "recompute"},
     "moe": {"policy.model": "tiny-moe", "policy.tiny.experts": 4, "reward.kind": EARLY},
+    "upcycled": {
+        "policy.upcycle": {"experts": 4, "noise": 0.1},
+        "policy.warm_up": {"steps": 2, "examples_per_step": 8},
+        "reward.kind": EARLY,
+    },
     "two-stages": {
         "task.stages": 2,
         "task.second": {"kind": "reversal"},
@@ -76,6 +81,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "reward.kind": EARLY,
     },
     "generators": {"reward.kind": f"{verdicts.__file__}:dice"},
+    "stale": {"rollouts.mismatch": {"kind": "stale", "updates": 3}, "reward.kind": EARLY},
+    "perturbed": {"rollouts.mismatch": {"kind": "perturbed", "size": 0.05}, "reward.kind": EARLY},
+    "kv-int8": {"rollouts.mismatch.kind": "kv-int8", "reward.kind": EARLY},
 }
 
 
@@ -311,6 +319,8 @@ CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "reference": ("grpo-kl", base_in_place_of_reference),
     "numpy's generator": ("generators", generator("numpy")),
     "torch's generator": ("generators", generator("torch")),
+    "past weights": ("stale", forget_tensors("sampler.safetensors", "")),
+    "probed": ("perturbed", forget("trainer", "probed", value=False)),
 }
 
 

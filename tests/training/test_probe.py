@@ -18,7 +18,7 @@ from legato.policy.load import Loading, load_policy
 from legato.policy.packs import Pack, Texts
 from legato.policy.policy import Channels, Policy
 from legato.policy.routing import Directions
-from legato.training.probe import Floor, Gap, band, measured, probe
+from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measured, probe
 from legato.training.tables import Tables
 from policy.exact import family, policy_of
 from training.steps import batch_by_hand
@@ -323,9 +323,19 @@ def test_a_floor_says_what_was_measured_and_chosen() -> None:
         "numerics of the ratio with nothing trained, max |s - 1|: 0 on the same path, 1.0e-07 in other packs, 5.0e-04 engine"
         " against trainer",
         "outside the clip band of 3.0e-04: 0 %, 0 %, 1.56 % of responses; old log-probs are recomputed",
+        "engine and trainer differ by up to 5.0e-04 where 1.0e-04 would be safe: its log-probs cannot be the anchor",
     ]
     assert "the engine's log-probs are the anchor" in found_floor().lines("sampler")[1]
-    assert "12.5 % of tokens score differently" in found_floor(same_tokens=0.125).lines("sampler")[2]
+    assert found_floor().lines("sampler")[2].startswith("warning: engine and trainer differ by up to 5.0e-04")
+    assert "12.5 % of tokens score differently" in found_floor(same_tokens=0.125).lines("sampler")[3]
+    assert len(found_floor(engine=replace(found_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
+
+
+def test_a_refusal_has_the_numbers_and_the_way_round_it() -> None:
+    said = str(UnsafeAnchorError(found_floor()))
+    for word in ("5.0e-04", "1.56 % of responses", "1.0e-04", "3.0e-04", "accept_unsafe_anchor=true", "anchor=auto"):
+        assert word in said
+    assert found_floor().fills_the_band and not found_floor(band=None).fills_the_band
 
 
 def test_every_figure_is_a_documented_metric_and_the_other_way_round() -> None:

@@ -88,6 +88,46 @@ def resume(
     raise typer.Exit(resume_command(run, words or [], allow_changes))
 
 
+@app.command()
+def compare(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]... [PATH=VALUE]...", help="A comparison file, or recipes; options of every arm."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(help="An algorithm, or 'NAME PATH=VALUE ...'. The first is what the others are compared with."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="As in 0,1,2 or 0-4; without it 0,1,2.")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="PATH=VALUE,VALUE: every arm at each; finds where each becomes unstable.")
+    ] = None,
+    parallel: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one per GPU given, else one.")] = 0,
+    gpus: Annotated[str, typer.Option(help="GPUs to deal the runs to, as in 0,1,2,3.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The folder of the comparison; else runs/compare-RECIPE.")] = None,
+    unequal: Annotated[bool, typer.Option("--unequal", help="Arms may differ in problems, model or budget.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
+) -> None:
+    """Compare arms over seeds: legato compare recipes/tiny.toml --arm grpo --arm gspo --seeds 0-4
+
+    The same command again goes on where it was stopped.
+    """
+    from legato.cli.comparison import compare_command
+
+    code = compare_command(
+        arguments or [],
+        arms=arm or [],
+        seeds=seeds,
+        sweep=sweep or [],
+        parallel=parallel,
+        gpus=gpus,
+        out=out,
+        unequal=unequal,
+        retry_failed=retry_failed,
+    )
+    raise typer.Exit(code)
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],
@@ -137,8 +177,24 @@ def sample(
 
 
 @app.command()
+def mismatch(
+    target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="Which samplers, as in none,bf16,int8,perturbed:0.01,stale:8,top-p:0.9; none: all.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=2, help="How many problems; else training.prompts_per_step.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for mismatch.json and mismatch.html.")] = Path("mismatch"),
+) -> None:
+    """Measure samplers that differ from the trainer: the gap, its noise beside the clip, what each correction does."""
+    from legato.cli.mismatch import mismatch_command
+
+    mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
+
+
+@app.command()
 def export(
-    target: Annotated[str, typer.Argument(help="A run directory.")],
+    target: Annotated[str, typer.Argument(help="A run directory, or a recipe for its model before training.")],
     folder: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest.")] = None,
     merge: Annotated[bool, typer.Option("--merge/--adapter", help="LoRA merged into the weights, or as adapter.")] = True,

@@ -1,32 +1,32 @@
-"""The figures of a run as plotly's plain dictionaries: SVG traces only, colours that read on light and on dark."""
+"""The figures of a run."""
 
 import html
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from legato.dashboard.curves import Bins, Curve, chunks, curve, points, rebinned, short
+from legato.dashboard.curves import Bins, chunks, curve, points, rebinned, short
 from legato.dashboard.legible import legible
 from legato.dashboard.summary import Evaluation, Record, evaluations, number
-
-BLUE, GREEN, AMBER, RED, VIOLET, GREY = "#3b82f6", "#10b981", "#f59e0b", "#ef4444", "#8b5cf6", "#94a3b8"
-UPDATES = ("#06b6d4", "#3b82f6", "#8b5cf6", "#db2777", "#f97316", "#eab308", "#10b981", "#64748b")
-"""One colour per update of a step."""
-
-Trace = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One picture with what to see in it."""
-
-    title: str
-    caption: str
-    data: list[Trace]
-    layout: dict[str, Any]
-    wide: bool = False
+from legato.dashboard.traces import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    UPDATES,
+    VIOLET,
+    Figure,
+    Trace,
+    averaged,
+    axis,
+    band,
+    banded,
+    figure,
+    line,
+    shares,
+)
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
@@ -48,14 +48,14 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _rate(steps),
         _warm_up([record for record in records if record.get("kind") == "warm-up"]),
     )
-    return [figure for figure in made if figure is not None]
+    return [each for each in made if each is not None]
 
 
 def _accuracy(steps: Sequence[Record], held_out: Sequence[Evaluation]) -> Figure | None:
     data: list[Trace] = []
     trained = curve(steps, "accuracy/mean")
     if trained is not None:
-        data += _banded(trained, "training problems", GREY)
+        data += banded(trained, "training problems", GREY)
     for name, colour, symbol in (("sampled", BLUE, "circle"), ("greedy", GREEN, "diamond")):
         found = [(each.step, getattr(each, name)) for each in held_out if getattr(each, name) is not None]
         if found:
@@ -63,7 +63,7 @@ def _accuracy(steps: Sequence[Record], held_out: Sequence[Evaluation]) -> Figure
     caption = (
         "Held-out problems are never trained on; bars are 95 % intervals. Training accuracy is of the sampled rollouts."
     )
-    return _figure("Accuracy", caption, data, _shares("accuracy"), wide=True)
+    return figure("Accuracy", caption, data, shares("accuracy"), wide=True)
 
 
 def _measured(found: Sequence[tuple[int, Any]], name: str, colour: str, symbol: str) -> Trace:
@@ -89,8 +89,8 @@ def _measured(found: Sequence[tuple[int, Any]], name: str, colour: str, symbol: 
 
 def _reward(steps: Sequence[Record]) -> Figure | None:
     found = curve(steps, "reward/mean")
-    data = [] if found is None else _banded(found, "reward", BLUE)
-    return _figure("Reward", "Mean reward of each step's rollouts.", data, _axis("reward"))
+    data = [] if found is None else banded(found, "reward", BLUE)
+    return figure("Reward", "Mean reward of each step's rollouts.", data, axis("reward"))
 
 
 def _components(steps: Sequence[Record]) -> Figure | None:
@@ -98,10 +98,8 @@ def _components(steps: Sequence[Record]) -> Figure | None:
     keys = sorted({key for record in steps for key in record if key.startswith("reward/") and "@" not in key} - taken)
     if len(keys) < 2:
         return None  # one component is the reward itself
-    data = [trace for index, key in enumerate(keys) for trace in _averaged(steps, key, _named(key), UPDATES[index % 8])]
-    return _figure(
-        "Reward by component", "Mean of each component before its weight; moving averages.", data, _axis("reward")
-    )
+    data = [trace for index, key in enumerate(keys) for trace in averaged(steps, key, _named(key), UPDATES[index % 8])]
+    return figure("Reward by component", "Mean of each component before its weight; moving averages.", data, axis("reward"))
 
 
 def _lengths(steps: Sequence[Record]) -> Figure | None:
@@ -109,24 +107,22 @@ def _lengths(steps: Sequence[Record]) -> Figure | None:
     x, low = points(steps, "length/tokens_p10")
     x_high, high = points(steps, "length/tokens_p95")
     if x and x == x_high:
-        data += _band(
-            x, [short(value) for value in low], [short(value) for value in high], "p10 to p95 of responses", VIOLET
-        )
+        data += band(x, [short(value) for value in low], [short(value) for value in high], "p10 to p95 of responses", VIOLET)
     found = curve(steps, "length/mean")
     if found is not None:
-        data += [_line(found.steps, found.average, "mean", VIOLET)] if data else _banded(found, "mean", VIOLET)
+        data += [line(found.steps, found.average, "mean", VIOLET)] if data else banded(found, "mean", VIOLET)
     longest = curve(steps, "length/maximum") or curve(steps, "length/max")
     if longest is not None:
-        data.append(_line(longest.steps, longest.values, "longest", AMBER, width=1.2, dash="dot"))
+        data.append(line(longest.steps, longest.values, "longest", AMBER, width=1.2, dash="dot"))
     caption = "Tokens a response. A fall to a few tokens or a climb to the limit is a warning."
-    return _figure("Lengths", caption, data, _axis("tokens", least=0))
+    return figure("Lengths", caption, data, axis("tokens", least=0))
 
 
 def _entropy(steps: Sequence[Record]) -> Figure | None:
     found = curve(steps, "entropy/mean")
-    data = [] if found is None else _banded(found, "entropy", GREEN)
+    data = [] if found is None else banded(found, "entropy", GREEN)
     caption = "Mean over tokens. Near 0 exploration is over; rising late the policy dissolves."
-    return _figure("Entropy", caption, data, _axis("nats", least=0))
+    return figure("Entropy", caption, data, axis("nats", least=0))
 
 
 def _clipping(steps: Sequence[Record]) -> Figure | None:
@@ -134,7 +130,7 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
     data = _by_update(steps, key)
     unit = "responses" if key == "clip/sequences" else "tokens"
     caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
-    return _figure("Clipped", caption, data, _shares(f"share of {unit}", whole=False))
+    return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
@@ -144,18 +140,18 @@ def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
     data = [
         trace
         for index in sorted(found)
-        for trace in _averaged(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
+        for trace in averaged(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
     ]
-    return data or _averaged(steps, key, "all updates", BLUE)
+    return data or averaged(steps, key, "all updates", BLUE)
 
 
 def _experts(steps: Sequence[Record]) -> Figure | None:
     """Of a mixture of experts."""
     if all(number(record, "router/flip_mean") is None for record in steps):
         return None
-    data = _by_update(steps, "router/flip_mean") + _averaged(steps, "router/mismatch_flip_mean", "engine and trainer", GREY)
+    data = _by_update(steps, "router/flip_mean") + averaged(steps, "router/mismatch_flip_mean", "engine and trainer", GREY)
     caption = "Share of the active experts that differ from those of the old policy, by update within the step."
-    return _figure("Experts that changed", caption, data, _shares("share of experts", whole=False))
+    return figure("Experts that changed", caption, data, shares("share of experts", whole=False))
 
 
 def _ratios(steps: Sequence[Record]) -> Figure | None:
@@ -168,7 +164,7 @@ def _ratios(steps: Sequence[Record]) -> Figure | None:
     if not found:
         return None
     ends = [found[0], found[-1]] if len(found) > 1 else found
-    edges, shares = rebinned([bins for _, bins in ends], 48)
+    edges, filled = rebinned([bins for _, bins in ends], 48)
     width = edges[1] - edges[0]
     data: list[Trace] = [
         {
@@ -180,15 +176,15 @@ def _ratios(steps: Sequence[Record]) -> Figure | None:
             "marker": {"color": colour, "opacity": 0.6, "line": {"width": 0}},
             "hovertemplate": "%{x:.2e}: %{y:.1%}<extra>%{fullData.name}</extra>",
         }
-        for (record, _), share, colour in zip(ends, shares, (GREY, BLUE), strict=False)
+        for (record, _), share, colour in zip(ends, filled, (GREY, BLUE), strict=False)
     ]
-    layout = _shares("share of responses", whole=False)
+    layout = shares("share of responses", whole=False)
     layout |= {"barmode": "overlay", "hovermode": "closest", "shapes": list(_band_edges(ends[-1][0]))}
     layout["xaxis"] = {"title": {"text": "log s (mean log-ratio of a response)"}, "tickformat": ".1e", "nticks": 7}
     if len(data) == 1:
         data[0]["marker"]["color"] = BLUE
     caption = "How far responses moved within a step, first and last measured. Dashed: the clip band."
-    return _figure("Sequence ratios", caption, data, layout)
+    return figure("Sequence ratios", caption, data, layout)
 
 
 def _band_edges(record: Record) -> Iterator[dict[str, Any]]:
@@ -202,11 +198,11 @@ def _band_edges(record: Record) -> Iterator[dict[str, Any]]:
 
 def _gradient(steps: Sequence[Record]) -> Figure | None:
     found = curve(steps, "gradient/norm")
-    data = [] if found is None else _banded(found, "gradient norm", AMBER)
-    axis = _axis("norm", least=0)
+    data = [] if found is None else banded(found, "gradient norm", AMBER)
+    layout = axis("norm", least=0)
     if found is not None and min(found.values) > 0 and max(found.values) > 30 * min(found.values):
-        axis = {"yaxis": {"title": {"text": "norm"}, "type": "log", "exponentformat": "power"}}
-    return _figure("Gradient norm", "Before clipping. Spikes that grow come before a collapse.", data, axis)
+        layout = {"yaxis": {"title": {"text": "norm"}, "type": "log", "exponentformat": "power"}}
+    return figure("Gradient norm", "Before clipping. Spikes that grow come before a collapse.", data, layout)
 
 
 def _groups(steps: Sequence[Record]) -> Figure | None:
@@ -217,9 +213,9 @@ def _groups(steps: Sequence[Record]) -> Figure | None:
         ("length/truncated", "responses cut at the limit", AMBER),
         ("rollouts/unscorable", "rollouts not scored", VIOLET),
     )
-    data = [trace for key, name, colour in named for trace in _averaged(steps, key, name, colour)]
+    data = [trace for key, name, colour in named for trace in averaged(steps, key, name, colour)]
     caption = "A group whose rewards are equal teaches nothing: the problems are too easy or too hard. Moving averages."
-    return _figure("Groups", caption, data, _shares("share"))
+    return figure("Groups", caption, data, shares("share"))
 
 
 def _times(steps: Sequence[Record]) -> Figure | None:
@@ -235,8 +231,8 @@ def _times(steps: Sequence[Record]) -> Figure | None:
             data.append(_bars(at, seconds, name, colour))
     if any(left > 0 for left in rest):
         data.append(_bars(at, [max(0.0, left) for left in rest], "other", GREY))
-    layout = _axis("seconds", least=0) | {"barmode": "stack", "bargap": 0}
-    return _figure("Time of a step", "Where the time goes. Other: evaluation, checkpoints, bookkeeping.", data, layout)
+    layout = axis("seconds", least=0) | {"barmode": "stack", "bargap": 0}
+    return figure("Time of a step", "Where the time goes. Other: evaluation, checkpoints, bookkeeping.", data, layout)
 
 
 def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trace:
@@ -246,8 +242,8 @@ def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trac
 
 def _speed(steps: Sequence[Record]) -> Figure | None:
     found = curve(steps, "tokens/per_second")
-    data = [] if found is None else _banded(found, "tokens/s", BLUE)
-    return _figure("Speed", "Response tokens a second, over the whole step.", data, _axis("tokens/s", least=0))
+    data = [] if found is None else banded(found, "tokens/s", BLUE)
+    return figure("Speed", "Response tokens a second, over the whole step.", data, axis("tokens/s", least=0))
 
 
 def _rate(steps: Sequence[Record]) -> Figure | None:
@@ -255,58 +251,15 @@ def _rate(steps: Sequence[Record]) -> Figure | None:
     if found is None or len(set(found.values)) < 2:
         return None  # a constant is in the config
     layout = {"yaxis": {"title": {"text": "learning rate"}, "tickformat": ".1e", "rangemode": "tozero"}}
-    return _figure("Learning rate", "As the schedule set it.", [_line(found.steps, found.values, "lr", GREY)], layout)
+    return figure("Learning rate", "As the schedule set it.", [line(found.steps, found.values, "lr", GREY)], layout)
 
 
 def _warm_up(records: Sequence[Record]) -> Figure | None:
     found = curve(records, "loss")
-    data = [] if found is None else _banded(found, "loss", GREY)
-    return _figure("Warm-up", "Loss of the supervised stage before training.", data, _axis("loss"))
+    data = [] if found is None else banded(found, "loss", GREY)
+    return figure("Warm-up", "Loss of the supervised stage before training.", data, axis("loss"))
 
 
 def _named(key: str) -> str:
     """The part of a key after its topic. Plotly reads tags in names, and a component may be called anything."""
     return html.escape(legible(key.partition("/")[2], one_line=True))
-
-
-def _averaged(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
-    found = curve(records, key)
-    return [] if found is None else [_line(found.steps, found.average, name, colour)]
-
-
-def _banded(found: Curve, name: str, colour: str) -> list[Trace]:
-    """The moving average in its band, and the values themselves faintly."""
-    if found.window == 1:
-        return [_line(found.steps, found.values, name, colour)]
-    raw = _line(found.steps, found.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
-    average = _line(found.steps, found.average, name, colour)
-    return [*_band(found.steps, found.low, found.high, f"p10 to p90 of {found.window} steps", colour), raw, average]
-
-
-def _band(x: list[float], low: list[float], high: list[float], name: str, colour: str) -> list[Trace]:
-    edge = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
-    return [{**edge, "y": low, "showlegend": False}, {**edge, **fill, "y": high, "name": name}]
-
-
-def _line(x: list[float], y: list[float], name: str, colour: str, width: float = 2.2, dash: str = "solid") -> Trace:
-    mode = {"mode": "lines"} if len(x) > 1 else {"mode": "markers", "marker": {"color": colour, "size": 9}}
-    return {"type": "scatter", "name": name, "x": x, "y": y, "line": {"color": colour, "width": width, "dash": dash}, **mode}
-
-
-def _axis(title: str, least: float | None = None) -> dict[str, Any]:
-    return {"yaxis": {"title": {"text": title}} | ({} if least is None else {"rangemode": "tozero"})}
-
-
-def _shares(title: str, *, whole: bool = True) -> dict[str, Any]:
-    axis = {"title": {"text": title}, "tickformat": ".0%" if whole else ".3~p", "hoverformat": ".1%", "rangemode": "tozero"}
-    return {"yaxis": axis | ({"range": [-0.02, 1.02]} if whole else {})}
-
-
-def _figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], *, wide: bool = False) -> Figure | None:
-    if not data:
-        return None
-    named = sum(trace.get("showlegend", True) for trace in data)
-    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": named > 1} | layout
-    return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide)

@@ -5,8 +5,9 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from importlib import import_module
 
-from legato.dashboard.figures import Figure
+from legato.dashboard.traces import Figure
 
 STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; --line: #e3e7ee;
@@ -46,6 +47,11 @@ pre.config { max-height: none; white-space: pre; overflow-wrap: normal; }
 .tag { font-size: 12px; color: var(--dim); font-variant-numeric: tabular-nums; }
 .tag b { font-weight: 600; }
 ul { margin: 0; padding-left: 20px; } li { margin: 3px 0; overflow-wrap: anywhere; }
+.rows { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { color: var(--dim); font-weight: 500; font-size: 13px; }
+th, td { text-align: right; padding: 6px 10px; white-space: nowrap; }
+tr + tr td { border-top: 1px solid var(--line); } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+td:first-child { font-weight: 600; }
 details summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 760px) { .grid, .pair { grid-template-columns: minmax(0, 1fr); } main { padding: 22px 14px 40px; }
   .tile .big { font-size: 26px; } }
@@ -77,6 +83,14 @@ function draw() {
 draw();
 dark.addEventListener("change", draw);
 """
+
+
+def plotly_library() -> str:
+    """The script that draws, to be put into the page."""
+    try:
+        return str(import_module("plotly.offline").get_plotlyjs())
+    except ImportError as error:
+        raise ValueError("the report needs plotly: pip install plotly") from error
 
 
 def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: str) -> str:

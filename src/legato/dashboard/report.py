@@ -2,13 +2,12 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from legato.dashboard.figures import figures
 from legato.dashboard.legible import legible, shortened
-from legato.dashboard.page import page
+from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
 from legato.diagnostics.format import RunDirectory, RunDirectoryError
 
@@ -20,11 +19,6 @@ _LONGEST_TEXT = 4000
 
 def write_report(directory: RunDirectory) -> Path:
     """Write `report.html` from what the directory holds; what is missing is left out."""
-    try:
-        library = str(import_module("plotly.offline").get_plotlyjs())
-    except ImportError as error:
-        raise ValueError("the report needs plotly: pip install plotly") from error
-
     records = directory.metrics()
     found = summarise(records, directory.name)
     start = next((record for record in records if record.get("kind") == "start"), {})
@@ -42,7 +36,7 @@ def write_report(directory: RunDirectory) -> Path:
             ]
         ),
         drawn=figures(records),
-        plotly=library,
+        plotly=plotly_library(),
     )
     partial = directory.report_path.with_name(".report.html.partial")
     try:

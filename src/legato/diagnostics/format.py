@@ -13,6 +13,7 @@ Kinds of lines in metrics.jsonl:
     probe       step, and the numerics of the ratio with nothing trained: noise/same_*, noise/packs_*, noise/engine_* (with
                 and without a gradient, in other packs, engine against trainer), words (the same as sentences)
     warm-up     step, loss
+    origin      what training starts from: problems, weights (fingerprints; equal ones mean the same to the bit)
     step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems

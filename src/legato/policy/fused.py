@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel")
+FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
 
 Norms = tuple[Tensor, Tensor, float]
@@ -52,7 +52,7 @@ def why_not(body: Any) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
-        # Mistral's layers take it from the configuration; no look at a few tokens would notice a longer window.
+        # Where the layers do not say (Mistral, Mixtral), the configuration does; no look at a few tokens would notice.
         if getattr(layer.self_attn, "sliding_window", getattr(body.config, "sliding_window", None)):
             return "it has a sliding window"
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):

@@ -7,7 +7,7 @@ does it: that form is the oracle of the other.
     dlogits = (1[v = y] - p) g / tau        dX = dlogits W        dW += dlogits^T X
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,6 +54,8 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
 
+        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`.
+
         Where logits would be kept for more than `at_once` tokens, the backward computes them again.
         """
         product = self._product(hidden)
@@ -68,7 +70,8 @@ class Head:
 
     def never_holds_logits(self, hidden: Tensor) -> bool:
         """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
-        return self._product(hidden) is not None
+        # Asked of no tokens: under LoRA the answer would otherwise cost a product.
+        return self._product(hidden[:0]) is not None
 
     def _product(self, hidden: Tensor) -> "_Product | None":
         """The layer as one product whose float32 accumulators the device hands out; None where it is more or cannot be."""
@@ -102,8 +105,10 @@ def _product_of(linear: nn.Module, hidden: Tensor) -> _Product | None:
     plain = isinstance(linear.lora_dropout[name], nn.Identity) and not getattr(linear, "lora_variant", {}).get(name)
     if linear.merged or not plain or linear.lora_A[name].weight.shape[0] % 8:
         return None
-    beside = linear.lora_A[name](hidden) * linear.scaling[name]
-    return _Product(weight=base.weight, beside=beside, added=linear.lora_B[name].weight)
+    # peft keeps adapters in float32 whatever the layer is in.
+    down, up = linear.lora_A[name], linear.lora_B[name].weight
+    beside = down(hidden.to(down.weight.dtype)) * linear.scaling[name]
+    return _Product(weight=base.weight, beside=beside.to(hidden.dtype), added=up.to(hidden.dtype))
 
 
 class _Exact(torch.autograd.Function):
@@ -128,7 +133,8 @@ class _Exact(torch.autograd.Function):
         ctx.after = {"multiplier": scale, "softcap": softcap}
         learns = any(ctx.needs_input_grad[:3])
         found = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
-        ctx.found = found if learns else None
+        # Detached: an output that its own function holds would never be freed where no backward comes.
+        ctx.found = replace(found, logprobs=found.logprobs.detach(), entropy=found.entropy.detach()) if learns else None
         ctx.save_for_backward(hidden, weight, whole, targets, temperature)
         ctx.set_materialize_grads(False)
         return found.logprobs, found.entropy

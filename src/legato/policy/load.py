@@ -15,6 +15,7 @@ from legato.policy.adapters import Lora, with_lora
 from legato.policy.policy import Policy, ValueHead
 from legato.policy.smollm2 import smollm2_folder
 from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
+from legato.policy.upcycle import Upcycling, upcycle, without_grouped_float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Loading:
     frozen: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained."""
     lora: Lora | None = None
+    upcycle: Upcycling | None = None
     tiny: TinyShape = field(default_factory=TinyShape)
     seed: int = 0
     value_head: bool = False
@@ -41,10 +43,11 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     device = _device(loading.device)
     dtype = _dtype(loading.dtype, device)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    notes: list[str] = []
     if saved is not None and loading.lora is None:
         found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
     else:
-        found, module = _fresh(model, loading, dtype, tokenizer)
+        found, module = _made(model, loading, dtype, tokenizer, notes)
     tokenizer = found if tokenizer is None else tokenizer
     if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
         raise ValueError(
@@ -52,11 +55,12 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
             f" {module.get_input_embeddings().weight.shape[0]} rows; they do not belong together"
         )
     module = module.to(device)
+    without_grouped_float64(module)
     _without_dropout(module)
     _freeze(module, loading.frozen)
     if loading.lora is not None:
         module = with_lora(module, loading.lora, saved)
-    policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing)
+    policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing, notes=notes)
     if loading.gradient_checkpointing:
         if not getattr(module, "supports_gradient_checkpointing", True):
             raise ValueError("policy.gradient_checkpointing = true, but this model does not support it")
@@ -72,6 +76,17 @@ def _no_progress_bars() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, notes: list[str]) -> tuple[Any, Any]:
+    """Tokenizer and module of what was named or given, a mixture of experts made of it where that is asked for."""
+    if loading.upcycle is None:
+        return _fresh(model, loading, dtype, tokenizer)
+    # Compared and disturbed before it is rounded: 16 bits would hide a fault and swallow small noise.
+    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer)
+    upcycled = upcycle(dense, loading.upcycle, seed=loading.seed)
+    notes.append(upcycled.words)
+    return tokenizer, upcycled.model.to(dtype)
 
 
 def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ Each response sees its prompt and itself; the numbers are those of every sequenc
 """
 
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ class Pack:
         if self.tokens.device == device:
             return self
         found = self
-        if device.type == "cuda":
-            spans = Spans.of(self.prefix_lengths, self.suffix_lengths, self.owner)
+        if device.type == "cuda" and find_spec("triton") is not None:
+            order = torch.argsort(self.owner, stable=True)
+            spans = Spans.of(self.prefix_lengths, self.suffix_lengths[order], self.owner[order], self.positions)
             found = replace(self, spans=spans, reads=Uses.of(self.read, len(self.tokens)))
         given = {f.name: moved(getattr(found, f.name), device) for f in fields(self) if f.init and f.name != "_biases"}
         return Pack(**given)
@@ -98,7 +100,7 @@ class Pack:
 
     def attend(self, heads: Heads) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (heads.query, heads.key, heads.value))
-        plain = heads.softcap is None and heads.sinks is None
+        plain = heads.softcap is None and heads.sinks is None and heads.key.shape == heads.value.shape
         if plain and self.spans is not None and Spans.serve(query, query.shape[-1]):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
             return self.spans.attend(query, key, value, heads.scaling, heads.window).unsqueeze(0)
@@ -212,7 +214,16 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     columns, steps = torch.arange(int(prefix_lengths.max()), device=device), torch.arange(deep, device=device)
     in_prefix, in_suffix = columns < prefix_lengths[:, None], steps < (lengths - 1).clamp(min=0)[:, None]
     prefix = _numbered(in_prefix)
-    suffix = torch.where(in_suffix, _numbered(in_suffix) + in_prefix.sum(), 0)
+    # Responses of one prompt lie together, whatever the order of the rows.
+    order = torch.argsort(owner, stable=True)
+
+    def laid(values: Tensor) -> Tensor:
+        """[R, S] to the tokens of the responses as they lie."""
+        return values[order][in_suffix[order]]
+
+    numbered = torch.empty_like(in_suffix, dtype=torch.int64)
+    numbered[order] = _numbered(in_suffix[order]) + in_prefix.sum()
+    suffix = torch.where(in_suffix, numbered, 0)
 
     tokens, written = texts.tokens[rows, :width], texts.mask[rows, :width]
     written = written & (torch.arange(width, device=device) < lengths[:, None])
@@ -222,12 +233,12 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     return Pack(
         rows=rows,
         width=width,
-        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], inputs[in_suffix]]),
-        positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], (prefix_lengths[owner, None] + steps)[in_suffix]]),
+        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], laid(inputs)]),
+        positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], laid(prefix_lengths[owner, None] + steps)]),
         source=torch.cat(
             [
                 (groups[:, None] * texts.prompts.shape[1] + columns)[in_prefix],
-                (texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps)[in_suffix],
+                laid(texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps),
             ]
         ),
         read=read[written],
@@ -237,7 +248,10 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
         prefix=torch.where(in_prefix, prefix, 0),
         suffix=suffix,
         restore=torch.cat(
-            [in_prefix.reshape(-1).nonzero().squeeze(1), in_prefix.numel() + in_suffix.reshape(-1).nonzero().squeeze(1)]
+            [
+                in_prefix.reshape(-1).nonzero().squeeze(1),
+                in_prefix.numel() + laid(torch.arange(in_suffix.numel()).reshape(in_suffix.shape)),
+            ]
         ),
         prefix_lengths=prefix_lengths,
         suffix_lengths=(lengths - 1).clamp(min=0),

@@ -132,9 +132,17 @@ class Policy:
 
     @contextmanager
     def serving(self) -> Iterator[Any]:
-        """The weights to sample from: here the very parameters being trained, so there is nothing to copy."""
-        with torch.no_grad():
-            yield self.model
+        """The weights to sample from: here the very parameters being trained, so there is nothing to copy.
+
+        Under gradient checkpointing the model is in training mode, in which its layers would prepare to be recomputed.
+        """
+        trains = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            self.model.train(trains)
 
     @contextmanager
     def attending(self, view: attention.View) -> Iterator[None]:

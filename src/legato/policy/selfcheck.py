@@ -49,15 +49,18 @@ def check(policy: Any) -> None:
             " that are known (scale, soft cap); its log-probs would be wrong"
         )
     policy.packing = True
+    reason = "its log-probs come out otherwise"
     try:
         policy.views = _close(policy.score(texts, rows).logprobs.cpu(), right, allowed)
-    except (AttributeError, TypeError, KeyError, IndexError, RuntimeError, ValueError):
-        policy.views = False
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, TypeError, KeyError, IndexError, RuntimeError, ValueError) as error:
+        policy.views, reason = False, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     policy.packing = wanted and policy.views
     if not policy.views:
         policy.notes.append(
-            f"{type(policy.body).__name__} does not attend through the interface of transformers: rows are padded instead of"
-            " packed, and the engine recomputes every token (slow)"
+            f"{type(policy.body).__name__} cannot be laid out in packs ({reason}): rows are padded instead, and the engine"
+            " recomputes every token (slow)"
         )
 
 

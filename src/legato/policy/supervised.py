@@ -41,7 +41,7 @@ def supervise(
     )
     last, recent = float("nan"), deque[float](maxlen=5)
     for step in range(steps):
-        texts = _texts(examples(step))
+        texts = texts_of(examples(step))
         with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
             loss = -channels.logprobs.sum() / texts.mask.sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -57,7 +57,8 @@ def supervise(
     return last
 
 
-def _texts(examples: Sequence[Example]) -> Texts:
+def texts_of(examples: Sequence[Example]) -> Texts:
+    """Examples as a table, each a group of its own."""
     prompts, responses = [prompt for prompt, _ in examples], [response for _, response in examples]
     lengths = torch.tensor([len(response) for response in responses])
     tokens = pad_sequence(responses, batch_first=True)

@@ -9,7 +9,7 @@ from legato.policy.attention import Heads
 from legato.policy.fused import Projected
 from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store
 from legato.policy.triton.layers import heads as heads_ready
-from legato.rollouts.slots import Store, blocks, sent
+from legato.rollouts.slots import Store, blocks, numbers
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes that are captured; rows left over go to the dump."""
@@ -31,18 +31,18 @@ class Bucket:
     def place(self, slots: list[int], prompts: list[int]) -> None:
         """Put slots into the rows; rows left over go to the dump."""
         filler = self.rows - len(slots)
-        self.slots.copy_(sent([*slots, *[self.store.dump] * filler], self.slots.device))
+        self.slots.copy_(numbers([*slots, *[self.store.dump] * filler], self.slots.device))
         self.prompts = [*prompts, *[-1] * filler]
         for per_block, (held_prompts, held_rows) in self.blocks.items():
             owners, rows = blocks(self.prompts, per_block, self.rows)
-            held_prompts.copy_(sent(owners, self.slots.device))
-            held_rows.copy_(sent(rows, self.slots.device))
+            held_prompts.copy_(numbers(owners, self.slots.device))
+            held_rows.copy_(numbers(rows, self.slots.device))
 
     def _blocks(self, per_block: int) -> tuple[Tensor, Tensor]:
         """Made once per kind of layer: a graph finds them where they were."""
         if per_block not in self.blocks:
             owners, rows = blocks(self.prompts, per_block, self.rows)
-            self.blocks[per_block] = sent(owners, self.slots.device), sent(rows, self.slots.device)
+            self.blocks[per_block] = numbers(owners, self.slots.device), numbers(rows, self.slots.device)
         return self.blocks[per_block]
 
     def attend(self, heads: Heads) -> Tensor:

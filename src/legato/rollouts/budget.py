@@ -7,6 +7,9 @@ import torch
 from legato.policy.policy import Policy
 from legato.rollouts.slots import Room
 
+LATER = 16
+"""Bytes training will still ask for with every trained weight: a float32 gradient, master and two moments."""
+
 
 def free_bytes(device: torch.device) -> int | None:
     """What can be allocated on the device; None: not counted."""
@@ -21,8 +24,7 @@ def allowed(policy: Policy, share: float) -> int | None:
     free = free_bytes(policy.device)
     if free is None:
         return None
-    # Training will still ask for gradients, float32 masters and two moments of every trained weight.
-    later = 16 * sum(weight.numel() for weight in policy.parameters().values())
+    later = LATER * sum(weight.numel() for weight in policy.parameters().values())
     return max(0, int((free - later) * share))
 
 

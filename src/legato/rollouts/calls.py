@@ -20,7 +20,7 @@ from legato.rollouts.looks import Look
 from legato.rollouts.prefill import Opening, read
 from legato.rollouts.recall import Recall, copy
 from legato.rollouts.sampling import Choice, Sampling
-from legato.rollouts.slots import Store, sent
+from legato.rollouts.slots import Store, numbers
 from legato.rollouts.stored_routes import CallRoutes
 
 _LOOK_EVERY = 8
@@ -130,9 +130,9 @@ class Call:
         slots = [slot for _, _, listed in parts for slot in listed]
         self._read([number for number, _, _ in parts if number not in self.entries], slots)
         memory, device = self.memory, self.memory.device
-        entries = sent([self.entries[number] for number, seeds, _ in parts for _ in seeds], device)
-        placed = sent(slots, device)
-        drawn = sent([seed for _, seeds, _ in parts for seed in seeds], device)
+        entries = numbers([self.entries[number] for number, seeds, _ in parts for _ in seeds], device)
+        placed = numbers(slots, device)
+        drawn = numbers([seed for _, seeds, _ in parts for seed in seeds], device)
         memory.admit(placed, memory.prompt_length[entries], drawn, self.limits.max_response_tokens)
         assert memory.ending is not None
         choice = self.engine.choose(memory.ending[entries], placed, self.sampling, 0)
@@ -172,8 +172,8 @@ class Call:
             finished = sorted({*finished, *self._stopped(there, *look.texts)})
         if not finished:
             return
-        slots = sent(finished, self.memory.device)
-        rows = sent([self.active[slot][0] for slot in finished], self.memory.device)
+        slots = numbers(finished, self.memory.device)
+        rows = numbers([self.active[slot][0] for slot in finished], self.memory.device)
         width = self.limits.max_response_tokens
         self.tokens[rows] = self.memory.tokens[slots, :width]
         self.logprobs[rows] = self.memory.logprobs[slots, :width]

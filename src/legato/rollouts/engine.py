@@ -82,3 +82,21 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         """For each request its responses, in the order of its seeds."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """An engine that samples from more than the weights of now."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has seen enough to be what it is going to be."""
+
+    def before_update(self) -> None:
+        """The weights are about to change."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""

@@ -28,7 +28,7 @@ from legato.rollouts.recall import Recall, fingerprint
 from legato.rollouts.routes import heard
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
-from legato.rollouts.slots import Room, Store, sent
+from legato.rollouts.slots import Room, Store, numbers
 
 _SAMPLINGS = 4
 """Ways of sampling whose graphs a bucket keeps: training's, evaluation's and a little more."""
@@ -71,7 +71,7 @@ class GraphedEngine:
         self._room: Room | None = None
         self._budget: int | None = None
         self._per_token: int | None = None
-        self._ends = sent([-1] * 8, policy.device)
+        self._ends = numbers([-1] * 8, policy.device)
 
     # Memory
 
@@ -231,8 +231,8 @@ class GraphedEngine:
         """The end tokens in a tensor that keeps its address, since graphs read it; -1 is no token."""
         if len(ends) > len(self._ends):
             self._drop_graphs()
-            self._ends = sent([-1] * 2 * len(ends), self.policy.device)
-        self._ends.copy_(sent([*ends, *[-1] * (len(self._ends) - len(ends))], self.policy.device))
+            self._ends = numbers([-1] * 2 * len(ends), self.policy.device)
+        self._ends.copy_(numbers([*ends, *[-1] * (len(self._ends) - len(ends))], self.policy.device))
         return self._ends
 
     def bucket(self, rows: int) -> Bucket:

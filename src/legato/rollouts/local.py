@@ -161,11 +161,14 @@ class LocalEngine:
 
     name = "local"
 
-    def __init__(self, policy: Policy, rows_at_once: int = 256, *, record_routes: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, rows_at_once: int = 256, *, way: str | None = None, record_routes: bool = False
+    ) -> None:
         self.policy = policy
         self.rows_at_once = rows_at_once
         self.routers = policy.routers if record_routes else None
-        self._way: str | None = None
+        self._way = way
+        """'blocks', 'cached' or 'recomputed'; None: not looked at yet."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         found: list[list[Response]] = [[] for _ in requests]

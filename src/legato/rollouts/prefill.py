@@ -14,7 +14,7 @@ from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.routes import heard
-from legato.rollouts.slots import Store, sent
+from legato.rollouts.slots import Store, numbers
 
 TOKENS_AT_ONCE = 16384
 """Of one pass, padding included."""
@@ -40,8 +40,8 @@ def read(policy: Policy, store: Store, openings: Sequence[Opening]) -> None:
     for continued in (False, True):
         chosen = sorted((one for one in openings if (one.known > 0) is continued), key=lambda one: one.new)
         for part in _parts(chosen):
-            entries = sent([one.entry for one in part], store.device)
-            store.prompt_length[entries] = sent([len(one.prompt) for one in part], store.device)
+            entries = numbers([one.entry for one in part], store.device)
+            store.prompt_length[entries] = numbers([len(one.prompt) for one in part], store.device)
             hidden = _continued(policy, store, part, entries) if continued else _whole(policy, store, part, entries)
             store.keep_ending(hidden, entries)
 
@@ -79,7 +79,7 @@ def _continued(policy: Policy, store: Store, openings: Sequence[Opening], entrie
 
     with policy.attending(view), heard(store.routers, note):
         hidden = policy.hidden(table.to(store.device), view.positions)
-    last = sent([one.new - 1 for one in openings], store.device)
+    last = numbers([one.new - 1 for one in openings], store.device)
     return hidden[torch.arange(len(openings), device=store.device), last]
 
 

@@ -133,9 +133,14 @@ def _index(runs: Sequence[tuple[int, int, int]], places: Tensor, device: torch.d
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """The bits of each parameter added up, on the device; equal where the weights are.
+    """The bits of each parameter added up row by row, rows weighted by their number, on the device; equal where weights are.
 
     Version counters do not tell: a fused optimizer step and a write through `.data` leave them as they were.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return torch.stack([one.detach().view(kinds[one.element_size()]).sum(dtype=torch.int64) for one in parameters])
+    found = []
+    for one in parameters:
+        bits = one.detach().reshape(len(one), -1) if one.dim() else one.detach().reshape(1, 1)
+        rows = bits.view(kinds[one.element_size()]).sum(1, dtype=torch.int64)
+        found.append((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum())
+    return torch.stack(found)

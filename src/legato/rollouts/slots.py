@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from legato.core.device import sent
 from legato.policy.attention import Heads
 from legato.policy.routers import Routers
 from legato.rollouts.sampling import Choice
@@ -172,10 +173,9 @@ class Store:
         self.done[slots] = ~alive | ended
 
 
-def sent(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def numbers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Whole numbers of the host on the device. From pinned memory, so that the host need not wait for what is under way."""
-    made = torch.tensor(values, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
 def blocks(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:

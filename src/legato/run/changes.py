@@ -7,6 +7,7 @@ from legato.run.resolved import Resolved
 FREE = (
     "training.steps",
     "training.probe_every_steps",
+    "training.accept_unsafe_anchor",
     "evaluation.*",
     "output.*",
     "rollouts.rows_at_once",
@@ -18,6 +19,7 @@ FREE = (
 REFUSED = (
     "policy.model",
     "policy.tiny.*",
+    "policy.upcycle*",
     "policy.lora*",
     "policy.warm_up*",
     "policy.frozen",

@@ -28,7 +28,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    for check in (_updates, _stages, _epochs, _reward, _model, _evaluation, _output, _algorithm):
+    for check in (_updates, _stages, _epochs, _reward, _model, _mismatch, _evaluation, _output, _algorithm):
         yield from check(case)
 
 
@@ -92,6 +92,17 @@ def _model(case: Case) -> Iterator[str]:
         yield f"{case.says('policy.tiny.heads')} does not divide {case.says('policy.tiny.hidden')}"
     if tiny.experts_per_token > tiny.experts:
         yield f"{case.says('policy.tiny.experts_per_token')} exceeds {case.says('policy.tiny.experts')}"
+    upcycle = case.config.policy.upcycle
+    if upcycle is not None and upcycle.experts_per_token > upcycle.experts:
+        yield f"{case.says('policy.upcycle.experts_per_token')} exceeds {case.says('policy.upcycle.experts')}"
+
+
+def _mismatch(case: Case) -> Iterator[str]:
+    mismatch = case.config.rollouts.mismatch
+    for name, kind in (("size", "perturbed"), ("updates", "stale")):
+        if getattr(mismatch, name) is not None and mismatch.kind != kind:
+            path = f"rollouts.mismatch.{name}"
+            yield f"{case.says(path)} has no effect with {case.says('rollouts.mismatch.kind')}; it is for {kind!r}"
 
 
 def _evaluation(case: Case) -> Iterator[str]:

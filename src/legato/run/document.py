@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic.fields import FieldInfo
 
-from legato.run import schema
+from legato.run import schema, schema_results
+from legato.run.values import LARGEST
 
 _HEADER = """# The options of a run
 
@@ -65,7 +66,7 @@ def hints(section: type) -> dict[str, Any]:
 def docstrings() -> dict[str, dict[str, str]]:
     """The string below each field, by class and field."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in [*ast.parse(inspect.getsource(schema)).body, *ast.parse(inspect.getsource(schema_results)).body]:
         if isinstance(node, ast.ClassDef):
             texts = found.setdefault(node.name, {})
             for statement, below in zip(node.body, node.body[1:], strict=False):
@@ -116,7 +117,7 @@ def _bounded(base: type, metadata: tuple[Any, ...]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     limits = [limit for each in metadata if isinstance(each, FieldInfo) for limit in each.metadata]
     words = [f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)]
-    bounds = " and ".join(word for word in words if word != f"<= {schema.LARGEST}")
+    bounds = " and ".join(word for word in words if word != f"<= {LARGEST}")
     kind = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}[base]
     kind = f"{kind} that is not empty" if any(getattr(limit, "min_length", 0) for limit in limits) else kind
     return f"{kind} {bounds}".strip()

@@ -17,6 +17,7 @@ from legato.run.watcher import Watcher
 from legato.training import checkpoint
 from legato.training.collect import ExhaustedError
 from legato.training.evaluation import accuracy_metrics, answer
+from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.trainer import StepReport, Trainer
 
 _HISTOGRAMS_EVERY = 10
@@ -73,6 +74,11 @@ class Execution:
                 except ExhaustedError as end:
                     reason = str(end)
                     break
+                except UnsafeAnchorError as refusal:
+                    step = self.trainer.steps_done
+                    self._tell_floor(refusal.floor, step, "sampler")
+                    self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
+                    raise
             if interrupt.received is not None:
                 self._save(may_be_best=False)
                 self.directory.append_metrics(
@@ -95,11 +101,7 @@ class Execution:
         step = report.step
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
-            lines = report.floor.lines(self.trainer.anchor_choice)
-            record = {"kind": "probe", "step": step - 1, **report.floor.metrics(), "words": "; ".join(lines)}
-            self.directory.append_metrics(record)
-            for line in lines:
-                self.watcher.message(line)
+            self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
         self._tell_unscorable(report)
         found: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
@@ -122,6 +124,12 @@ class Execution:
         checkpoints = config.output.checkpoint_every_steps
         if checkpoints and step % checkpoints == 0:
             self._save()
+
+    def _tell_floor(self, floor: Floor, step: int, anchor: str) -> None:
+        lines = floor.lines(anchor)
+        self.directory.append_metrics({"kind": "probe", "step": step, **floor.metrics(), "words": "; ".join(lines)})
+        for line in lines:
+            self.watcher.message(line)
 
     def _tell_notes(self) -> None:
         """Fallbacks that were taken since the last look: said, and stored with the run."""
@@ -183,7 +191,7 @@ class Execution:
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory())
+        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory(), self.trainer.sampler_state())
         self.saved_at = step
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, None if self.best is None else self.best[1])
 

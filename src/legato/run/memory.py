@@ -17,16 +17,20 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     of_update = -(-training.prompts_per_step // training.updates_per_step) * group
     tokens = min(max(training.tokens_per_pack, prompt + response), of_update)
     size = policy.model.get_input_embeddings().weight.element_size()
+    config_of_body = policy.body.config.get_text_config()
+    scores = bool(getattr(config_of_body, "attn_logit_softcapping", None)) or "gpt_oss" in config_of_body.model_type
     half, lora = device == "cuda" and size == 2, config.policy.lora
     trained = sum(weight.numel() for weight in policy.parameters().values())
     every = sum(weight.numel() for weight in policy.model.parameters())
     rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
     slots = min(rollouts.rows_at_once, rows)
+    mismatch = wire.mismatch_of(config)
+    copies = every * min(mismatch.copies, 1) + trained * max(mismatch.copies - 1, 0) if mismatch is not None else 0
     return Demand(
         shape=Shape.of(policy.body.config),
         size=size,
         tokens_per_pack=tokens,
-        parameters=every if lora is None else every - trained,
+        parameters=copies + (every if lora is None else every - trained),
         trained=trained,
         adapter_rank=0 if lora is None else lora.rank,
         eight_bit=training.optimizer == "adamw-8bit",
@@ -38,7 +42,8 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         logit_bytes=size if half else 0,
         # The plain engine gives its keys and values back before an update.
         stored_keys=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
-        tables=policy.packing and not half,
+        tables=policy.packing and (not half or scores),
+        scores=scores,
         fused=policy.trains_fused,
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,

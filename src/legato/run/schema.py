@@ -1,36 +1,24 @@
 """Every option of a run. The string below a field is its documentation: `document.py` makes docs/configuration.md of it.
 
-Kinds are strict: a number in quotes is a word, True is not 1, and no number is NaN or infinite. What several options have
-to agree on is in `checks.py`; how files and words become this tree is in `load.py`.
+What values there are is in `values.py`, what several options have to agree on in `checks.py`; how files and words become
+this tree is in `load.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AllowInfNan, ConfigDict, Field, Strict
+from pydantic import ConfigDict, Field, Strict
 
-LARGEST = 2**63 - 1
-"""TOML and torch count in 64 bits."""
-
-Text = Annotated[str, Strict(), Field(min_length=1)]
-Flag = Annotated[bool, Strict()]
-Whole = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
-Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
-Number = Annotated[float, Strict(), AllowInfNan(False)]
-Positive = Annotated[Number, Field(gt=0)]
-NotNegative = Annotated[Number, Field(ge=0)]
-Portion = Annotated[Number, Field(gt=0, le=1)]
-Options = Mapping[str, Any]
-
-_STRICT = ConfigDict(extra="forbid")
+from legato.run.schema_results import Evaluation, Output
+from legato.run.values import LARGEST, STRICT, Count, Flag, NotNegative, Number, Options, Portion, Positive, Text, Whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmName:
     """Which algorithm, and what is changed in it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: Text = "gspo"
     """The named algorithm; `legato explain` lists them. Its settings are defaults of the run."""
@@ -42,7 +30,7 @@ class AlgorithmName:
 class SecondTask:
     """The task of the second stage."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: Text
     """Where its problems come from; as task.kind."""
@@ -54,7 +42,7 @@ class SecondTask:
 class Task:
     """What is practised."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: Text = "arithmetic"
     """A task made in code, a kind of data, or "module:Name" of your own."""
@@ -86,7 +74,7 @@ class Task:
 class Component:
     """One reward of several."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: Text
     """Which reward; as reward.kind."""
@@ -102,7 +90,7 @@ class Component:
 class Overlong:
     """DAPO's soft punishment of responses that come near the limit."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     cache_share: Portion = 0.2
     """The last share of rollouts.max_response_tokens over which the punishment grows from 0 to full."""
@@ -114,7 +102,7 @@ class Overlong:
 class Reward:
     """What is rewarded."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     kind: Text | None = "number"
     """A reward of ours, or "module:name" or "file.py:name" of your own; absent where there are `components`."""
@@ -132,7 +120,7 @@ class Reward:
 class Tiny:
     """The size of the models built in code."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     hidden: Count = 128
     """Width."""
@@ -147,10 +135,24 @@ class Tiny:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Upcycle:
+    """A dense model made into a mixture of experts, which start as copies of its MLPs."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    experts: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = 8
+    """Experts of a layer."""
+    experts_per_token: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = 2
+    """Experts a token is sent to."""
+    noise: NotNegative = 0.0
+    """Standard deviation of noise on the experts, relative to that of each matrix; 0: copies, equal to the dense model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
     """A short supervised stage before the first step, on training problems and their answers."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     steps: Count = 150
     """How many supervised updates."""
@@ -166,7 +168,7 @@ class WarmUp:
 class Lora:
     """Low-rank adapters in place of full training."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     rank: Count = 16
     """Rank of the adapters."""
@@ -185,7 +187,7 @@ class Lora:
 class Policy:
     """The model that is trained."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     model: Text = "tiny"
     """"tiny" or "tiny-moe" (built in code), "smollm2", a folder or a hub name."""
@@ -213,6 +215,8 @@ class Policy:
     """Parameters that are not trained, by patterns of their names: "*embed_tokens*"."""
     tiny: Tiny = field(default_factory=Tiny)
     """The size of the models built in code."""
+    upcycle: Upcycle | None = None
+    """Makes a mixture of experts of a dense Llama, Mistral or Qwen3 ("smollm2", "tiny"); absent: it stays as it is."""
     warm_up: WarmUp | None = None
     """A supervised stage before the first step; absent: none."""
     lora: Lora | None = None
@@ -220,10 +224,24 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A sampler that differs from the trainer on purpose, to see what such a gap does (docs/mismatch.md)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    kind: Literal["none", "bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed", "stale"] = "none"
+    """What differs: precision of the weights or of stored keys and values, noise on the weights, or their age."""
+    size: Positive | None = None
+    """'perturbed': the standard deviation of the relative noise on a weight; absent: 0.001."""
+    updates: Count | None = None
+    """'stale': how many updates old the sampler's weights are; absent: 4. So many copies are held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
     """How responses are sampled."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     engine: Literal["local"] = "local"
     """What samples: 'local' is the very model being trained."""
@@ -245,6 +263,8 @@ class Rollouts:
     """Sequences decoded together: more is faster and needs more memory."""
     kv_memory_share: Portion = 0.5
     """On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit."""
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is."""
     record_routes: Flag = True
     """Whether the engine notes the experts of every token it reads (mixtures of experts): K bytes a layer and token."""
 
@@ -253,7 +273,7 @@ class Rollouts:
 class Training:
     """How the policy is updated."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     seed: Whole = 0
     """Everything random follows from it."""
@@ -283,6 +303,8 @@ class Training:
     """The largest norm of the gradient; 0: no limit."""
     anchor: Literal["auto", "recompute", "sampler"] = "auto"
     """Where the old log-probs come from; auto decides by the measured noise floor and says so."""
+    accept_unsafe_anchor: Flag = False
+    """Go on with anchor = "sampler" where the measured noise floor is above a third of the clip band; else the run ends."""
     update_passes: Literal["auto", "one", "two"] = "auto"
     """'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper."""
     skip_silent_rows: Flag = True
@@ -306,56 +328,10 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """How held-out accuracy is measured."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    every_steps: Whole = 20
-    """How often; 0: before the first step and at the end only."""
-    samples_per_problem: Count = 1
-    """Responses sampled for each held-out problem."""
-    greedy: Flag = True
-    """Whether greedy accuracy is measured too."""
-    temperature: Positive = 1.0
-    """Of the sampled responses."""
-    target: Portion | None = None
-    """The run ends early when sampled accuracy reaches it (and target_greedy, where that is given)."""
-    target_greedy: Portion | None = None
-    """The run ends early when greedy accuracy reaches it (and target, where that is given)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """What is kept."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    directory: Text = "runs"
-    """The folder of all runs."""
-    name: Text | None = None
-    """The folder of this one; absent: task, algorithm, seed and a number."""
-    checkpoint_every_steps: Whole = 100
-    """How often a checkpoint is written; 0: at the end and on a signal only."""
-    keep_last: Count = 2
-    """How many checkpoints are kept beside the best."""
-    rollouts_every_steps: Whole = 20
-    """How often the rollouts of a step are written; 0: never."""
-    tensorboard: Flag = False
-    """Whether metrics go to TensorBoard too."""
-    wandb: Flag = False
-    """Whether metrics go to Weights & Biases too."""
-    project: Text = "legato"
-    """The project there."""
-    tags: tuple[Text, ...] = ()
-    """Tags there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The configuration of a run."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     algorithm: AlgorithmName = field(default_factory=AlgorithmName)
     """Which algorithm, and what is changed in it."""

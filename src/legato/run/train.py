@@ -12,7 +12,9 @@ import torch
 from legato.core.rollout import Problem
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
+from legato.policy.parting import parting
 from legato.policy.reference import Reference
+from legato.policy.supervised import texts_of
 from legato.run import changes, wire
 from legato.run.execute import Execution, newest_model
 from legato.run.load import load
@@ -137,6 +139,9 @@ def start(
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_told(resolved)])
         if config.policy.warm_up is not None:
             _warm_up(resolved, policy, source, collector, directory, watcher)
+        directory.append_metrics(
+            {"kind": "origin", "problems": made_of["problems"], "weights": wire.weights_fingerprint(policy)}
+        )
         reference = None
         if wire.wants_reference(resolved):
             reference = Reference.of(policy)
@@ -195,6 +200,7 @@ def resume(
         reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
+        trainer.load_sampler(checkpoint.sampler_state(folder))
         directory.truncate_metrics(int(memory["metrics_position"]))
         execution = Execution(
             resolved=resolved,
@@ -274,7 +280,17 @@ def _warm_up(
         if (step + 1) % 10 == 0 or step + 1 == stage.steps:
             directory.append_metrics({"kind": "warm-up", "step": step + 1, "loss": loss})
 
-    wire.warm_up(resolved.config, policy, source, collector, after)
+    examples = wire.warm_up_examples(resolved.config, policy, source, collector)
+
+    def look(when: str) -> None:
+        if resolved.config.policy.upcycle is not None:
+            text = f"{when} the warm-up {parting(policy, texts_of(examples(0)))}"
+            watcher.message(text)
+            directory.append_metrics({"kind": "note", "step": 0, "text": text})
+
+    look("before")
+    wire.warm_up(resolved.config, policy, examples, after)
+    look("after")
 
 
 def _name(resolved: Resolved) -> str:

@@ -16,10 +16,12 @@ from legato.policy.policy import Policy
 from legato.policy.reference import Reference
 from legato.policy.supervised import Example, supervise
 from legato.policy.tiny import TinyShape
+from legato.policy.upcycle import Upcycling
 from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
-from legato.rollouts.engine import Limits
+from legato.rollouts.engine import Engine, Limits
+from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.select import local_engine
@@ -64,6 +66,13 @@ def loading_of(resolved: Resolved) -> Loading:
         lora=None
         if config.lora is None
         else Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets),
+        upcycle=None
+        if config.upcycle is None
+        else Upcycling(
+            experts=config.upcycle.experts,
+            experts_per_token=config.upcycle.experts_per_token,
+            noise=config.upcycle.noise,
+        ),
         tiny=TinyShape(
             hidden=tiny.hidden,
             layers=tiny.layers,
@@ -162,11 +171,11 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
+    engine, evaluator = _engines(config, policy)
     return Collector(
         source=source,
-        engine=local_engine(
-            policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share, record_routes=rollouts.record_routes
-        ),
+        engine=engine,
+        evaluator=evaluator,
         rendering=rendering_of(config, policy),
         judge=reward.score_all,
         sampling=sampling_of(config),
@@ -178,6 +187,25 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         resampling=config.task.resampling,
         max_refills=config.task.max_refills,
     )
+
+
+def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
+    """What samples, and what evaluations sample with where that is another."""
+    rollouts, mismatch = config.rollouts, mismatch_of(config)
+    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes
+    if mismatch is None:
+        return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
+    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record)
+    return engine, local_engine(policy, rows, kv_memory_share=share / 2)
+
+
+def mismatch_of(config: Config) -> Mismatch | None:
+    """How the sampler differs from the trainer; None: not at all."""
+    given = config.rollouts.mismatch
+    if given.kind == "none":
+        return None
+    sized = {name: value for name in ("size", "updates") if (value := getattr(given, name)) is not None}
+    return Mismatch(kind=given.kind, seed=config.training.seed, **sized)
 
 
 def held_out_of(config: Config, source: Source, collector: Collector, notes: list[str]) -> list[Problem]:
@@ -207,6 +235,15 @@ def fingerprint(source: Source) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for problem in (source.training(number) for number in range(count)):
         digest.update(f"{problem.key} {problem.answer}\n".encode())
+    return digest.hexdigest()
+
+
+def weights_fingerprint(policy: Policy) -> str:
+    """A hash of the weights to the bit, whichever algorithm will train them: a value head is not counted."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in policy.model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -263,6 +300,7 @@ def _settings(resolved: Resolved) -> TrainingSettings:
         updates_per_step=training.updates_per_step,
         epochs_per_step=training.epochs_per_step,
         anchor=training.anchor,
+        accept_unsafe_anchor=training.accept_unsafe_anchor,
         update_passes=training.update_passes,
         skip_silent_rows=training.skip_silent_rows,
         tokens_per_pack=training.tokens_per_pack,
@@ -281,10 +319,8 @@ _WARM_UP_FROM = 10**9
 """Warm-up problems are numbered from here, so that the first steps do not repeat them in order."""
 
 
-def warm_up(
-    config: Config, policy: Policy, source: Source, collector: Collector, after: Callable[[int, float], None]
-) -> None:
-    """The supervised stage: training problems with their answers, never held-out ones."""
+def warm_up_examples(config: Config, policy: Policy, source: Source, collector: Collector) -> Callable[[int], list[Example]]:
+    """What a step of the supervised stage is taught: training problems with their answers, never held-out ones."""
     stage = config.policy.warm_up
     assert stage is not None
     end = collector.limits.end_tokens[0]
@@ -299,4 +335,13 @@ def warm_up(
             found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
         return found
 
+    return examples
+
+
+def warm_up(
+    config: Config, policy: Policy, examples: Callable[[int], list[Example]], after: Callable[[int, float], None]
+) -> None:
+    """The supervised stage."""
+    stage = config.policy.warm_up
+    assert stage is not None
     supervise(policy, examples, steps=stage.steps, lr=stage.lr, stop_loss=stage.stop_loss, after_step=after)

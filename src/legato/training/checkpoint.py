@@ -4,6 +4,7 @@
       model/                  what AutoModelForCausalLM loads; under LoRA the adapter
       optimizer.safetensors   masters and moments by parameter name
       value_head.safetensors  where the algorithm has one
+      sampler.safetensors     where the engine samples from past weights
       random.safetensors      torch's generator; Python's and numpy's are in trainer.json
       trainer.json            steps, place in the data, part state, choices, metrics position
       manifest.json           format, size and SHA-256 of every file
@@ -39,12 +40,21 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str, Any]) -> None:
+def save(
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    memory: Mapping[str, Any],
+    sampler: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a checkpoint, or raise ValueError (state not finite, no room on the disk) and leave nothing behind."""
     tensors, numbers = optimizer.state()
+    sampler = sampler or {}
     _finite(policy, tensors)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    expected = sum(t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values()])
+    expected = sum(
+        t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values(), *sampler.values()]
+    )
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * expected:
         raise ValueError(
@@ -55,7 +65,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write(partial, policy, tensors, {"optimizer": numbers, **memory})
+        _write(partial, policy, tensors, {"optimizer": numbers, **memory}, sampler)
         for path in sorted(partial.rglob("*")):
             _flush(path)
         _flush(partial)
@@ -70,11 +80,14 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, policy: Policy, tensors: Mapping[str, Tensor], memory: Mapping[str, Any]) -> None:
+def _write(
+    folder: Path, policy: Policy, tensors: Mapping[str, Tensor], memory: Mapping[str, Any], sampler: Mapping[str, Tensor]
+) -> None:
     save_model(policy, folder / "model")
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / "optimizer.safetensors"
-    )
+    for file, held in (("optimizer", tensors), ("sampler", sampler)):
+        if held or file == "optimizer":
+            on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in held.items()}
+            save_file(on_host, folder / f"{file}.safetensors")
     if policy.value_head is not None:
         save_file({n: t.cpu() for n, t in policy.value_head.state_dict().items()}, folder / "value_head.safetensors")
     states = {"torch": torch.get_rng_state()}
@@ -169,6 +182,12 @@ def restore(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = memory["generators"]["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def sampler_state(folder: Path) -> dict[str, Tensor]:
+    """What the engine remembered beside the weights; nothing as a rule."""
+    path = folder / "sampler.safetensors"
+    return load_file(path) if path.is_file() else {}
 
 
 def set_aside(checkpoints: Path, newest: Path) -> None:

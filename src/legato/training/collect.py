@@ -64,6 +64,8 @@ class Collector:
     """'dynamic': groups whose responses all score alike are replaced by fresh ones; 'history': problems whose responses were
     all right are left out of later epochs."""
     max_refills: int = 8
+    evaluator: Engine | None = None
+    """What evaluations sample with, where `engine` is not the policy itself."""
     cursor: int = 0
     """The number of the next problem."""
     version: int = 0

@@ -43,7 +43,7 @@ def answer(
         Request(prompt=prompt, seeds=tuple(seed_of("evaluation", seed, problem.key, k) for k in range(samples)))
         for prompt, problem in zip(prompts, problems, strict=True)
     ]
-    responses = collector.engine.generate(requests, sampling, collector.limits)
+    responses = (collector.evaluator or collector.engine).generate(requests, sampling, collector.limits)
     rollouts = [
         collector.rollout(problem, prompt, response, k)
         for problem, prompt, row in zip(problems, prompts, responses, strict=True)

@@ -15,7 +15,7 @@ head, k = key heads x width, f the width of the SwiGLU, c experts a token of wid
       ec (2h + 4g) + 4E + 64c     or experts: the token c times over, gate and up, silu(gate), the product, the output that
                                   the router's weight multiplies; the router's softmax; who goes where
     fused layers
-      2 (2eh + 4)                 each norm: its input and 1/rms, and its output
+      2 (2eh + 4)                 each norm: its input and its output (and a float32 for good measure)
       e (q + k) + 4 (heads + key heads)        heads made ready (norm and rotary in one): their input
       e (2q + 2k) + 4 heads       flash attention
       3ef, ec (2h + 3g)           SwiGLU: gate and up, and the product, which the matrix after it keeps
@@ -177,6 +177,8 @@ class Demand:
     """Layers of fused parts."""
     tables: bool = False
     """Attention over padded tables in place of flash attention."""
+    scores: bool = False
+    """In tables: scores are written out (soft-capped, or with sinks), and kept for the backward."""
     sharing: float = 1.0
     """In tables: keys that are attended to for each token of a pack. A prompt's are repeated for each of its responses."""
     longest: int = 0
@@ -253,6 +255,9 @@ class Demand:
     def _attention(self) -> float:
         shape, size = self.shape, self.size
         numbers = 3.0 * shape.query + 2 * shape.query * self.sharing if self.tables else 2.0 * (shape.query + shape.key)
+        if self.scores:
+            # Scores, what the cap makes of them, and their softmax, each as wide as the longest text.
+            numbers += 3.0 * shape.heads * self.longest
         adapters = 0.0
         if self.adapter_rank:
             adapters = self._adapters(3, shape.hidden) + self._adapters(1, shape.query)

@@ -216,7 +216,8 @@ def _replayed(work: _Work, gone: list[Traffic | None]) -> Sums:
 
 def _refilled(work: _Work, rows: Tensor, packs: list[Tensor], alive: Tensor) -> list[Tensor]:
     """The rows that are left, as numbers among `rows`, in fewer packs that are about as full as the ones they come from."""
-    most = max(_computed(work.policy, work.tables, part) for part in packs)
+    # A rectangle of padded rows is larger than its tokens: those packs stay apart.
+    most = max(_computed(work.policy, work.tables, part) for part in packs) if work.policy.packing else 0
     found, sizes, start = list[Tensor](), list[int](), 0
     for part in packs:
         numbers = torch.arange(start, start + len(part))

@@ -24,7 +24,6 @@ from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
 from legato.objectives.clips import TokenLogClip
 from legato.objectives.slots import Context, Region, TokenTrust, Trust
-from legato.policy.packs import pack
 from legato.policy.policy import Channels, Policy
 from legato.policy.routing import Directions
 from legato.training.plan import packs
@@ -78,9 +77,24 @@ class Floor:
 
     @property
     def sampler_is_safe(self) -> bool:
-        """Whether the engine's log-probs may stand for the old policy: nothing is clipped, and a third of the band is left
-        to spare."""
-        return self.band is not None and self.engine.bounded <= self.band / 3 and not self.engine.clipped
+        """Whether the engine's log-probs may stand for the old policy."""
+        return self.band is not None and is_within(self.engine, self.band)
+
+    @property
+    def fills_the_band(self) -> bool:
+        """Whether there is a band and the engine's noise takes more than a third of it."""
+        return self.band is not None and not is_within(self.engine, self.band)
+
+    def refusal(self) -> str:
+        """Why the engine's log-probs are not taken for the old policy's, and what can be done."""
+        assert self.band is not None
+        clipped = f", {100 * self.engine.clipped:.3g} % of {self.unit} outside the band" if self.engine.clipped else ""
+        return (
+            "training.anchor = 'sampler' is not safe here: with nothing trained, engine and trainer differ by up to"
+            f" {self.engine.bounded:.1e} in the log-ratio that is clipped{clipped}; allowed is {self.band / 3:.1e}, a third"
+            f" of the clip band of {self.band:.1e}. Recompute the anchor (training.anchor=auto), widen the clip, or go on"
+            " all the same with training.accept_unsafe_anchor=true"
+        )
 
     def lines(self, anchor: str) -> list[str]:
         """For people: what was measured, what follows for the clip and the anchor, and a warning where one is due."""
@@ -95,12 +109,29 @@ class Floor:
         else:
             shares = [f"{100 * gap.clipped:.3g} %" for _, gap in self._gaps() if gap.clipped is not None]
             found.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
+        if self.band is not None and self.fills_the_band:
+            gap = f"engine and trainer differ by up to {self.engine.bounded:.1e} where {self.band / 3:.1e} would be safe"
+            warning = f"warning: {gap}: the clip will act on what nobody trained"
+            found.append(warning if anchor == "sampler" else f"{gap}: its log-probs cannot be the anchor")
         if self.same_tokens:
             found.append(
                 f"warning: {100 * self.same_tokens:.3g} % of tokens score differently with and without a gradient in one and"
                 " the same pack: s will not be exactly 1 before the first update"
             )
         return found
+
+
+class UnsafeAnchorError(ValueError):
+    """The sampler was to be the anchor, and the probe found that it must not be."""
+
+    def __init__(self, floor: Floor) -> None:
+        super().__init__(floor.refusal())
+        self.floor = floor
+
+
+def is_within(gap: Gap, band: float) -> bool:
+    """Whether nothing of a gap is clipped and it takes at most a third of the band."""
+    return gap.bounded <= band / 3 and not gap.clipped
 
 
 def _small(size: float) -> str:
@@ -224,7 +255,7 @@ def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor
             return Coefficients(logprobs=torch.zeros_like(found))
 
         if len(rows):
-            policy.learn(pack(tables.texts, rows), respond, _forced(tables))
+            policy.learn(policy.pack(tables.texts, rows), respond, _forced(tables))
     for weight in fresh:
         weight.grad = None
     return table

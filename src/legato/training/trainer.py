@@ -17,12 +17,13 @@ from legato.core.world import OneProcess, World
 from legato.objectives.slots import State
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
+from legato.rollouts.engine import Remembering
 from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer
 from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
-from legato.training.probe import Floor, probe
+from legato.training.probe import Floor, UnsafeAnchorError, probe
 from legato.training.tables import Tables, needs, needs_router_shift
 
 
@@ -36,6 +37,8 @@ class TrainingSettings:
     epochs_per_step: int = 1
     anchor: str = "auto"
     """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
+    accept_unsafe_anchor: bool = False
+    """Whether 'sampler' is kept where the first probe finds it unsafe; else the step raises UnsafeAnchorError."""
     update_passes: str = "auto"
     """'one', 'two', or 'auto': by how many tokens had no gradient the last times."""
     skip_silent_rows: bool = True
@@ -104,6 +107,8 @@ class Trainer:
         self.steps_done = 0
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
+        self.probed = False
+        """Whether the sampler was measured as it is going to be; until then every step measures it."""
         self.skipped: dict[int, float] = {}
         """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
 
@@ -161,12 +166,15 @@ class Trainer:
 
     def _probe(self, tables: Tables) -> Floor | None:
         every = self.settings.probe_every_steps
-        due = self.steps_done == 0 or (every > 0 and self.steps_done % every == 0)
-        # Where the first step had nothing to train on, the first that has must decide.
-        if not due and self.anchor_choice is not None:
+        if self.probed and (every == 0 or self.steps_done % every):
             return None
         floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack)
-        if self.settings.anchor == "auto":
+        asked = self.settings.anchor
+        if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
+            raise UnsafeAnchorError(floor)
+        engine = self.collector.engine
+        self.probed = self.probed or not isinstance(engine, Remembering) or engine.settled
+        if asked == "auto":
             self.anchor_choice = "sampler" if floor.sampler_is_safe else "recompute"
         return floor
 
@@ -214,6 +222,8 @@ class Trainer:
             silent=silent,
             load_balance=self.settings.load_balance,
         )
+        if isinstance(self.collector.engine, Remembering):
+            self.collector.engine.before_update()
         norm, _ = self.optimizer.step()
         if self.state:
             self.state = algorithm.advance(self.state, report.sums)
@@ -235,15 +245,25 @@ class Trainer:
             "steps_done": self.steps_done,
             "state": {name: dict(values) for name, values in self.state.items()},
             "anchor_choice": self.anchor_choice,
+            "probed": self.probed,
             "skipped": {str(index): share for index, share in self.skipped.items()},
             "collector": self.collector.state(),
         }
+
+    def sampler_state(self) -> dict[str, torch.Tensor]:
+        """What the engine remembers beside the weights."""
+        return self.collector.engine.state() if isinstance(self.collector.engine, Remembering) else {}
+
+    def load_sampler(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `sampler_state` gave."""
+        if isinstance(self.collector.engine, Remembering):
+            self.collector.engine.load(state)
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take over what `memory` gave."""
         self.steps_done = int(memory["steps_done"])
         self.state = memory["state"]
-        self.anchor_choice = memory["anchor_choice"]
+        self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
         self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
         self.collector.load(memory["collector"])
 

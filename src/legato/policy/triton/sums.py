@@ -30,14 +30,15 @@ def _sum_uses(first, second, order, ends, first_out, second_out, N, WIDTH: tl.co
     # Column (head, w) of the sum comes from columns (head * REPEAT + copy, w) of the source.
     where = columns // WIDTH * (REPEAT * WIDTH) + columns % WIDTH
     begin, end = tl.load(ends + row), tl.load(ends + row + 1)
-    a = tl.zeros([BLOCK], tl.float32)
-    b = tl.zeros([BLOCK], tl.float32)
+    kind: tl.constexpr = tl.float64 if first.dtype.element_ty == tl.float64 else tl.float32
+    a = tl.zeros([BLOCK], kind)
+    b = tl.zeros([BLOCK], kind)
     for place in range(begin, end):
         here = tl.load(order + place) * (N * REPEAT)
         for copy in tl.static_range(REPEAT):
-            a += tl.load(first + here + where + copy * WIDTH, mask=inside, other=0.0).to(tl.float32)
+            a += tl.load(first + here + where + copy * WIDTH, mask=inside, other=0.0).to(kind)
             if BOTH:
-                b += tl.load(second + here + where + copy * WIDTH, mask=inside, other=0.0).to(tl.float32)
+                b += tl.load(second + here + where + copy * WIDTH, mask=inside, other=0.0).to(kind)
     target = row.to(tl.int64) * N + columns
     tl.store(first_out + target, a.to(first_out.dtype.element_ty), mask=inside)
     if BOTH:
@@ -46,6 +47,7 @@ def _sum_uses(first, second, order, ends, first_out, second_out, N, WIDTH: tl.co
 
 def take(first: Tensor, second: Tensor, index: Tensor, repeat: int = 1) -> tuple[Tensor, Tensor]:
     """[M, heads * repeat, W] each from [N, heads, W]: row m is row index[m], each head `repeat` times."""
+    assert first.shape == second.shape, f"{tuple(first.shape)} and {tuple(second.shape)}"
     rows, (_, heads, width) = len(index), first.shape
     out = [first.new_empty(rows, heads * repeat, width) for _ in range(2)]
     block = min(1024, triton.next_power_of_2(heads * width))

@@ -1,0 +1,34 @@
+"""How TRL's trainer is set in every comparison: GSPO as its documentation has it. What a benchmark adds stands there."""
+
+from typing import Any
+
+
+def sequence_settings(*, updates: int, learning_rate: float, low: float, high: float) -> dict[str, Any]:
+    """Arguments of `GRPOConfig` that are the same on a CPU and on a GPU."""
+    return {
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        # Once a whole step, as our trainer reports.
+        "logging_steps": updates,
+        "shuffle_dataset": False,
+        "seed": 0,
+        "num_iterations": 1,
+        "temperature": 1.0,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "beta": 0.0,
+        "epsilon": low,
+        "epsilon_high": high,
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+    }
+
+
+def never_ending(trainer: Any, model: Any) -> Any:
+    """The trainer with an end token that no model writes: responses have the length asked for."""
+    never = [model.get_input_embeddings().weight.shape[0]]
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = never
+    trainer.generation_kwargs["eos_token_id"] = never
+    return trainer

@@ -1,0 +1,55 @@
+"""What `legato compare` prints: a line as each run starts and ends, then the tables."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from legato.compare.compare import compare
+from legato.compare.definition import from_arguments
+from legato.compare.processes import Machine
+from legato.dashboard.comparison_tables import sentences, tables
+from legato.dashboard.legible import legible
+
+
+def compare_command(
+    arguments: Sequence[str],
+    *,
+    arms: Sequence[str],
+    seeds: str | None,
+    sweep: Sequence[str],
+    parallel: int,
+    gpus: str,
+    out: Path | None,
+    unequal: bool,
+    retry_failed: bool,
+) -> int:
+    definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
+    named = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
+    if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in named):
+        raise ValueError(f"--gpus {gpus!r} is not allowed; numbers are, as in 0,1,2,3")
+    console = Console(highlight=False)
+    compared = compare(
+        definition,
+        folder=out,
+        machine=Machine(parallel=parallel or max(1, len(named)), gpus=named),
+        retry_failed=retry_failed,
+        say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
+    )
+    for each in tables(compared.results):
+        shown = Table(title=Text(each.title), title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for index, heading in enumerate(each.headings):
+            shown.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
+        for row in each.rows:
+            shown.add_row(*(Text(legible(word, one_line=True)) for word in row))
+        console.print()
+        console.print(shown)
+        console.print(Text(each.note, style="dim"))
+    console.print()
+    for sentence in sentences(compared.results):
+        console.print(Text(legible(sentence, one_line=True)))
+    console.print(Text(f"page       {compared.folder / 'compare.html'}"), soft_wrap=True)
+    return compared.exit_code

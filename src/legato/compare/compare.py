@@ -1,0 +1,134 @@
+"""`legato compare`: train every arm with every seed, then say what the seeds allow to be said."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.compare.definition import Definition
+from legato.compare.jobs import Job, differences, jobs
+from legato.compare.outcomes import outcome
+from legato.compare.processes import Ended, Machine, Task, run_all
+from legato.compare.results import collect
+from legato.compare.store import Store
+from legato.dashboard.comparison import write_pages
+from legato.dashboard.report import duration
+from legato.diagnostics.format import RunDirectory
+from legato.run.lock import locked
+
+_REPORT_SECONDS = 60.0
+"""A page of many runs takes seconds to make; while runs go on it is made no more often than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """What a comparison left behind."""
+
+    folder: Path
+    results: dict[str, Any]
+    """What compare.json holds."""
+    exit_code: int
+
+
+def compare(
+    definition: Definition,
+    *,
+    folder: Path | None = None,
+    machine: Machine | None = None,
+    retry_failed: bool = False,
+    say: Callable[[str], None] = print,
+) -> Compared:
+    """Run what is not finished and collect the results; a comparison that was stopped goes on where it was.
+
+    Everything that can be wrong with a configuration is found before the first run.
+    """
+    machine = machine or Machine()
+    store = Store(folder or _folder(definition))
+    if "=" in str(store.path):
+        raise ValueError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
+    found = jobs(definition, store.path)
+    unequal = differences(found)
+    if unequal and not definition.unequal:
+        raise ValueError(
+            f"the arms do not share problems, weights and budget: {'; '.join(unequal)}; set it for all of them, or compare"
+            " them as they are with --unequal"
+        )
+    try:
+        store.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot create {store.path}: {error.strerror}; --out FOLDER names another") from None
+    with locked(RunDirectory(store.path)):
+        store.prepare(definition, found)
+        if retry_failed:
+            for job in found:
+                store.failed_path(job).unlink(missing_ok=True)
+
+        def report() -> dict[str, Any]:
+            results = collect(definition, found, store, machine, unequal)
+            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+            (store.path / "compare.json").write_text(text, encoding="utf-8")
+            write_pages(store.path, results)
+            return results
+
+        code = _run(found, store, machine, say, report)
+        results = report()
+    reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
+    if all(run["status"] == "failed" for run in results["runs"]):
+        raise ValueError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
+    return Compared(folder=store.path, results=results, exit_code=code)
+
+
+def _run(
+    found: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], dict[str, Any]]
+) -> int:
+    by_name = {job.name: job for job in found}
+    tasks = _tasks(found, store)
+    finished, reported = len(found) - len(tasks), [time.monotonic()]
+    say(
+        f"{len(found)} runs, {finished} finished before; {machine.parallel} at once, {machine.threads} threads each;"
+        f" {store.path}"
+    )
+
+    def begun(task: Task) -> None:
+        say(f"{'resumes' if task.words[0] == 'resume' else 'starts '}  {task.name}")
+
+    def ended(end: Ended) -> None:
+        job = by_name[end.name]
+        if end.code and not end.interrupted:
+            store.note_failure(job, end.code, end.reason)
+        run = outcome(job, store)
+        told = {
+            "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
+            "collapsed": f"collapsed {end.name}: {run['collapsed']}",
+            "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
+        }
+        say(told.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
+        if time.monotonic() - reported[-1] > _REPORT_SECONDS:
+            report()
+            reported.append(time.monotonic())
+
+    return run_all(tasks, machine, begun=begun, ended=ended, say=say)
+
+
+def _tasks(found: Sequence[Job], store: Store) -> list[Task]:
+    tasks = []
+    for job in found:
+        state = store.state(job)
+        if state in ("done", "failed"):
+            continue
+        if state == "begun":
+            store.clear(job)
+        words = ("resume", str(store.run_path(job))) if state == "stopped" else ("train", str(store.config_path(job)))
+        tasks.append(Task(name=job.name, words=words, log=store.log_path(job)))
+    return tasks
+
+
+def _share(score: float | None) -> str:
+    return "no accuracy was measured" if score is None else f"{score:.1%}"
+
+
+def _folder(definition: Definition) -> Path:
+    stem = definition.recipes[0].stem if definition.recipes else "default"
+    return Path("runs") / f"compare-{stem}"

@@ -1,0 +1,182 @@
+"""What is compared: arms, seeds and sweeps over one recipe, from the command line or from a TOML file.
+
+recipe = "recipes/tiny.toml"         # or a list of files
+seeds = [0, 1, 2]
+[options]                            # of every arm
+training.steps = 200
+[arms.grpo]
+algorithm = "grpo"
+[arms.gspo]
+algorithm = "gspo"
+[sweep]
+training.lr = [1e-4, 3e-4, 1e-3]
+"""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legato.algorithms.catalogue import algorithm_names
+from legato.run.layers import check_tree, read_word
+from legato.run.messages import shown
+from legato.run.read import read_file
+
+Options = Mapping[str, Any]
+"""Values by their dotted paths."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
+_KEYS = ("recipe", "seeds", "options", "arms", "sweep", "unequal")
+OURS = ("training.seed", "output.directory", "output.name", "evaluation.target", "evaluation.target_greedy")
+"""What the comparison itself decides: every run has its seed and its folder, and does all of its steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A comparison, as it was asked for."""
+
+    recipes: tuple[Path, ...]
+    arms: Mapping[str, Options]
+    """The first is what the others are compared with."""
+    seeds: tuple[int, ...]
+    options: Options = field(default_factory=dict)
+    """Of every arm."""
+    sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Paths and the values they take; every arm is trained at every combination."""
+    unequal: bool = False
+    """Whether arms may differ in problems, model or budget."""
+
+    def __post_init__(self) -> None:
+        for fault in self._faults():
+            raise ValueError(fault)
+
+    def _faults(self) -> Iterator[str]:
+        if len(self.arms) < 2 and not self.sweep:
+            told = f"one arm ({next(iter(self.arms))})" if self.arms else "no arm"
+            yield f"{told} and no sweep is nothing to compare; --arm gspo --arm grpo gives two"
+        for name in self.arms:
+            if not _NAME.fullmatch(name):
+                yield f"an arm is called {shown(name)}; letters, digits and ._+- are allowed, at most 61 of them"
+        if not self.seeds:
+            yield "no seed is given; at least one is needed, several for intervals"
+        for seed in self.seeds:
+            if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+                yield f"the seed {shown(seed)} is given; whole numbers from 0 are allowed"
+        if len(set(self.seeds)) < len(self.seeds):
+            yield f"the seeds {list(self.seeds)} name one twice: it would be the same run again"
+        for path, values in self.sweep.items():
+            if not values or len({repr(value) for value in values}) < len(values):
+                yield f"the sweep {path} = {shown(list(values))} is given; different values, at least one, are needed"
+            for name in (name for name, options in self.arms.items() if path in options):
+                yield f"{path} is swept and set by the arm {name}; one of them has to go"
+        given = {"the sweep sets": self.sweep, "the options set": self.options}
+        given |= {f"the arm {name} sets": options for name, options in self.arms.items()}
+        for who, paths in given.items():
+            for path in (path for path in OURS if path in paths):
+                yield f"{who} {path}, which the comparison decides: --seeds, --out, and all steps for every run"
+
+
+def from_arguments(
+    arguments: Sequence[str], *, arms: Sequence[str], seeds: str | None, sweep: Sequence[str], unequal: bool
+) -> Definition:
+    """Files and `path=value` words, and what the options of the command said."""
+    files = [Path(word) for word in arguments if "=" not in word]
+    options = dict(read_word(word) for word in arguments if "=" in word)
+    if len(files) == 1 and files[0].suffix == ".toml" and "arms" in read_file(files[0])[1]:
+        if arms or seeds is not None or sweep:
+            raise ValueError(f"{files[0]} names its arms, seeds and sweeps; --arm, --seeds and --sweep are for recipes")
+        return from_file(files[0], options, unequal)
+    named = [_arm(text) for text in arms]
+    if len({name for name, _ in named}) < len(named):
+        raise ValueError(f"--arm names one of {', '.join(name for name, _ in named)} twice; every arm needs its own name")
+    return Definition(
+        recipes=tuple(files),
+        arms=dict(named),
+        seeds=_seeds("0,1,2" if seeds is None else seeds),
+        options=options,
+        sweep=dict(map(_axis, sweep)),
+        unequal=unequal,
+    )
+
+
+def from_file(path: Path, options: Options, unequal: bool = False) -> Definition:
+    """A comparison file; `options` are words of the command line and win over its own."""
+    tree = read_file(path)[1]
+    check_tree(tree, str(path))
+    unknown = [key for key in tree if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(_KEYS)} are")
+    tables = {key: tree.get(key, {}) for key in ("options", "arms", "sweep")}
+    tables |= {f"arms.{name}": arm for name, arm in tables["arms"].items()} if isinstance(tables["arms"], dict) else {}
+    for key, table in tables.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"{path}: {key} = {shown(table)} is not allowed; a table is, as in [{key}]")
+    recipe, seeds = tree.get("recipe", []), tree.get("seeds", [0, 1, 2])
+    recipes = [recipe] if isinstance(recipe, str) else recipe
+    if not isinstance(recipes, list) or not all(isinstance(each, str) for each in recipes):
+        raise ValueError(f"{path}: recipe = {shown(recipe)} is not allowed; the name of a TOML file or a list of them is")
+    if not isinstance(tree.get("unequal", False), bool):
+        raise ValueError(f"{path}: unequal = {shown(tree['unequal'])} is not allowed; true or false is")
+    sweep = _flat(tables["sweep"])
+    for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
+        if not isinstance(values, list):
+            raise ValueError(f"{path}: {key} = {shown(values)} is not allowed; a list is")
+    return Definition(
+        recipes=tuple(map(Path, recipes)),
+        arms={name: _flat(arm) for name, arm in tables["arms"].items()},
+        seeds=tuple(seeds),
+        options={**_flat(tables["options"]), **options},
+        sweep={axis: tuple(values) for axis, values in sweep.items()},
+        unequal=unequal or tree.get("unequal", False),
+    )
+
+
+def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Tables as dotted paths; an empty table stays one, since it switches something on."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{before}{key}"
+        found |= _flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return found
+
+
+def _arm(text: str) -> tuple[str, Options]:
+    """`gspo`, or a name and what it changes: `wide algorithm=gspo algorithm.objective.trust.clip.low=2e-3`."""
+    try:
+        name, *words = shlex.split(text)
+    except ValueError:
+        raise ValueError(f"--arm {text!r} cannot be read; a name and path=value words, in one pair of quotes, are") from None
+    if words:
+        return name, dict(read_word(word) for word in words)
+    if name not in algorithm_names():
+        raise ValueError(
+            f"--arm {text!r} changes nothing and is no algorithm; an algorithm's name alone, or 'NAME path=value ...', is"
+            f" allowed; algorithms: {', '.join(algorithm_names())}"
+        )
+    return name, {"algorithm": name}
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """`0,1,5` or `0-4`."""
+    found: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})(?:\s*-\s*(\d{1,18}))?\s*", piece)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < first + 10_000:
+            raise ValueError(f"--seeds {text!r} is not allowed; numbers and ranges are, as in 0,1,2 or 0-4")
+        found += range(first, last + 1)
+    return tuple(found)
+
+
+def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
+    """`training.lr=1e-4,3e-4`: values as TOML has them, or bare words."""
+    path, equals, values = text.partition("=")
+    if not equals or not path.strip() or not values.strip():
+        raise ValueError(f"--sweep {text!r} is not allowed; path=value,value is, as in training.lr=1e-4,3e-4,1e-3")
+    try:
+        return path.strip(), tuple(tomllib.loads(f"values = [{values}]")["values"])
+    except ValueError:
+        return path.strip(), tuple(word.strip() for word in values.split(","))

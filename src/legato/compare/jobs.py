@@ -1,0 +1,102 @@
+"""From a definition to its runs: one checked configuration each, arms that share problems, weights and budget."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from legato.compare.definition import Definition
+from legato.run.load import load
+from legato.run.messages import shown
+from legato.run.resolved import Resolved
+
+SHARED = (
+    "task.*",
+    "reward.*",
+    "policy.*",
+    "evaluation.*",
+    "rollouts.samples_per_prompt",
+    "rollouts.max_response_tokens",
+    "training.steps",
+    "training.prompts_per_step",
+    "training.updates_per_step",
+    "training.epochs_per_step",
+)
+"""What makes problems, weights, the measure and the budget of a run: equal in all arms."""
+
+OWN = ("task.resampling", "task.max_refills", "reward.overlong*", "policy.packing", "policy.gradient_checkpointing")
+"""Of these an arm's own: what belongs to an algorithm (DAPO's resampling and punishment), and what changes no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of a comparison."""
+
+    name: str
+    arm: str
+    seed: int
+    point: Mapping[str, Any]
+    """The swept paths and their values here; empty without a sweep."""
+    resolved: Resolved
+
+    def origin_key(self) -> tuple[object, ...]:
+        """Runs that agree on this start from the same weights and problems."""
+        made_of = {path: value for path, value in self.resolved.values.items() if path.startswith(("policy.", "task."))}
+        unlike = {path for path in made_of if any(fnmatchcase(path, pattern) for pattern in OWN)}
+        return self.seed, repr(sorted((path, value) for path, value in made_of.items() if path not in unlike))
+
+
+def jobs(definition: Definition, folder: Path) -> list[Job]:
+    """All runs, seed by seed, so that what is there first can be compared; ValueError says what is wrong with one."""
+    found = []
+    for seed, point, arm in itertools.product(definition.seeds, points(definition), definition.arms):
+        swept = [f"{path.rpartition('.')[2]}{value}" for path, value in point.items()]
+        # The name of a folder and of a file: `legato train` takes what holds an equals sign for an option.
+        name = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([arm, *swept, f"seed{seed}"]))
+        ours = {
+            "training.seed": seed,
+            "output.directory": str(folder / "runs"),
+            "output.name": name,
+            # Every run does all of its steps: one that stopped at a target would have had a smaller budget.
+            "evaluation.target": None,
+            "evaluation.target_greedy": None,
+        }
+        try:
+            resolved = load(definition.recipes, (), {**definition.options, **definition.arms[arm], **point, **ours})
+        except ValueError as error:
+            raise ValueError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
+        found.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
+    twice = next((job.name for job in found if sum(job.name == each.name for each in found) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
+    return found
+
+
+def points(definition: Definition) -> list[dict[str, Any]]:
+    """Every combination of swept values; one empty one without a sweep."""
+    return [dict(zip(definition.sweep, values, strict=True)) for values in itertools.product(*definition.sweep.values())]
+
+
+def differences(found: Sequence[Job]) -> list[str]:
+    """What arms at one point do not share, a sentence each."""
+    sentences: dict[str, None] = {}
+    first: dict[str, Job] = {}
+    for job in found:
+        base = first.setdefault(repr((job.seed, job.point)), job)
+        for path, mine, theirs in _unlike(base, job):
+            sentences[
+                f"{path} is {shown(theirs)} for {base.arm} ({base.resolved.provenance.get(path, 'default')}) and"
+                f" {shown(mine)} for {job.arm} ({job.resolved.provenance.get(path, 'default')})"
+            ] = None
+    return list(sentences)
+
+
+def _unlike(base: Job, job: Job) -> Iterator[tuple[str, Any, Any]]:
+    mine, theirs = job.resolved.values, base.resolved.values
+    for path in sorted({*mine, *theirs}):
+        shared = any(fnmatchcase(path, pattern) for pattern in SHARED)
+        if shared and not any(fnmatchcase(path, pattern) for pattern in OWN) and mine.get(path) != theirs.get(path):
+            yield path, mine.get(path), theirs.get(path)

@@ -1,0 +1,93 @@
+"""One run of a comparison as numbers: how it ended, what it scored, what it cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from legato.compare.jobs import Job
+from legato.compare.store import Store
+from legato.dashboard.curves import points, short
+from legato.dashboard.summary import evaluations, number
+from legato.diagnostics.collapse import collapse
+
+MOST_POINTS = 120
+"""Of a curve in compare.json; a page of many runs stays small."""
+
+COUNTED = ("done", "collapsed", "failed")
+"""Endings that count. A run that is still under way, or was stopped and can go on, does not yet."""
+
+CLIP = "clip/tokens"
+"""The one clip fraction that means the same for token and for sequence ratios: tokens left without a gradient."""
+
+PHASES = ("rollouts", "anchor", "update")
+
+
+def outcome(job: Job, store: Store) -> dict[str, Any]:
+    """What came of a run; a failed one counts with the last accuracy it measured, or 0 if it measured none."""
+    state, failure, records = store.state(job), store.failure(job), store.records(job)
+    found = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
+    course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in found]
+    steps = [record for record in records if record.get("kind") == "step"]
+    origin = next((record for record in records if record.get("kind") == "origin"), {})
+    collapsed = collapse(course) if state in ("done", "failed") else None
+    ending = next((str(record.get("reason")) for record in reversed(records) if record.get("kind") == "end"), None)
+    status = {"failed": "failed", "done": "collapsed" if collapsed else "done", "absent": "waiting"}.get(state, "stopped")
+    training = job.resolved.config.training
+    return {
+        "name": job.name,
+        "arm": job.arm,
+        "seed": job.seed,
+        "point": dict(job.point),
+        "status": status,
+        "collapsed": collapsed,
+        "reason": ending if failure is None else f"exit code {failure['code']}: {failure['reason']}",
+        "score": course[-1][0] if course else 0.0 if state == "failed" else None,
+        "greedy": None if not found or found[-1][2] is None else found[-1][2].value,
+        "start": course[0][0] if course else None,
+        "best": max(course)[0] if course else None,
+        "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
+        "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
+        "clip_mean": _mean(steps, CLIP),
+        "steps": len(steps),
+        # A step of which too little could be scored has no update.
+        "updates": round(
+            sum((number(record, "update/applied") or 0.0) for record in steps)
+            * training.updates_per_step
+            * training.epochs_per_step
+        ),
+        "tokens": round(_total(steps, "tokens/response")),
+        "seconds": short(_total(steps, "time/step_seconds")),
+        "phases": {phase: short(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
+        "deviations": list(job.resolved.deviations),
+        "origin": {key: origin.get(key) for key in ("weights", "problems")},
+    }
+
+
+def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
+    """Runs that should start from the same weights and problems do, by the fingerprints they stored; else ValueError."""
+    first: dict[tuple[object, ...], tuple[Job, Mapping[str, Any]]] = {}
+    for job, found in runs:
+        if found["origin"]["weights"] is None:
+            continue  # it ended before it began to train
+        base, known = first.setdefault(job.origin_key(), (job, found))
+        for what in ("weights", "problems"):
+            if found["origin"][what] != known["origin"][what]:
+                raise ValueError(
+                    f"{job.name} did not start from the {what} of {base.name}: their fingerprints are"
+                    f" {found['origin'][what]} and {known['origin'][what]}; what they read has changed in between,"
+                    " so they cannot be compared"
+                )
+
+
+def _total(steps: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(number(record, key) or 0.0 for record in steps)
+
+
+def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = points(steps, key)[1]
+    return short(sum(values) / len(values)) if values else None
+
+
+def _curve(steps: Sequence[Mapping[str, Any]], key: str, every: int) -> list[tuple[float, float]]:
+    """At the same steps in every run, however far it came: curves are averaged over seeds."""
+    return [(step, short(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]

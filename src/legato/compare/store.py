@@ -1,0 +1,128 @@
+"""The folder of a comparison, and how far each of its runs has come.
+
+definition.json     arms, seeds and sweeps; another start must have the same
+configs/NAME.toml   the whole configuration of a run
+runs/NAME/          an ordinary run directory
+logs/NAME.log       what its process printed
+failed/NAME.json    exit code and reason of one that failed
+compare.json, compare.md, compare.html
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from legato.compare.definition import Definition
+from legato.compare.jobs import Job
+from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.run.load import dump, load
+from legato.run.lock import locked
+
+FORMAT = 1
+State = Literal["absent", "begun", "stopped", "done", "failed"]
+"""begun: there, but without a checkpoint to go on from; stopped: with one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The folder."""
+
+    path: Path
+
+    def prepare(self, definition: Definition, found: Sequence[Job]) -> None:
+        """Make the folder, or check that it is of this very comparison; configurations are written again."""
+        record = described(definition)
+        file = self.path / "definition.json"
+        if file.exists():
+            self._same(record, found)
+        elif self.path.exists() and any(each.name != ".lock" for each in self.path.iterdir()):
+            raise ValueError(f"{self.path} is there already and holds no comparison; --out FOLDER names another")
+        for name in ("configs", "runs", "logs", "failed"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        for job in found:
+            self.config_path(job).write_text(dump(job.resolved), encoding="utf-8")
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _same(self, record: Mapping[str, Any], found: Sequence[Job]) -> None:
+        try:
+            before = json.loads((self.path / "definition.json").read_text(encoding="utf-8"))
+            changed = [key for key in record if before.get(key) != record[key]]
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{self.path / 'definition.json'} cannot be read: {error}; --out FOLDER names another"
+            ) from None
+        told = [f"{key} = {record[key]!r} (was {before.get(key)!r})" for key in changed]
+        for job in found if not told else ():
+            if self.config_path(job).is_file():
+                old, new = load([self.config_path(job)]).values, job.resolved.values
+                told += [
+                    f"{path} = {new.get(path)!r} (was {old.get(path)!r}) in {job.name}"
+                    for path in sorted({*old, *new})
+                    if old.get(path) != new.get(path) and not path.startswith("output.")
+                ]
+        if told:
+            more = f" and {len(told) - 1} more" if len(told) > 1 else ""
+            raise ValueError(
+                f"{self.path} holds another comparison: {told[0]}{more}; what is there goes on only as it was begun,"
+                " --out FOLDER begins another"
+            )
+
+    def config_path(self, job: Job) -> Path:
+        return self.path / "configs" / f"{job.name}.toml"
+
+    def run_path(self, job: Job) -> Path:
+        return self.path / "runs" / job.name
+
+    def log_path(self, job: Job) -> Path:
+        return self.path / "logs" / f"{job.name}.log"
+
+    def failed_path(self, job: Job) -> Path:
+        return self.path / "failed" / f"{job.name}.json"
+
+    def state(self, job: Job) -> State:
+        """How far a run has come."""
+        if self.failed_path(job).exists():
+            return "failed"
+        if not self.run_path(job).exists():
+            return "absent"
+        try:
+            directory = RunDirectory.open(self.run_path(job))
+            records = directory.metrics()
+        except (ValueError, RunDirectoryError):
+            return "begun"
+        if records and records[-1].get("kind") == "end" and not str(records[-1].get("reason")).startswith("stopped by"):
+            return "done"
+        return "stopped" if directory.checkpoint_steps() else "begun"
+
+    def records(self, job: Job) -> list[dict[str, Any]]:
+        """What a run has recorded so far."""
+        path = self.run_path(job)
+        return RunDirectory(path).metrics() if path.is_dir() else []
+
+    def failure(self, job: Job) -> dict[str, Any] | None:
+        """Exit code and reason of a run that failed."""
+        path = self.failed_path(job)
+        found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return found
+
+    def note_failure(self, job: Job, code: int, reason: str) -> None:
+        self.failed_path(job).write_text(json.dumps({"code": code, "reason": reason}) + "\n", encoding="utf-8")
+
+    def clear(self, job: Job) -> None:
+        """Remove a run that has no checkpoint: it can only start again."""
+        path = self.run_path(job)
+        with locked(RunDirectory(path)):
+            shutil.rmtree(path)
+
+
+def described(definition: Definition) -> dict[str, Any]:
+    """What another start of a comparison must have the same of, beside every configuration."""
+    return {
+        "format": FORMAT,
+        "arms": list(definition.arms),
+        "seeds": list(definition.seeds),
+        "sweep": {path: list(values) for path, values in definition.sweep.items()},
+    }

@@ -1,0 +1,162 @@
+"""`legato mismatch`: how far samplers that differ from the trainer are from it, on a model and a task of your own."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from legato.core.rollout import Group
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.rollouts import mismatch
+from legato.run import wire
+from legato.run.resolved import Resolved
+from legato.run.schema import Mismatch, Rollouts
+from legato.run.target import Target
+from legato.tasks.source import Source
+from legato.training.mismatch import scored, signals_of, study
+
+KINDS = ("none", *mismatch.KINDS, "top-p")
+_SIZED = {"perturbed": "size", "stale": "updates", "top-p": "top_p"}
+_TOP_P = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """One way to differ, as asked for: "int8", "perturbed:0.01", "stale:8", "top-p:0.9"."""
+
+    kind: str
+    size: float | int | None = None
+
+    @classmethod
+    def read(cls, word: str) -> "Sampler":
+        """From a word; ValueError where it is none."""
+        kind, _, size = word.partition(":")
+        if kind not in KINDS:
+            raise ValueError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
+        if not size:
+            return cls(kind=kind)
+        if kind not in _SIZED:
+            raise ValueError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
+        try:
+            found: float | int = int(size) if kind == "stale" else float(size)
+        except ValueError:
+            found = math.nan
+        if not found > 0 or not math.isfinite(found) or (kind == "top-p" and found > 1):
+            wanted = {"stale": "a whole number of updates", "top-p": "a probability", "perturbed": "a number above 0"}[kind]
+            raise ValueError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
+        return cls(kind=kind, size=found)
+
+    @property
+    def name(self) -> str:
+        """With its size, whether that was given or is the default."""
+        defaults = {"perturbed": mismatch.Mismatch(kind="perturbed").size, "stale": mismatch.Mismatch(kind="stale").updates}
+        size = self.size if self.size is not None else {**defaults, "top-p": _TOP_P}.get(self.kind)
+        return self.kind if size is None else f"{self.kind}:{size:g}"
+
+    def of(self, rollouts: Rollouts) -> Rollouts:
+        """The options of a run that samples this way."""
+        if self.kind == "top-p":
+            return replace(rollouts, top_p=self.size or _TOP_P, mismatch=Mismatch())
+        sized: dict[str, Any] = {} if self.size is None else {_SIZED[self.kind]: self.size}
+        return replace(rollouts, mismatch=Mismatch(kind=self.kind, **sized))  # type: ignore[arg-type]
+
+
+def samplers(words: str) -> list[Sampler]:
+    """From "none,int8,stale:8"; each once."""
+    found = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
+    twice = {sampler.name for sampler in found if found.count(sampler) > 1}
+    if not found or twice:
+        raise ValueError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
+    return found
+
+
+def compare_samplers(
+    target: Target,
+    chosen: Sequence[Sampler],
+    *,
+    prompts: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
+    resolved, config = target.resolved, target.resolved.config
+    if "problems" in target.given:
+        raise ValueError(
+            "this run was given its problems in Python, which its configuration does not hold; name a task with task.kind="
+        )
+    policy, source = target.policy(), wire.source_of(config, wire.Given())
+    if target.saved is None and config.policy.warm_up is not None:
+        say("the warm-up of the recipe")
+        reward = wire.reward_of(config, wire.Given())
+        collector = wire.collector_of(config, policy, source, reward)
+        examples = wire.warm_up_examples(config, policy, source, collector)
+        wire.warm_up(config, policy, examples, lambda step, loss: None)
+    found = {}
+    for sampler in chosen:
+        say(sampler.name)
+        with _unchanged(policy):
+            groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
+            tables = scored(policy, groups, config.training.tokens_per_pack)
+            found[sampler.name] = study(resolved.algorithm, signals_of(tables))
+    return {
+        "model": policy.name,
+        "dtype": str(policy.model.get_input_embeddings().weight.dtype).removeprefix("torch."),
+        "device": policy.device.type,
+        "task": config.task.kind,
+        "algorithm": resolved.algorithm.name,
+        "lr": config.training.lr,
+        "prompts": prompts or config.training.prompts_per_step,
+        "samples_per_prompt": config.rollouts.samples_per_prompt,
+        "seed": config.training.seed,
+        "samplers": found,
+    }
+
+
+def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Source, prompts: int) -> list[Group]:
+    """What a sampler writes. A stale one becomes stale by training: so many updates at the full learning rate."""
+    config = replace(resolved.config, rollouts=sampler.of(resolved.config.rollouts))
+    config = replace(config, training=replace(config.training, warm_up_updates=0, anchor="recompute"))
+    # Groups that dynamic sampling would replace are part of what the sampler does.
+    config = replace(config, task=replace(config.task, resampling="none"))
+    reward = wire.reward_of(config, wire.Given())
+    collector = wire.collector_of(config, policy, source, reward)
+    different = wire.mismatch_of(config)
+    if different is not None and different.kind == "stale":
+        reference = Reference.of(policy) if wire.wants_reference(resolved) else None
+        trainer = wire.trainer_of(replace(resolved, config=config), policy, collector, reference)
+        while (done := trainer.optimizer.updates) < different.updates:
+            trainer.step()
+            if trainer.optimizer.updates == done:
+                raise ValueError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")
+        collector.cursor = 0
+    groups, tally = collector.next(prompts)
+    if not groups:
+        reasons = "; ".join(tally.reasons) or "no group had two scored responses"
+        raise ValueError(f"nothing was sampled that could be scored: {reasons}")
+    return groups
+
+
+@contextmanager
+def _unchanged(policy: Policy) -> Iterator[None]:
+    """Whatever is trained inside is put back."""
+    before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, weight in policy.parameters().items():
+                weight.copy_(before[name])
+                weight.grad = None
+
+
+def finite(found: Any) -> Any:
+    """The same without NaN and infinities, which JSON does not have."""
+    if isinstance(found, dict):
+        return {key: finite(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -1,0 +1,54 @@
+"""The options of what is measured and kept; part of `schema.py`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from legato.run.values import STRICT, Count, Flag, Portion, Positive, Text, Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How held-out accuracy is measured."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    every_steps: Whole = 20
+    """How often; 0: before the first step and at the end only."""
+    samples_per_problem: Count = 1
+    """Responses sampled for each held-out problem."""
+    greedy: Flag = True
+    """Whether greedy accuracy is measured too."""
+    temperature: Positive = 1.0
+    """Of the sampled responses."""
+    target: Portion | None = None
+    """The run ends early when sampled accuracy reaches it (and target_greedy, where that is given)."""
+    target_greedy: Portion | None = None
+    """The run ends early when greedy accuracy reaches it (and target, where that is given)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What is kept."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    directory: Text = "runs"
+    """The folder of all runs."""
+    name: Text | None = None
+    """The folder of this one; absent: task, algorithm, seed and a number."""
+    checkpoint_every_steps: Whole = 100
+    """How often a checkpoint is written; 0: at the end and on a signal only."""
+    keep_last: Count = 2
+    """How many checkpoints are kept beside the best."""
+    rollouts_every_steps: Whole = 20
+    """How often the rollouts of a step are written; 0: never."""
+    tensorboard: Flag = False
+    """Whether metrics go to TensorBoard too."""
+    wandb: Flag = False
+    """Whether metrics go to Weights & Biases too."""
+    project: Text = "legato"
+    """The project there."""
+    tags: tuple[Text, ...] = ()
+    """Tags there."""

@@ -1,0 +1,201 @@
+"""What is asked for, and every way to ask for it wrongly: one sentence, exit code 2, nothing written."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from legato.compare.definition import Definition, from_arguments, from_file
+from legato.compare.jobs import differences, jobs
+from legato.compare.processes import Machine
+from proof import verdicts
+from proof.command import Command, refused
+from proof.comparisons import definition
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "recipes/tiny.toml")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    monkeypatch.chdir(tmp_path)
+    return Command(monkeypatch, capsys)
+
+
+def asked(
+    *arguments: str, arms: list[str] | None = None, seeds: str | None = None, sweep: list[str] | None = None
+) -> Definition:
+    return from_arguments(arguments, arms=arms or ["grpo", "gspo"], seeds=seeds, sweep=sweep or [], unequal=False)
+
+
+def test_a_command_line_becomes_a_definition() -> None:
+    found = asked(
+        RECIPE,
+        "training.steps=7",
+        arms=("gspo", "wide algorithm=gspo algorithm.objective.trust.clip.low=2e-3"),
+        seeds="0-2,7",
+        sweep=("training.lr=1e-4,3e-4", "training.anchor=recompute,sampler"),
+    )
+    assert found.recipes == (Path(RECIPE),)
+    assert found.options == {"training.steps": 7}
+    assert found.arms["gspo"] == {"algorithm": "gspo"}
+    assert found.arms["wide"] == {"algorithm": "gspo", "algorithm.objective.trust.clip.low": 2e-3}
+    assert found.seeds == (0, 1, 2, 7)
+    assert found.sweep == {"training.lr": (1e-4, 3e-4), "training.anchor": ("recompute", "sampler")}
+
+
+def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "comparison.toml"
+    file.write_text(
+        f"""
+        recipe = "{RECIPE}"
+        seeds = [0, 1]
+        [options]
+        training.steps = 7
+        [arms.gspo]
+        algorithm = "gspo"
+        [arms.wide]
+        algorithm.name = "gspo"
+        algorithm.objective.trust.clip.low = 2e-3
+        [sweep]
+        training.lr = [1e-4, 3e-4]
+        """
+    )
+    typed = asked(
+        RECIPE,
+        "training.steps=90",
+        arms=("gspo", "wide algorithm=gspo algorithm.objective.trust.clip.low=2e-3"),
+        seeds="0,1",
+        sweep=("training.lr=1e-4,3e-4",),
+    )
+    found = from_arguments([str(file), "training.steps=90"], arms=[], seeds=None, sweep=[], unequal=False)
+    one, other = jobs(found, tmp_path), jobs(typed, tmp_path)
+    assert [job.name for job in one] == [job.name for job in other]
+    assert [job.resolved.values for job in one] == [job.resolved.values for job in other]
+    assert one[0].name == "gspo-lr0.0001-seed0"
+    assert from_file(file, {}).options == {"training.steps": 7}
+
+
+def test_every_run_has_its_seed_its_folder_and_all_steps(tmp_path: Path) -> None:
+    found = jobs(asked(RECIPE, "training.steps=90", seeds="3,5"), tmp_path)
+    assert [(job.arm, job.resolved.config.training.seed) for job in found] == [
+        ("grpo", 3),
+        ("gspo", 3),
+        ("grpo", 5),
+        ("gspo", 5),
+    ]
+    assert all(job.resolved.config.evaluation.target is None for job in found)  # the recipe has one
+    assert {job.resolved.config.output.directory for job in found} == {str(tmp_path / "runs")}
+    assert differences(found) == []
+
+
+def test_what_belongs_to_an_algorithm_is_no_difference(tmp_path: Path) -> None:
+    found = jobs(definition(arms={"gspo": {"algorithm": "gspo"}, "dapo": {"algorithm": "dapo"}}), tmp_path)
+    assert found[1].resolved.config.task.resampling == "dynamic"
+    assert differences(found) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"training.steps": 9},
+        {"training.updates_per_step": 1},
+        {"rollouts.samples_per_prompt": 8},
+        {"task.left_digits": 2},
+        {"policy.tiny.hidden": 64},
+        {"reward.kind": f"{verdicts.__file__}:early"},
+        {"evaluation.temperature": 0.5},
+    ],
+)
+def test_arms_with_other_problems_weights_or_budgets_are_told_apart(change: dict[str, object], tmp_path: Path) -> None:
+    found = jobs(definition(arms={"one": {}, "other": change}), tmp_path)
+    path = next(iter(change))
+    told = differences(found)
+    assert len(told) == 1
+    assert told[0].startswith(f"{path} is ") and "for one (" in told[0] and "for other (override" in told[0]
+
+
+def test_cores_and_gpus_are_divided() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert Machine(parallel=1).threads == cores
+    assert Machine(parallel=10 * cores).threads == 1
+    machine = Machine(parallel=4, gpus=("0", "3"))
+    assert [machine.environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(4)] == ["0", "3", "0", "3"]
+    assert machine.environment(0)["OMP_NUM_THREADS"] == str(machine.threads)
+
+
+TWO = ("--arm", "grpo", "--arm", "gspo")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "no arm and no sweep is nothing to compare"),
+        (("--arm", "gspo"), "one arm (gspo) and no sweep"),
+        (("--arm", "gspo", "--arm", "gspo"), "--arm names one of gspo, gspo twice"),
+        (("--arm", "gspo", "--arm", "nonesuch"), "'nonesuch' changes nothing and is no algorithm"),
+        (("--arm", "gspo", "--arm", "a/b algorithm=grpo"), "an arm is called 'a/b'"),
+        (
+            ("--arm", "gspo", "--arm", "x algorithm=grop"),
+            "arm x: algorithm.name (override 'algorithm'): unknown",
+        ),
+        (("--arm", "gspo", "--arm", "x training.lrr=1"), "arm x: training.lrr"),
+        (("--arm", "gspo", "--arm", "x 'open"), "cannot be read"),
+        (("--arm", "gspo", "--arm", "x word"), "'word', is not an option"),
+        ((*TWO, "--seeds", "a"), "--seeds 'a' is not allowed; numbers and ranges are"),
+        ((*TWO, "--seeds", "3-1"), "--seeds '3-1' is not allowed"),
+        ((*TWO, "--seeds", "1,1"), "the seeds [1, 1] name one twice"),
+        ((*TWO, "--sweep", "training.lr"), "--sweep 'training.lr' is not allowed; path=value,value is"),
+        ((*TWO, "--sweep", "training.lr=1e-3,1e-3"), "different values, at least one, are needed"),
+        ((*TWO, "--sweep", "training.seed=1,2"), "the sweep sets training.seed, which the comparison decides"),
+        ((*TWO, "output.name=x"), "the options set output.name, which the comparison decides"),
+        ((*TWO, "evaluation.target=0.5"), "the options set evaluation.target, which"),
+        (
+            ("--arm", "grpo", "--arm", "x training.lr=1", "--sweep", "training.lr=1,2"),
+            "training.lr is swept and set by the arm x",
+        ),
+        ((*TWO, "--gpus", "0;1"), "--gpus '0;1' is not allowed; numbers are"),
+        (("--arm", "gspo", "--arm", "rloo"), "training.updates_per_step is 4 for gspo (algorithm gspo) and 1 for rloo"),
+        ((*TWO, "--out", "a=b"), "the folder a=b holds an equals sign"),
+        (("--arm", "gspo", "--sweep", "reward.kind=a/b.py:x,a_b.py:x"), "two runs would be called gspo-kinda_b.py_x-seed0"),
+        ((*TWO, "no-such.toml"), "no-such.toml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(
+    words: tuple[str, ...], told: str, command: Command, tmp_path: Path
+) -> None:
+    refused(command("compare", "--out", "here", *words), told)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("arms = 3", "arms = 3 is not allowed; a table is, as in [arms]"),
+        ("arm.a = {}\n[arms.b]", "'arm' is no key of a comparison"),
+        ("[arms]\na = 'grpo'", "arms.a = 'grpo' is not allowed; a table is"),
+        ("seeds = 3\n[arms.a]\n[arms.b]", "seeds = 3 is not allowed; a list is"),
+        ("seeds = [true]\n[arms.a]\n[arms.b]", "the seed true is given; whole numbers from 0"),
+        ("seeds = []\n[arms.a]\n[arms.b]", "no seed is given"),
+        ("recipe = 4\n[arms.a]\n[arms.b]", "recipe = 4 is not allowed; the name of a TOML file"),
+        ("[arms.a]\n[sweep]\ntraining.lr = 1e-3", "sweep.training.lr = 0.001 is not allowed; a list is"),
+        ("unequal = 1\n[arms.a]\n[arms.b]", "unequal = 1 is not allowed; true or false is"),
+        ("[arms.a]\n[arms.b", "not TOML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_sentence(text: str, told: str, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "comparison.toml").write_text(text)
+    refused(command("compare", "comparison.toml", "--out", "here"), told)
+
+
+def test_a_file_and_options_do_not_both_name_arms(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "comparison.toml").write_text("[arms.a]\n[arms.b]\n")
+    refused(command("compare", "comparison.toml", *TWO), "names its arms, seeds and sweeps")
+
+
+def test_a_folder_of_something_else_is_left_alone(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "thesis.txt").write_text("mine")
+    refused(command("compare", *TWO, "--out", "here"), "is there already and holds no comparison")
+    assert [each.name for each in (tmp_path / "here").iterdir() if each.name != ".lock"] == ["thesis.txt"]
+    refused(command("compare", *TWO, "--out", "here/thesis.txt"), "cannot create here/thesis.txt")

@@ -1,0 +1,172 @@
+"""From run directories to numbers: what counts, what is paired, where stability ends. No run is trained here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.compare.compare import Compared, compare
+from legato.compare.processes import Machine
+from legato.compare.results import collect
+from legato.compare.store import Store
+from legato.dashboard.comparison import write_pages
+from legato.dashboard.comparison_tables import sentences, tables
+from proof.comparisons import definition, prepared, ran
+
+
+def collected(store: Store, jobs: dict[str, Any], given: Any) -> dict[str, Any]:
+    results = collect(given, list(jobs.values()), store, Machine(), [])
+    again: dict[str, Any] = json.loads(json.dumps(results, allow_nan=False))
+    write_pages(store.path, again)
+    return again
+
+
+def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
+    given = definition(seeds=(3, 4, 5))
+    store, jobs = prepared(tmp_path, given)
+    for seed, (grpo, gspo) in {3: (64, 72), 4: (32, 40), 5: (96, 96)}.items():
+        ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
+        ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
+    point = collected(store, jobs, given)["points"][0]
+    assert point["seeds"] == [3, 4, 5]
+    assert point["arms"]["grpo"]["mean"] == pytest.approx(0.5)
+    assert point["arms"]["gspo"]["scores"] == [72 / 128, 40 / 128, 96 / 128]
+    pair = point["pairs"]["gspo"]
+    assert pair["difference"] == pytest.approx(16 / 3 / 128)
+    assert pair["difference_interval"] == pytest.approx([0.0, 8 / 128])
+    assert (pair["better"], pair["worse"]) == (2, 0)
+    assert pair["probability"] == pytest.approx((1 + 1 + 0 + 0 + 1 + 0 + 1 + 1 + 0.5) / 9)
+
+
+def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:
+    given = definition()
+    store, jobs = prepared(tmp_path, given)
+    for name in ("grpo-seed0", "gspo-seed0", "grpo-seed1"):
+        ran(store, jobs[name], [10, 20])
+    ran(store, jobs["gspo-seed1"], [10], end="stopped by SIGTERM")
+    results = collected(store, jobs, given)
+    assert results["points"][0]["seeds"] == [0]
+    assert results["points"][0]["arms"]["gspo"]["mean_interval"] is None
+    assert [run["status"] for run in results["runs"]] == ["done", "done", "done", "stopped"]
+    told = sentences(results)
+    assert told[0].startswith("1 of 4 runs are not finished")
+    assert "with one seed, which says nothing of other seeds" in told[1]
+    assert "One seed: there are no intervals." in tables(results)[0].note
+
+
+def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:
+    given = definition()
+    store, jobs = prepared(tmp_path, given)
+    results = collected(store, jobs, given)
+    assert {run["status"] for run in results["runs"]} == {"waiting"}
+    assert results["points"][0]["arms"] == {}
+    assert "4 of 4 runs are not finished" in (store.path / "compare.html").read_text()
+
+
+def test_what_failed_and_what_collapsed_count_as_what_they_are(tmp_path: Path) -> None:
+    given = definition(seeds=(0, 1, 2))
+    store, jobs = prepared(tmp_path, given)
+    for seed in range(3):
+        ran(store, jobs[f"grpo-seed{seed}"], [30, 64, 64])
+    ran(store, jobs["gspo-seed0"], [30, 90, 0])
+    ran(store, jobs["gspo-seed1"], [30, 96], end=None)
+    store.note_failure(jobs["gspo-seed1"], -9, "killed")
+    store.note_failure(jobs["gspo-seed2"], 2, "no such model")
+    results = collected(store, jobs, given)
+    runs = {run["name"]: run for run in results["runs"]}
+    assert [runs[f"gspo-seed{seed}"]["score"] for seed in range(3)] == [0.0, 0.75, 0.0]
+    assert runs["gspo-seed0"]["status"] == "collapsed"
+    assert runs["gspo-seed1"]["reason"] == "exit code -9: killed"
+    arm = results["points"][0]["arms"]["gspo"]
+    assert (arm["mean"], arm["collapsed"], arm["failed"]) == (0.25, 1, 2)
+    trouble = tables(results)[-1]
+    assert [row[:2] for row in trouble.rows] == [
+        ("gspo-seed0", "collapsed"),
+        ("gspo-seed1", "failed"),
+        ("gspo-seed2", "failed"),
+    ]
+    assert "counts with the last held-out accuracy it measured, or 0" in trouble.note
+    page = (store.path / "compare.html").read_text()
+    assert "exit code 2: no such model" in page
+
+
+def test_costs_are_those_of_the_steps(tmp_path: Path) -> None:
+    given = definition()
+    store, jobs = prepared(tmp_path, given)
+    for job in jobs.values():
+        ran(store, job, [10, 20, 30])
+    arm = collected(store, jobs, given)["points"][0]["arms"]["gspo"]
+    assert (arm["steps"], arm["updates"], arm["tokens"], arm["seconds"]) == (2, 4, 200, 4.0)
+    assert arm["clip_mean"] == 0.25
+
+
+def test_stability_ends_at_the_first_value_that_breaks(tmp_path: Path) -> None:
+    given = definition(sweep={"training.lr": (1e-2, 1e-4, 1e-3), "training.updates_per_step": (1, 2)})
+    store, jobs = prepared(tmp_path, given)
+    broken = {("grpo", 1e-3, 1), ("gspo", 1e-2, 1), ("gspo", 1e-4, 2), ("gspo", 1e-3, 2)}
+    for job in jobs.values():
+        lr, updates = job.point["training.lr"], job.point["training.updates_per_step"]
+        # One seed of two is enough to break.
+        fell = (job.arm, lr, updates) in broken and job.seed == 1
+        ran(store, job, [64, 96, 0] if fell else [64, 80, 90])
+    results = collected(store, jobs, given)
+    assert len(results["points"]) == 6
+    found = {
+        (each["arm"], each["axis"], *each["others"].values()): (each["largest"], each["breaks"])
+        for each in results["frontier"]
+    }
+    assert found["grpo", "training.lr", 1] == (1e-4, 1e-3)
+    assert found["grpo", "training.lr", 2] == (1e-2, None)
+    assert found["gspo", "training.lr", 1] == (1e-3, 1e-2)
+    assert found["gspo", "training.lr", 2] == (None, 1e-4)
+    assert found["gspo", "training.updates_per_step", 1e-2] == (None, 1)
+    assert found["grpo", "training.updates_per_step", 1e-4] == (2, None)
+    rows = next(table for table in tables(results) if table.title == "Stability frontier").rows
+    assert ("grpo", "training.lr", "training.updates_per_step = 2", "0.01, the largest tried", "-") in rows
+    assert ("gspo", "training.lr", "training.updates_per_step = 2", "none", "0.0001") in rows
+
+
+def test_a_sweep_over_words_has_no_frontier(tmp_path: Path) -> None:
+    given = definition(sweep={"training.anchor": ("recompute", "sampler")})
+    store, jobs = prepared(tmp_path, given)
+    for job in jobs.values():
+        ran(store, job, [10, 20])
+    results = collected(store, jobs, given)
+    assert results["frontier"] == []
+    assert len(results["points"]) == 2
+
+
+@pytest.mark.parametrize("what", ["weights", "problems"])
+def test_runs_that_did_not_start_from_the_same_are_refused(what: str, tmp_path: Path) -> None:
+    given = definition()
+    store, jobs = prepared(tmp_path, given)
+    ran(store, jobs["grpo-seed0"], [10, 20])
+    ran(store, jobs["gspo-seed0"], [10, 20], **{what: "other"})
+    with pytest.raises(ValueError, match=f"gspo-seed0 did not start from the {what} of grpo-seed0"):
+        collected(store, jobs, given)
+
+
+def test_a_comparison_whose_runs_are_all_there_runs_nothing(tmp_path: Path) -> None:
+    given = definition()
+    store, jobs = prepared(tmp_path, given)
+    for job in jobs.values():
+        ran(store, job, [10, 20])
+    said: list[str] = []
+    compared = compare(given, folder=store.path, say=said.append)
+    assert isinstance(compared, Compared) and compared.exit_code == 0
+    assert len(said) == 1 and said[0].startswith("4 runs, 4 finished before")
+    assert json.loads((store.path / "compare.json").read_text())["points"][0]["seeds"] == [0, 1]
+
+
+def test_the_page_shows_what_arms_are_called_and_nothing_that_runs(tmp_path: Path) -> None:
+    given = definition(options={**definition().options, "policy.model": "tiny"})
+    store, jobs = prepared(tmp_path, given)
+    for job in jobs.values():
+        ran(store, job, [10, 20])
+    store.note_failure(jobs["gspo-seed1"], 1, "<script>alert(1)</script>|")
+    collected(store, jobs, given)
+    page = (store.path / "compare.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "alert(1)</script>\\|" in (store.path / "compare.md").read_text()

@@ -1,0 +1,139 @@
+"""Statistics over seeds against slow forms of them that say what is meant."""
+
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legato.diagnostics.collapse import collapse
+from legato.diagnostics.intervals import wilson
+from legato.diagnostics.seeds import (
+    DRAWS,
+    difference,
+    interquartile_mean,
+    interval,
+    mean,
+    probability_of_improvement,
+    resamples,
+)
+
+scores = st.lists(st.integers(0, 20).map(lambda n: n / 20), min_size=1, max_size=9)
+
+
+def middle_half(values: list[float]) -> float:
+    """The integral of the quantile function from 1/4 to 3/4, in exact fractions."""
+    total, count = Fraction(0), len(values)
+    for place, value in enumerate(sorted(values)):
+        low, high = max(Fraction(place, count), Fraction(1, 4)), min(Fraction(place + 1, count), Fraction(3, 4))
+        total += Fraction(value) * max(Fraction(0), high - low)
+    return float(2 * total)
+
+
+@given(scores)
+def test_the_interquartile_mean_is_the_middle_half_of_the_quantile_function(values: list[float]) -> None:
+    assert interquartile_mean(values) == pytest.approx(middle_half(values), abs=1e-12)
+
+
+def test_the_interquartile_mean_leaves_out_a_seed_that_collapsed() -> None:
+    assert interquartile_mean([0.8, 0.8, 0.0, 0.8]) == 0.8
+    assert interquartile_mean([0.3]) == pytest.approx(0.3)
+    assert interquartile_mean([0.0, 0.6, 0.9]) == pytest.approx((0.5 * 0.0 + 2 * 0.6 + 0.5 * 0.9) / 3)
+
+
+@given(scores, scores)
+def test_the_probability_of_improvement_is_counted_over_all_pairs(values: list[float], others: list[float]) -> None:
+    counted = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in itertools.product(values, others)]
+    assert probability_of_improvement(values, others) == pytest.approx(sum(counted) / len(counted))
+    assert probability_of_improvement(values, others) + probability_of_improvement(others, values) == pytest.approx(1.0)
+
+
+def slowly(statistic: object, samples: list[list[float]]) -> tuple[float, float]:
+    """All draws of the seeds, each listed by counting in base n; the outermost with more than 2.5 % up to them."""
+    count, found = len(samples[0]), []
+    for number in range(count**count):
+        draw = [number // count**place % count for place in range(count)]
+        found.append(statistic(*[[sample[seed] for seed in draw] for sample in samples]))  # type: ignore[operator]
+    few = Fraction(25, 1000) * len(found)
+    low = min(end for end in found if sum(each <= end for each in found) > few)
+    high = max(end for end in found if sum(each >= end for each in found) > few)
+    return low, high
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("statistic", [mean, interquartile_mean])
+def test_an_interval_of_one_arm_is_over_all_draws_of_its_seeds(count: int, statistic: object) -> None:
+    values = [random.Random(count).random() for _ in range(count)]
+    assert interval(statistic, values) == pytest.approx(slowly(statistic, [values]), abs=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("statistic", [difference, probability_of_improvement])
+def test_an_interval_of_two_arms_draws_the_same_seeds_from_both(statistic: object) -> None:
+    generator = random.Random(1)
+    one = [generator.random() for _ in range(4)]
+    other = [value - 0.1 * generator.random() for value in one]
+    found = interval(statistic, one, other)  # type: ignore[arg-type]
+    assert found == pytest.approx(slowly(statistic, [one, other]), abs=1e-12)
+
+
+def test_what_a_seed_does_to_both_arms_cancels() -> None:
+    """Seeds far apart, arms always 0.1 apart: drawn separately the interval would hold 0."""
+    one, other = [0.1, 0.4, 0.7, 0.9], [0.0, 0.3, 0.6, 0.8]
+    assert interval(difference, one, other) == pytest.approx((0.1, 0.1))
+    low, high = interval(mean, one) or (0, 0)
+    assert high - low > 0.4
+
+
+def test_many_seeds_are_drawn_by_a_generator_that_is_the_same_every_time() -> None:
+    values = [random.Random(seed).random() for seed in range(12)]
+    draws = resamples(12)
+    assert len(draws) == DRAWS and all(len(draw) == 12 and set(draw) <= set(range(12)) for draw in draws)
+    random.seed(5)
+    first = interval(mean, values)
+    random.seed(6)
+    assert first == interval(mean, values)
+    error = math.sqrt(sum((v - mean(values)) ** 2 for v in values)) / 12
+    assert first == pytest.approx((mean(values) - 1.96 * error, mean(values) + 1.96 * error), abs=0.15 * error)
+
+
+def test_one_seed_has_no_interval_and_unlike_samples_are_refused() -> None:
+    assert interval(mean, [0.5]) is None
+    assert interval(difference, [0.5], [0.4]) is None
+    with pytest.raises(ValueError, match=r"samples of \[2, 3\] seeds"):
+        interval(difference, [1.0, 2.0], [1.0, 2.0, 3.0])
+
+
+# Collapse
+
+
+def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]:
+    return [(each / problems, *wilson(each, problems)) for each in right]
+
+
+@pytest.mark.parametrize(
+    ("right", "told"),
+    [
+        ((40, 80, 0), "ended at 0.0% after a best of 62.5%"),
+        ((40, 80, 30), "ended at 23.4% after a best of 62.5%"),
+        ((60, 64, 35), "ended at 27.3%, below its start of 46.9%"),
+        ((80, 20), "ended at 15.6% after a best of 62.5%"),
+        ((40, 0, 0, 0), "ended at 0.0% after a best of 31.2%"),
+        ((40, 80, 60), None),
+        ((40, 80, 41), None),
+        ((40, 38), None),
+        ((0, 3, 0), None),
+        ((0, 0), None),
+        ((40,), None),
+        ((), None),
+    ],
+)
+def test_a_collapse_is_a_fall_that_chance_does_not_explain(right: tuple[int, ...], told: str | None) -> None:
+    assert collapse(course(*right)) == told
+
+
+def test_few_problems_make_no_collapse() -> None:
+    assert collapse(course(3, 1, problems=4)) is None
+    assert collapse(course(96, 32, problems=128)) is not None

@@ -1,0 +1,67 @@
+"""Comparisons of the smallest runs, and run directories written by hand."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from legato.compare.definition import Definition
+from legato.compare.jobs import Job, jobs
+from legato.compare.store import Store
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.intervals import wilson
+from proof import verdicts
+from proof.runs import SMALL
+
+PROBLEMS = 128
+OPTIONS: dict[str, Any] = {
+    **{path: value for path, value in SMALL.items() if path != "output.name"},
+    "reward.kind": f"{verdicts.__file__}:slow",
+}
+"""Runs of a tenth of a second a step, or of LEGATO_TEST_SLEEP seconds a reward."""
+
+
+def definition(**changes: Any) -> Definition:
+    """Two algorithms, two seeds."""
+    given: dict[str, Any] = {
+        "recipes": (),
+        "arms": {"grpo": {"algorithm": "grpo"}, "gspo": {"algorithm": "gspo"}},
+        "seeds": (0, 1),
+        "options": OPTIONS,
+    }
+    return Definition(**{**given, **changes})
+
+
+def prepared(folder: Path, given: Definition) -> tuple[Store, dict[str, Job]]:
+    """A comparison of which nothing has run yet."""
+    store, found = Store(folder / "comparison"), jobs(given, folder / "comparison")
+    store.prepare(given, found)
+    return store, {job.name: job for job in found}
+
+
+def ran(store: Store, job: Job, right: Sequence[int], *, end: str | None = "all steps done", **origin: Any) -> None:
+    """A run that answered so many of 128 held-out problems rightly, a step apart."""
+    directory = RunDirectory.create(store.path / "runs", job.name)
+    directory.write_config("")
+    directory.append_metrics({"kind": "start", "name": job.name})
+    directory.append_metrics({"kind": "origin", "problems": "p", "weights": f"w{job.seed}", **origin})
+    for step, each in enumerate(right):
+        if step:
+            directory.append_metrics(_step(step))
+        low, high = wilson(each, PROBLEMS)
+        accuracy = {"": each / PROBLEMS, "_low": low, "_high": high}
+        evaluation = {f"eval/accuracy_sampled{key}": value for key, value in accuracy.items()}
+        directory.append_metrics({"kind": "evaluation", "step": step, **evaluation, "eval/problems": PROBLEMS})
+    if end is not None:
+        directory.append_metrics({"kind": "end", "reason": end, "step": len(right) - 1})
+
+
+def _step(step: int) -> Mapping[str, Any]:
+    return {
+        "kind": "step",
+        "step": step,
+        "tokens/response": 100.0,
+        "update/applied": 1.0,
+        "clip/tokens": 0.25,
+        **{f"time/{name}_seconds": value for name, value in (("rollouts", 1.0), ("anchor", 0.5), ("update", 0.5))},
+        "time/step_seconds": 2.0,
+    }

@@ -1,0 +1,143 @@
+"""`legato mismatch`: all samplers on one model and task, numbers and a page; bad input in one line."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.dashboard.mismatch import page, short, strips
+from legato.run.load import load
+from legato.run.mismatch import KINDS, Sampler, compare_samplers, samplers
+from legato.run.target import Target, find
+from proof import verdicts
+from proof.command import Command, refused
+from proof.runs import SMALL, small
+
+EARLY = f"{verdicts.__file__}:early"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"training.steps": 2, "reward.kind": EARLY, "rollouts.max_response_tokens": 6}
+    return small(tmp_path_factory.mktemp("run"), options).directory
+
+
+@pytest.fixture(scope="module")
+def measured(run: Path) -> dict[str, Any]:
+    return compare_samplers(find(str(run)), samplers(",".join(KINDS)), prompts=6)
+
+
+def test_every_kind_is_measured_and_none_is_exact(measured: dict[str, Any]) -> None:
+    found = measured["samplers"]
+    assert list(found) == [
+        *("none", "bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed:0.001", "stale:4", "top-p:0.95")
+    ]
+    assert found["none"]["floor"]["safe"] is True and found["none"]["token_size"]["greatest"] < 1e-5
+    for name, each in found.items():
+        assert each["responses"] == 24, name
+        if name not in ("none", "top-p:0.95"):
+            assert each["token_size"]["greatest"] > 1e-5, name
+    assert found["stale:4"]["floor"]["safe"] is False and found["bf16"]["floor"]["max"] > found["fp16"]["floor"]["max"]
+    kept = found["top-p:0.95"]
+    assert kept["token_gap"]["mean"] < -1e-3 and kept["floor"]["safe"] is True
+
+
+def test_the_policy_is_put_back_after_a_stale_sampler(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = find(str(run))
+    policy = target.policy()
+    before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
+    monkeypatch.setattr(Target, "policy", lambda self: policy)
+    found = compare_samplers(target, [Sampler(kind="stale", size=2), Sampler(kind="none")], prompts=4)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.parameters().items())
+    assert found["samplers"]["stale:2"]["floor"]["max"] > 1e-3 > 1e-5 > found["samplers"]["none"]["floor"]["max"]
+
+
+def test_a_recipe_is_warmed_up_first(tmp_path: Path) -> None:
+    options = {**SMALL, "policy.warm_up": {"steps": 12, "examples_per_step": 32}}
+    lengths = []
+    for given in (SMALL, options):
+        target = Target(resolved=load([], (), {**given, "rollouts.max_response_tokens": 8}), saved=None)
+        lengths.append(compare_samplers(target, samplers("none"))["samplers"]["none"]["length"]["mean"])
+    assert lengths[0] != lengths[1]
+
+
+def test_the_verb_prints_and_writes_it_all(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    legato = Command(monkeypatch, capfd)
+    code, said, _ = legato(
+        "mismatch", str(run), "--kinds", "none,int8", "--prompts", "4", "--output", str(tmp_path / "new/folder")
+    )
+    assert code == 0
+    for word in ('none: anchor = "sampler" is safe', "int8: anchor", "geo rejection", "ESS/N", "mismatch.html"):
+        assert word in said
+    result = json.loads((tmp_path / "new/folder/mismatch.json").read_text())
+    assert list(result["samplers"]) == ["none", "int8"] and result["algorithm"] == "gspo"
+    text = (tmp_path / "new/folder/mismatch.html").read_text()
+    assert text.count("<svg") == 2 and "<script" not in text and "http-equiv" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("int4", "--kinds holds 'int4'; known are none, bf16"),
+        ("int8:3", "int8 has no size"),
+        ("stale:1.5", "a whole number of updates"),
+        ("stale:0", "a whole number of updates"),
+        ("top-p:1.2", "a probability"),
+        ("perturbed:-1", "a number above 0"),
+        ("perturbed:nan", "a number above 0"),
+        ("int8,int8", "none of them twice"),
+        (" ", "at least one of"),
+    ],
+)
+def test_what_is_no_sampler_is_told(
+    words: str, message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = Command(monkeypatch, capfd)("mismatch", str(run), "--kinds", words, "--output", str(tmp_path / "x"))
+    refused(told, message)
+
+
+def test_a_run_whose_problems_came_from_python_asks_for_a_task(tmp_path: Path) -> None:
+    problems = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    given = {path: value for path, value in SMALL.items() if not path.startswith("task.left")}
+    from legato.run.train import train
+
+    directory = train(
+        problems=problems, reward=lambda rollout: 0.0, **{**given, "training.steps": 1, "output.directory": str(tmp_path)}
+    ).directory
+    with pytest.raises(ValueError, match="given its problems in Python"):
+        compare_samplers(find(str(directory)), samplers("none"))
+
+
+def test_the_page_shows_every_sampler_and_escapes_names(measured: dict[str, Any]) -> None:
+    text = page({**measured, "model": "<b>odd</b>"})
+    assert "<b>odd" not in text and "&lt;b&gt;odd" in text
+    assert all(text.count(f">{name}<") >= 4 for name in measured["samplers"])
+    assert not re.search(r"nan|inf(?!o)", text.split("</style>")[1])
+
+
+def test_strips_stand_where_their_numbers_are() -> None:
+    sizes = {
+        "a": {"p05": 1e-4, "p50": 1e-3, "p95": 1e-2, "greatest": 1e-2},
+        "b": {"p05": 0.0, "p50": 0.0, "p95": 0.0, "greatest": 0.0},
+    }
+    text = strips(sizes, [(1e-3, "band")])
+    assert 'cx="510.0"' in text and 'class="bound" x1="510.0"' in text  # the middle of two decades
+    assert 'x="130.0" y="39" width="760.0"' in text and ">0<" in text
+    assert "no gap" in strips({"b": sizes["b"]}, [])
+
+
+def test_numbers_are_short() -> None:
+    found: list[Callable[[], str]] = [
+        lambda: short(0.0),
+        lambda: short(None),
+        lambda: short(float("nan")),
+        lambda: short(1.23456e-5),
+    ]
+    assert [each() for each in found] == ["0", "-", "-", "1.2e-05"]

@@ -1,0 +1,41 @@
+"""What a run stores of where it starts: equal fingerprints mean the same weights and problems, and only those."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.diagnostics.format import RunDirectory
+from legato.run import wire
+from legato.run.load import load
+from proof.runs import SMALL, light, small
+
+
+def origin(folder: Path, **options: Any) -> dict[str, Any]:
+    with light():
+        run = small(folder, {"training.steps": 1, "evaluation.every_steps": 0, **options})
+    found = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "origin"]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_algorithms_start_alike_and_seeds_do_not(tmp_path: Path) -> None:
+    """ppo trains a value head besides; the weights that sample are the same."""
+    warm = {"policy.warm_up.steps": 2, "policy.warm_up.examples_per_step": 4}
+    one = origin(tmp_path / "gspo", **warm)
+    assert one == origin(tmp_path / "ppo", algorithm="ppo", **warm)
+    other = origin(tmp_path / "seed", **warm, **{"training.seed": 1})
+    assert one["weights"] != other["weights"] and one["problems"] != other["problems"]
+    # The fingerprint is of what training starts from, which the warm-up has changed.
+    assert one["weights"] != origin(tmp_path / "cold")["weights"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_bit_of_one_weight_is_seen(dtype: str) -> None:
+    policy = wire.policy_of(load([], (), {**SMALL, "policy.dtype": dtype}), wire.Given())
+    before = wire.weights_fingerprint(policy)
+    assert before == wire.weights_fingerprint(policy)
+    weight = next(iter(policy.model.parameters())).data.view(-1).view(torch.uint8)
+    weight[-1] ^= 1
+    assert wire.weights_fingerprint(policy) != before

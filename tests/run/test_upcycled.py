@@ -1,0 +1,115 @@
+"""Runs of a mixture made of a dense model: from a folder to a better mixture, and to a folder again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from legato.core.rollout import Rollout
+from legato.diagnostics.format import RunDirectory
+from legato.policy.tiny import character_tokenizer
+from legato.run.evaluate import evaluate
+from legato.run.export import export
+from legato.run.load import load
+from legato.run.target import find
+from proof.runs import Listener, light, records, small, steps
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model as people have it: a folder."""
+    folder = tmp_path_factory.mktemp("dense")
+    tokenizer = character_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    automatic: Any = AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        automatic.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def early(rollout: Rollout) -> float:
+    """Something a random model gets right now and then."""
+    return float(rollout.text < "5")
+
+
+OPTIONS = {
+    "policy.upcycle": {"experts": 4, "experts_per_token": 2},
+    "policy.warm_up": {"steps": 5, "examples_per_step": 8, "lr": 1e-3},
+    "training.steps": 2,
+}
+
+
+def test_a_dense_folder_becomes_a_mixture_that_learns(llama: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    with light():
+        run = small(tmp_path, {**OPTIONS, "policy.model": str(llama)}, reward=early, watcher=listener)
+    assert "upcycled from LlamaForCausalLM to MixtralForCausalLM: 4 experts a layer, 2 a token" in listener.said
+    told = [message for message in listener.messages if "the warm-up experts are" in message]
+    apart = [float(message.split("experts are ")[1].split("%")[0]) for message in told]
+    assert [message.split()[0] for message in told] == ["before", "after"]
+    assert apart[0] == 0 and apart[1] > 1
+    assert [record["text"] for record in records(run.directory) if record["kind"] == "note"] == told
+    found = steps(run.directory)
+    assert len(found) == 2
+    assert all(record["gradient/norm"] > 0 for record in found)
+    directory = RunDirectory.open(run.directory)
+    kinds = {json.loads((directory.checkpoint_path(s) / "model/config.json").read_text())["model_type"] for s in (0, 1, 2)}
+    assert kinds == {"mixtral"}
+
+
+def test_a_trained_mixture_is_evaluated_and_exported_as_it_is(llama: Path, tmp_path: Path) -> None:
+    with light():
+        run = small(tmp_path, {**OPTIONS, "policy.model": str(llama), "reward.kind": "number"})
+    target = find(str(run.directory))
+    evaluate(target, samples=2)
+    export(target, tmp_path / "exported")
+    automatic: Any = AutoModelForCausalLM
+    assert run.model_folder is not None
+    saved, exported = (automatic.from_pretrained(folder) for folder in (run.model_folder, tmp_path / "exported"))
+    assert exported.config.num_local_experts == 4
+    assert all(torch.equal(value, exported.state_dict()[name]) for name, value in saved.state_dict().items())
+
+
+def test_the_mixture_of_a_recipe_is_exported_before_it_is_trained(llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "a.toml"
+    recipe.write_text(f'[policy]\nmodel = "{llama}"\n[policy.upcycle]\nexperts = 3\n')
+    export(find(str(recipe)), tmp_path / "mixture")
+    automatic: Any = AutoModelForCausalLM
+    dense, mixture = (automatic.from_pretrained(folder) for folder in (llama, tmp_path / "mixture"))
+    tokens = torch.arange(3, 20).unsqueeze(0)
+    with torch.no_grad():
+        assert float((dense(tokens).logits - mixture(tokens).logits).abs().max()) < 1e-4
+    assert mixture.config.num_local_experts == 3
+
+
+def test_without_upcycling_nothing_is_said_of_experts(tmp_path: Path) -> None:
+    listener = Listener()
+    with light():
+        small(tmp_path, {"policy.warm_up": OPTIONS["policy.warm_up"], "training.steps": 1}, watcher=listener)
+    assert "experts" not in listener.said
+
+
+def test_more_experts_a_token_than_there_are_is_told_with_its_place() -> None:
+    with pytest.raises(
+        ValueError, match=r"experts_per_token = 5 \(word 2: .*\) exceeds policy\.upcycle\.experts = 4 \(word 1"
+    ):
+        load([], ["policy.upcycle.experts=4", "policy.upcycle.experts_per_token=5"])
+    with pytest.raises(ValueError, match=r"policy\.upcycle\.experts_per_token = 1 .* a whole number >= 2"):
+        load([], ["policy.upcycle.experts_per_token=1"])
