@@ -1,6 +1,7 @@
 """What trains on a GPU, part by part: in Triton's interpreter on a CPU, compiled on a GPU; always beside plain torch."""
 
-from itertools import pairwise
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import legato.policy.triton.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
-from legato.policy.packs import Pack, Texts  # noqa: E402
-from legato.policy.spans import Spans, Uses  # noqa: E402
+from legato.policy.spans import Spans, Uses, _AttendShared, moved  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
 from legato.policy.triton.sums import sum_uses, take  # noqa: E402
+from policy.fused import install, texts  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -119,6 +120,32 @@ def test_lora_on_the_head_is_one_wider_product() -> None:
     assert all(off(a, b) < 1e-5 for a, b in pairs)
 
 
+def test_a_head_whose_backward_never_comes_is_forgotten() -> None:
+    if DEVICE == "cuda":
+        pytest.skip("float32 products")
+    x, w = leaf(20, 16), torch.randn(40, 16)
+    logprobs, _ = _Exact.apply(x, w, None, torch.zeros(20, dtype=torch.int64), torch.ones(20), 1.0, None, 99)
+    kept = weakref.ref(logprobs.grad_fn.found.distances)
+    assert kept() is not None
+    del logprobs, _
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_lora_on_a_16_bit_head_brings_float32_adapters() -> None:
+    from legato.policy.adapters import Lora, with_lora
+    from legato.policy.head import _product_of
+
+    policy = load_policy("tiny", Loading(device="cpu", dtype="float32"))
+    layer = with_lora(policy.model.bfloat16(), Lora(rank=8, targets=("lm_head",))).get_base_model().lm_head
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    hidden = torch.randn(5, layer.base_layer.weight.shape[1], dtype=torch.bfloat16)
+    product = _product_of(layer, hidden)
+    assert product is not None and product.beside is not None and product.added is not None
+    assert {product.weight.dtype, product.beside.dtype, product.added.dtype} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("updates", [True, False])
 def test_the_norm_after_the_residual(updates: bool) -> None:
     residual, update, weight = leaf(37, 48), leaf(37, 48) if updates else None, leaf(48)
@@ -157,11 +184,15 @@ def test_swiglu_with_its_gradient() -> None:
     assert all(off(a, b) < 1e-6 for a, b in pairs)
 
 
-def test_frozen_weights_have_no_gradient() -> None:
-    residual, weight = leaf(5, 16), torch.ones(16, device=DEVICE)
-    _, out = add_norm_learned(residual, leaf(5, 16), weight, 1e-6)
-    out.sum().backward()
-    assert residual.grad is not None and weight.grad is None
+def test_a_frozen_norm_hands_its_gradient_on_and_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    residual, weight, towards = leaf(5, 16), torch.rand(16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **rest: made.append(shape) or empty(*shape, **rest))
+    _, out = add_norm_learned(residual, None, weight, 1e-6)
+    (found,) = gradients(out, towards, [residual])
+    assert not [shape for shape in made if len(shape) == 2], "a buffer for the gradient of a frozen weight"
+    assert off(found, gradients(rms_norm(residual, (16,), weight, 1e-6), towards, [residual])[0]) < 1e-6
 
 
 @pytest.mark.parametrize("repeat", [1, 3])
@@ -183,43 +214,39 @@ def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
     assert torch.allclose(back, torch.zeros(10, 4).index_add_(0, index, towards), atol=1e-5)
 
 
-def plain_attention(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """A loop over sequences: every query sees the keys up to its own, counted from the end."""
-    found, repeat = [], query.shape[1] // key.shape[1]
-    keys, values = (x[spans.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
-    ends = list(zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True))
-    for (q, k), (q_end, k_end) in pairwise(ends):
-        asked, seen, said = query[q:q_end], keys[k:k_end], values[k:k_end]
-        scores = torch.einsum("qhd,khd->hqk", asked, seen) * scaling
-        hidden = (
-            torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q)).logical_not()
-        )
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), said))
-    return torch.cat(found)
-
-
-def texts() -> Texts:
-    source = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([5, 1, 3, 6, 2])
-    return Texts(
-        prompts=torch.randint(3, 20, (2, 4), generator=source),
-        prompt_lengths=torch.tensor([4, 2]),
-        tokens=torch.randint(3, 20, (5, 6), generator=source),
-        lengths=lengths,
-        mask=torch.arange(6) < lengths[:, None],
-        group=torch.tensor([0, 0, 0, 1, 1]),
-        temperature=torch.ones(5),
-    )
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("owner", [[0, 0, 0, 1], [0, 2, 2, 2]])
+def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one table of everything: prompts of 37, 1 and 5 tokens, responses of 20, 0, 130 and 3."""
+    prompts, responses, belongs = torch.tensor([37, 1, 5]), torch.tensor([20, 0, 130, 3]), torch.tensor(owner)
+    lengths = torch.cat([prompts, responses])
+    begins = torch.cat([torch.zeros(3, dtype=torch.int64), prompts[belongs]])
+    places = torch.cat([begin + torch.arange(count) for begin, count in zip(begins, lengths, strict=True)])
+    span = torch.arange(len(lengths)).repeat_interleave(lengths)
+    looks_at = torch.cat([torch.full((3,), -1), belongs])[span]
+    here = torch.arange(len(span))
+    seen = ((span[:, None] == span) & (here[:, None] >= here)) | (looks_at[:, None] == span)
+    seen = seen & (places[:, None] - places < window) if window else seen
+    query, key, value = leaf(len(span), 4, 24), leaf(len(span), 2, 24), leaf(len(span), 2, 24)
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
+    weights = scores.masked_fill(~seen.to(DEVICE), -torch.inf).softmax(-1)
+    right = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
+    monkeypatch.setattr("legato.policy.spans.KERNEL", "shared")
+    spans = moved(Spans.of(prompts, responses, belongs, places), torch.device(DEVICE))
+    found = _AttendShared.apply(query, key, value, spans, 0.3, window or None)
+    assert torch.allclose(found, right, atol=1e-5)
+    towards, leaves = torch.randn_like(right).contiguous(), [query, key, value]
+    pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
+    assert all(off(a, b) < 1e-5 for a, b in pairs)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("shared", "kernel"), [(True, "flash"), (False, "flash"), (True, "shared")])
 def test_a_pack_through_fused_parts_is_the_model_itself(
-    model: str, checkpointing: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+    model: str, checkpointing: bool, shared: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything of the GPU's way to train but the attention kernel, which a loop stands for."""
     policy = load_policy(model, Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing))
     policy.shared_prompts = shared
     rows, weight = torch.arange(5), torch.randn(5, 6)
@@ -236,21 +263,7 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         return torch.cat(seen), {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
 
     right, slopes = learnt()
-    plain_pack = policy.pack
-
-    def with_spans(given: Texts, chosen: Tensor) -> Pack:
-        from dataclasses import replace
-
-        packed = plain_pack(given, chosen)
-        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner)
-        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
-
-    monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
-    monkeypatch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
-    asked = []
-    monkeypatch.setattr(
-        Spans, "attend", lambda self, q, k, v, scaling, window: asked.append(1) or plain_attention(self, q, k, v, scaling)
-    )
+    asked = install(monkeypatch, kernel)
     found, fused = learnt()
     assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
     assert torch.allclose(found, right, atol=1e-5)
