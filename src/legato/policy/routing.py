@@ -220,6 +220,7 @@ class Tap:
         chosen = torch.stack([layer for layer in self.chosen if layer is not None], 1).to(index)
         at_reads = chosen.index_select(0, read)
         logits = torch.stack([layer for layer in self.logits if layer is not None], 1).index_select(0, read)
+        self.logits.clear()
         assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
         logprobs, probabilities = _softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         old, shape = self.directions.old, (len(packed.counts), packed.width)
