@@ -53,6 +53,36 @@ def test_every_run_of_a_mixture_is_measured_without_an_option(tmp_path: Path) ->
     assert -1 <= record["router/flip_token_correlation"] <= 1 and -1 <= record["router/flip_sequence_correlation"] <= 1
 
 
+@pytest.mark.parametrize(
+    "mismatch",
+    [
+        {"kind": "bf16"},
+        {"kind": "kv-int8"},
+        {"kind": "perturbed", "size": 0.3},
+        {"kind": "stale", "updates": 4},
+    ],
+    ids=lambda mismatch: str(mismatch["kind"]),
+)
+def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, Any], tmp_path: Path) -> None:
+    options = {**MOE, **{f"rollouts.mismatch.{key}": value for key, value in mismatch.items()}, "training.steps": 3}
+    found = {}
+    for replay in ("off", "R3"):
+        given = {**options, "training.routing_replay": replay, "training.anchor": "recompute"}
+        found[replay] = steps(small(tmp_path / replay, given).directory)
+    # The same weights and the same engine: its first responses are the same; with its routes forced the trainer is not.
+    plain, replayed = found["off"][0], found["R3"][0]
+    assert plain["tokens/response"] == replayed["tokens/response"]
+    for record in found["R3"]:
+        assert record["router/replay_missing"] == 0.0 and "router/mismatch_flip_mean" in record
+    assert "router/replay_missing" not in plain
+    if mismatch["kind"] == "perturbed":
+        assert plain["router/mismatch_flip_mean"] > 0.05
+        assert replayed["mismatch/k3"] != plain["mismatch/k3"]
+    if mismatch["kind"] == "stale":
+        # Weights of an update or more ago choose other experts than the trainer's; those of now the same.
+        assert plain["router/mismatch_flip_mean"] == 0.0 < found["off"][-1]["router/mismatch_flip_mean"]
+
+
 def test_rspo_on_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="algorithm rspo with the part router-shift needs a mixture of experts"):
         small(tmp_path, {"algorithm": "rspo"})
