@@ -80,7 +80,10 @@ class Policy:
             self.routers = found
         elif found is not None:
             self.unrouted = found
-            self.notes.append(f"routing is not measured: {found}")
+            note = f"routing is not measured: {found}"
+            # A sampler that differs on purpose is made of the policy and shares its notes.
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _still(self) -> None:
         """Dropout would make the log-probs of one policy differ from pass to pass; it is off in every pass."""
