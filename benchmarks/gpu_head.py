@@ -303,7 +303,7 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def backward_part(size: tuple[int, int, int]) -> Part:
-    """B2 at one shape."""
+    """B2 at one shape. The weight's gradient is float32 whoever computes it: the optimizer asks for that."""
 
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
@@ -323,7 +323,7 @@ def backward_part(size: tuple[int, int, int]) -> Part:
             bench.free()
         calls["three bare products"] = bare_products(bench, given)
         found = bench.interleaved(calls, **_rounds(bench, size))
-        gradients = (tokens * hidden + vocabulary * hidden) * given.weight.element_size() / GIB
+        gradients = hidden * (tokens * bench.dtype.itemsize + 4 * vocabulary) / GIB
         for name, pair in cosines.items():
             found[name]["cosines"] = pair
             if "peak_gib" in found[name]:

@@ -75,7 +75,6 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
                     number(found["seconds"] / base if base else None),
                     number(found.get("extra_gib" if backward else "peak_gib")),
                     accuracy,
-                    f"{found['first_seconds']:.1f}",
                     str(found["count"]),
                 )
             )
@@ -85,7 +84,7 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
             "",
             f"N x H x V = {name}:",
             "",
-            *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | first call, s | samples", table),
+            *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | samples", table),
         ]
         lines += [f"- {head}: not measured. {found['error']}" for head, found in part["heads"].items() if "error" in found]
     return lines

@@ -18,6 +18,7 @@ from benchmarks.gpu_measure import GIB, Bench, Part
 from benchmarks.gpu_work import Work
 
 from legato.core.rollout import Problem, Rollout, Score
+from legato.policy import fused
 from legato.rollouts.engine import Limits
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
@@ -201,6 +202,20 @@ class _Built:
     trainer: Trainer
     useful: int
     before: int
+    weights: dict[str, torch.Tensor]
+    """As they were made, on the host."""
+
+    def renew(self) -> None:
+        """Every part starts from the same weights, without moments and without a memory of what was skipped."""
+        trainer = self.trainer
+        for name, weight in trainer.policy.parameters().items():
+            weight.grad = None
+            weight.data.copy_(self.weights[name])
+        settings, schedule = trainer.optimizer.settings, trainer.optimizer.schedule
+        # The old one goes first: two would not be what training holds.
+        del trainer.optimizer
+        trainer.optimizer = Optimizer(trainer.policy.parameters(), settings, schedule)
+        trainer.skipped.clear()
 
 
 _built: list[_Built] = []
@@ -214,7 +229,8 @@ def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE
         given = work.fixed_work(bench.tiny, silent=silent)
         policy = work.policy(bench, shape)
         trainer = fixed_trainer(policy, given, scored(policy, given), lr=lr)
-        _built.append(_Built(key, trainer, given.useful, before))
+        weights = {name: weight.detach().cpu().clone() for name, weight in policy.parameters().items()}
+        _built.append(_Built(key, trainer, given.useful, before, weights))
     return _built[0]
 
 
@@ -244,6 +260,9 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
     }.get(name, {})
     trainer.settings = replace(settings, **changed)
     trainer.anchor_choice = trainer.settings.anchor
+    plain = fused.is_plain
+    if name == "layers part by part":
+        fused.is_plain = lambda layer: False
     if name == "gradient checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # transformers recomputes in training mode only; there is no dropout.
@@ -251,8 +270,7 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        trainer.settings, trainer.anchor_choice = settings, settings.anchor
-        trainer.skipped.clear()
+        trainer.settings, trainer.anchor_choice, fused.is_plain = settings, settings.anchor, plain
         if switch is not None:
             setattr(policy, switch, before)
         if name == "gradient checkpointing":
@@ -263,6 +281,7 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
 def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         built = ours(bench, shape, silent)
+        built.renew()
         trainer = built.trainer
 
         def first() -> None:
@@ -297,6 +316,7 @@ FACTORS = (
     "one pass",
     "packing off",
     "shared prompts off",
+    "layers part by part",
     "fused parts off",
     "gradient checkpointing",
     "8k tokens a pack",

@@ -1,7 +1,6 @@
-"""The GPU's way to train, on a CPU: kernels in Triton's interpreter, a loop in place of torch's flash attention."""
+"""The GPU's way to train, on a CPU: kernels in Triton's interpreter."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -26,10 +25,9 @@ def texts() -> Texts:
     )
 
 
-def install(patch: pytest.MonkeyPatch, kernel: str = "flash") -> list[int]:
+def install(patch: pytest.MonkeyPatch) -> list[int]:
     """From here on packs go through fused parts; an entry for each attention that was asked for."""
-    plain_pack, asked = Policy.pack, list[int]()
-    attend = Spans.attend if kernel == "shared" else looped
+    plain_pack, attend, asked = Policy.pack, Spans.attend_forward, list[int]()
 
     def with_spans(policy: Policy, given: Texts, chosen: Tensor) -> Pack:
         packed = plain_pack(policy, given, chosen)
@@ -38,20 +36,5 @@ def install(patch: pytest.MonkeyPatch, kernel: str = "flash") -> list[int]:
 
     patch.setattr(Policy, "pack", with_spans)
     patch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
-    patch.setattr("legato.policy.spans.KERNEL", kernel)
-    patch.setattr(Spans, "attend", lambda self, *given: asked.append(1) or attend(self, *given))
+    patch.setattr(Spans, "attend_forward", lambda self, *given: asked.append(1) or attend(self, *given))
     return asked
-
-
-def looped(spans: Spans, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    """What flash attention does with the spans: every query sees the gathered keys up to its own, counted from the end."""
-    found, repeat = [], query.shape[1] // key.shape[1]
-    keys, values = (x[spans.keys.index].repeat_interleave(repeat, 1) for x in (key, value))
-    ends = list(zip(spans.query_ends.tolist(), spans.key_ends.tolist(), strict=True))
-    for (q, k), (q_end, k_end) in pairwise(ends):
-        scores = torch.einsum("qhd,khd->hqk", query[q:q_end], keys[k:k_end]) * scaling
-        hidden = (
-            torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).tril(k_end - k - (q_end - q)).logical_not()
-        )
-        found.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values[k:k_end]))
-    return torch.cat(found)

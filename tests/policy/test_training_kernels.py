@@ -15,9 +15,9 @@ import legato.policy.triton.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
-from legato.policy.spans import Spans, Uses, _AttendShared, moved  # noqa: E402
+from legato.policy.spans import Spans, Uses, moved  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
-from legato.policy.triton.sums import sum_uses, take  # noqa: E402
+from legato.policy.triton.sums import sum_uses  # noqa: E402
 from policy.fused import install, texts  # noqa: E402
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_the_head_and_its_gradient_are_those_of_float64(
 ) -> None:
     if DEVICE == "cuda":
         pytest.skip("float32 products; the 16-bit head has its own test on a GPU")
-    monkeypatch.setattr(kernels, "_tensor_memory", lambda given: by_descriptors)
+    monkeypatch.setattr(kernels, "tensor_memory", lambda given: by_descriptors)
     tokens = 150
     x, w = leaf(tokens, hidden), leaf(vocabulary, hidden, size=0.3)
     targets, temperature = torch.randint(0, vocabulary, (tokens,)), torch.rand(tokens) + 0.5
@@ -195,28 +195,20 @@ def test_a_frozen_norm_hands_its_gradient_on_and_learns_nothing(monkeypatch: pyt
     assert off(found, gradients(rms_norm(residual, (16,), weight, 1e-6), towards, [residual])[0]) < 1e-6
 
 
-@pytest.mark.parametrize("repeat", [1, 3])
-def test_rows_taken_several_times_give_back_the_sum(repeat: int) -> None:
-    index = torch.randint(0, 9, (40,))
-    uses, tables = Uses.of(index, 10), [torch.randn(10, 2, 5) for _ in range(2)]
-    taken = take(*(table.to(DEVICE) for table in tables), index.to(DEVICE), repeat)
-    for table, found in zip(tables, taken, strict=True):
-        assert torch.equal(found.cpu(), table[index].repeat_interleave(repeat, 1))
-    values = [torch.randn(40, 2 * repeat, 5) for _ in range(2)]
-    sums = sum_uses(*(v.to(DEVICE) for v in values), uses.order.to(DEVICE), uses.ends.to(DEVICE), repeat)
-    for given, found in zip(values, sums, strict=True):
-        right = torch.zeros(10, 2, 5).index_add_(0, index, given.reshape(40, 2, repeat, 5).sum(2))
-        assert found is not None and torch.allclose(found.cpu(), right, atol=1e-5)
-    table = torch.randn(10, 4, requires_grad=True)
+def test_rows_taken_several_times_give_back_the_sum() -> None:
+    index, towards = torch.randint(0, 9, (40,)), torch.randn(40, 4)
+    uses, table = Uses.of(index, 10), torch.randn(10, 4, requires_grad=True)
     assert torch.equal(uses.take(table), table[index])
-    towards = torch.randn(40, 4)
+    right = torch.zeros(10, 4).index_add_(0, index, towards)
     (back,) = torch.autograd.grad(uses.take(table), table, towards)
-    assert torch.allclose(back, torch.zeros(10, 4).index_add_(0, index, towards), atol=1e-5)
+    found = sum_uses(towards.to(DEVICE), uses.order.to(DEVICE), uses.ends.to(DEVICE))
+    assert torch.allclose(back, right, atol=1e-5) and torch.allclose(found.cpu(), right, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [24, 32], ids=["by pointers", "by descriptors"])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("owner", [[0, 0, 0, 1], [0, 2, 2, 2]])
-def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, width: int) -> None:
     """Against one table of everything: prompts of 37, 1 and 5 tokens, responses of 20, 0, 130 and 3."""
     prompts, responses, belongs = torch.tensor([37, 1, 5]), torch.tensor([20, 0, 130, 3]), torch.tensor(owner)
     lengths = torch.cat([prompts, responses])
@@ -227,13 +219,12 @@ def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, monke
     here = torch.arange(len(span))
     seen = ((span[:, None] == span) & (here[:, None] >= here)) | (looks_at[:, None] == span)
     seen = seen & (places[:, None] - places < window) if window else seen
-    query, key, value = leaf(len(span), 4, 24), leaf(len(span), 2, 24), leaf(len(span), 2, 24)
+    query, key, value = leaf(len(span), 4, width), leaf(len(span), 2, width), leaf(len(span), 2, width)
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
     weights = scores.masked_fill(~seen.to(DEVICE), -torch.inf).softmax(-1)
     right = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
-    monkeypatch.setattr("legato.policy.spans.KERNEL", "shared")
     spans = moved(Spans.of(prompts, responses, belongs, places), torch.device(DEVICE))
-    found = _AttendShared.apply(query, key, value, spans, 0.3, window or None)
+    found = spans.attend(query, key, value, 0.3, window or None)
     assert torch.allclose(found, right, atol=1e-5)
     towards, leaves = torch.randn_like(right).contiguous(), [query, key, value]
     pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
@@ -243,10 +234,11 @@ def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, monke
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("shared", "kernel"), [(True, "flash"), (False, "flash"), (True, "shared")])
+@pytest.mark.parametrize(("shared", "whole"), [(True, True), (False, True), (True, False)])
 def test_a_pack_through_fused_parts_is_the_model_itself(
-    model: str, checkpointing: bool, shared: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+    model: str, checkpointing: bool, shared: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The GPU's way to train, kernels in the interpreter: layers as one function, and part by part as LoRA needs it."""
     policy = load_policy(model, Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing))
     policy.shared_prompts = shared
     rows, weight = torch.arange(5), torch.randn(5, 6)
@@ -263,7 +255,9 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         return torch.cat(seen), {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
 
     right, slopes = learnt()
-    asked = install(monkeypatch, kernel)
+    asked = install(monkeypatch)
+    if not whole:
+        monkeypatch.setattr("legato.policy.fused.is_plain", lambda layer: False)
     found, fused = learnt()
     assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
     assert torch.allclose(found, right, atol=1e-5)

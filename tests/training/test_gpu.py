@@ -1,5 +1,6 @@
 """The trainer on a GPU: bf16 weights with float32 log-probs and masters, the same engine, the same packs."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 
@@ -322,11 +323,13 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     tables = made._anchored(tables, updates)
     silent = made._silent(tables)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode(2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         made._update(tables, updates[0], silent)
     finally:
-        torch.cuda.set_sync_debug_mode(0)
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() -> None:

@@ -9,6 +9,11 @@ from legato.core.mask import Mask
 from legato.core.shapes import PerToken, Scalar, Spread, SpreadMask
 
 
+def as_bound(bound: Tensor | float, like: Tensor) -> Tensor:
+    """A bound beside values. A number is written there by the device: one that was copied would be waited for."""
+    return bound.to(like) if isinstance(bound, Tensor) else like.new_full((), bound)
+
+
 class _Bounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lower: Tensor | float | None, upper: Tensor | float | None) -> Tensor:
@@ -18,8 +23,7 @@ class _Bounded(torch.autograd.Function):
                 if bound is not None:
                     # Fresh memory is what costs on a CPU: the second bound is applied in place.
                     place = None if bounded is values else bounded
-                    bound = torch.as_tensor(bound, dtype=values.dtype, device=values.device)
-                    bounded = limit(bounded, bound, out=place)
+                    bounded = limit(bounded, as_bound(bound, values), out=place)
         else:
             bounded = values.clamp(lower, upper)
         ctx.save_for_backward(values, bounded)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from legato.core.bounded import as_bound
 from legato.core.outcome import Outcome, Trace
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
@@ -142,7 +143,7 @@ def _band(sight: Sight) -> dict[str, Piece]:
         return {}
     log_ratio = trace.log_ratio
     low, high = trace.band
-    lower, upper = (torch.as_tensor(b, dtype=log_ratio.dtype, device=log_ratio.device) for b in trace.band)
+    lower, upper = (as_bound(bound, log_ratio) for bound in trace.band)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         inside = torch.minimum(torch.maximum(log_ratio, lower), upper).eq_(log_ratio)
     else:

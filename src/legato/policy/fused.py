@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from legato.policy.layer import is_plain
+
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
 
@@ -76,6 +78,8 @@ class Parts:
     attend: Attend
     add_norm: AddNorm
     swiglu: Callable[[Tensor, Tensor], Tensor]
+    whole: Callable[[Any, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """For layers of plain projections (`layer.is_plain`): (layer, residual, update, cosine, sine) at once."""
 
 
 def through(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
@@ -97,6 +101,8 @@ def _layer(
     parts: Parts, number: int, layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(residual, what is still to be added to it) after one layer."""
+    if parts.whole is not None and is_plain(layer):
+        return parts.whole(layer, residual, update, cosine, sine)
     attention, first, second = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     residual, x = parts.add_norm(residual, update, first.weight, first.variance_epsilon)
     norms = None

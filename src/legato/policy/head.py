@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from legato.policy.accumulate import add_product
 from legato.policy.logprobs import chosen
 
 
@@ -159,20 +160,9 @@ class _Exact(torch.autograd.Function):
             if to_hidden is not None:
                 torch.mm(at_product, whole, out=to_hidden[here])
             if weight.requires_grad:
-                _add_product(weight, at_product.t(), hidden[here, :width])
+                add_product(weight, at_product.t(), hidden[here, :width])
             if ctx.needs_input_grad[2]:
                 here_added = at_product.t() @ hidden[here, width:]
                 to_added = here_added if to_added is None else to_added + here_added
         ctx.found = None
         return to_hidden, None, to_added, None, None, None, None, None
-
-
-def _add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
-    """weight.grad += left right, in the dtype its gradient is kept in, without a second matrix of that size."""
-    dtype = weight.grad_dtype or weight.dtype
-    if dtype == left.dtype:
-        weight.grad = torch.mm(left, right) if weight.grad is None else weight.grad.addmm_(left, right)
-    elif weight.grad is None:
-        weight.grad = torch.mm(left, right, out_dtype=dtype)
-    else:
-        torch.addmm(weight.grad, left, right, out_dtype=dtype, out=weight.grad)

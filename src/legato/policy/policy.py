@@ -13,6 +13,7 @@ from legato.core.shapes import PerToken
 from legato.policy import attention
 from legato.policy.fused import Parts, Projected, through, why_not
 from legato.policy.head import Head
+from legato.policy.layer import learned
 from legato.policy.packs import Pack, Texts, pack
 from legato.policy.routers import Routers, find
 from legato.policy.routing import Cells, Directions, Routed, Tap, Traffic
@@ -299,7 +300,10 @@ def _through_pack(decoder: Any, packed: Pack) -> Tensor:
         key, value = held.pop(layer)
         return spans.attend(query, key, value, scaling, None)
 
-    parts = Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned)
+    def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+        return learned(layer, residual, update, cosine, sine, spans)
+
+    parts = Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned, whole=whole)
     return through(decoder, packed.tokens, packed.positions, parts)
 
 

@@ -7,7 +7,8 @@ from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.resolved import Resolved
 from legato.training.available import available
-from legato.training.memory import Demand, Fit, fit, gigabytes
+from legato.training.fit import Fit, fit
+from legato.training.memory import Demand, gigabytes
 from legato.training.shape import Shape
 
 

@@ -14,10 +14,12 @@ head, k = key heads x width, f the width of the SwiGLU, c experts a token of wid
       4ef                         SwiGLU: gate, silu(gate), up and their product
       ec (2h + 4g) + 4E + 64c     or experts: the token c times over, gate and up, silu(gate), the product, the output that
                                   the router's weight multiplies; the router's softmax; who goes where
-    fused layers
+    fused layers of plain matrices (`policy/layer.py`), which make again what comes from little
+      e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, what attention gave, gate and up
+    fused layers part by part: experts, adapters
       2 (2eh + 4)                 each norm: its input and its output (and a float32 for good measure)
       e (q + k) + 4 (heads + key heads)        heads made ready (norm and rotary in one): their input
-      e (2q + 2k) + 4 heads       flash attention
+      e (2q + 2k) + 4 heads       attention
       3ef, ec (2h + 3g)           SwiGLU: gate and up, and the product, which the matrix after it keeps
     adapters (LoRA) on frozen matrices of plain layers
       2 (4h + 4) + 4 (q + k) + 4 (heads + key heads), attention and experts as above, 3ef for gate, silu(gate) and up, and
@@ -80,7 +82,7 @@ class Demand:
     fused: bool = False
     """Layers of fused parts."""
     tables: bool = False
-    """Attention over padded tables in place of flash attention."""
+    """Attention over padded tables."""
     scores: bool = False
     """In tables: scores are written out (soft-capped, or with sinks), and kept for the backward."""
     sharing: float = 1.0
@@ -134,7 +136,16 @@ class Demand:
 
     def layer(self, *, sparse: bool = False) -> float:
         """Bytes that autograd keeps for a token in one layer, without checkpointing; the formulas are above."""
-        return self._norms() + self._attention() + (self._experts() if sparse else self._dense(self.shape.intermediate))
+        shape = self.shape
+        if self._whole and not sparse:
+            kept = 2 * (shape.hidden + shape.query + shape.key + shape.intermediate)
+            return self.size * kept + _FLOAT32 * shape.heads
+        return self._norms() + self._attention() + (self._experts() if sparse else self._dense(shape.intermediate))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether dense layers are one function each, which makes again what comes from little."""
+        return self.fused and not self.adapter_rank
 
     def states(self) -> float:
         """Bytes for a token behind the layers: the last norm, the states that are read, and their gradient."""
@@ -214,6 +225,9 @@ class Demand:
         """Gradients of activations inside one layer, for a token."""
         shape = self.shape
         widest = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate, shape.query)
+        if self._whole and self._has(sparse=False):
+            # The MLP's product or its gradient, the gradients of gate and up, and of the residual three times.
+            return self.size * 3 * (widest + shape.hidden)
         return self.size * (2 * widest + shape.hidden)
 
 
@@ -278,40 +292,3 @@ def gigabytes(size: float) -> str:
     """Bytes for people, in units of 10^9; small amounts with as many places as it takes to see them."""
     amount = size / 1e9
     return f"{amount:.1f} GB" if amount >= 0.95 else f"{amount:.2g} GB"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """How a demand can be met."""
-
-    fits: bool
-    """Whether anything does; if not, `memory` is of the smallest pack, with checkpointing."""
-    checkpointing: bool
-    tokens_per_pack: int
-    """As asked for, or fewer."""
-    memory: Memory
-
-
-def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
-    """Whether a pack fits in so many bytes as it is, else with gradient checkpointing, else how small it must be.
-
-    `smallest` is the longest text: a pack holds at least one.
-    """
-    for checkpointing in (False, True):
-        memory = demand.memory(checkpointing=checkpointing)
-        if memory.total <= available:
-            return Fit(fits=True, checkpointing=checkpointing, tokens_per_pack=demand.tokens_per_pack, memory=memory)
-
-    def of(tokens: int) -> Memory:
-        return replace(demand, tokens_per_pack=tokens, head_tokens=min(demand.head_tokens, tokens)).memory(
-            checkpointing=True
-        )
-
-    low, high = min(smallest, demand.tokens_per_pack), demand.tokens_per_pack
-    if of(low).total > available:
-        return Fit(fits=False, checkpointing=True, tokens_per_pack=low, memory=of(low))
-    # of(low) fits and of(high) does not.
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if of(middle).total <= available else (low, middle)
-    return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=of(low))

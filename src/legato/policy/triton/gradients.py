@@ -49,6 +49,22 @@ def _programs(rows: int, device: torch.device) -> int:
     return max(1, min(rows, most))
 
 
+def norm_backward(
+    total: Tensor, weight: Tensor, epsilon: float, to_out: Tensor, to_total: Tensor | None, *, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient at the norm of `total`, and one at `total` itself: those at `total` and, in float32, the weight."""
+    rows, width = total.shape
+    programs = _programs(rows, total.device)
+    found = torch.empty_like(total)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else found
+    _norm_backward[(programs,)](
+        total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts, epsilon,
+        rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None, LEARN=learns,
+        num_warps=4 if width <= 4096 else 8,
+    )  # fmt: skip
+    return found, parts.sum(0) if learns else None
+
+
 class _AddNorm(torch.autograd.Function):
     """(residual + update, its norm); without an update the first result is not to be used."""
 
@@ -74,17 +90,8 @@ class _AddNorm(torch.autograd.Function):
             to_total = None
         if to_out is None:
             return to_total, to_total if ctx.adds else None, None, None
-        rows, width = total.shape
-        learns = ctx.needs_input_grad[2]
-        programs = _programs(rows, total.device)
-        found = torch.empty_like(total)
-        parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else found
-        _norm_backward[(programs,)](
-            total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts,
-            ctx.epsilon, rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None, LEARN=learns,
-            num_warps=4 if width <= 4096 else 8,
-        )  # fmt: skip
-        return found, found if ctx.adds else None, parts.sum(0) if learns else None, None
+        found, to_weight = norm_backward(total, weight, ctx.epsilon, to_out, to_total, learns=ctx.needs_input_grad[2])
+        return found, found if ctx.adds else None, to_weight, None
 
 
 def add_norm_learned(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -164,45 +171,68 @@ def _turn_backward(source, cosine, sine, weight, to_out, to_source, to_weight, e
         tl.store(place + D // 2, learnt_high, mask=half < D // 2)
 
 
+def turn_forward(
+    source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
+) -> Tensor:
+    """[R, heads * width] to [R, heads, width]: normed where there is a weight, turned by its position."""
+    heads = source.shape[1] // width
+    pairs = len(source) * heads
+    out = torch.empty(len(source), heads, width, dtype=source.dtype, device=source.device)
+    half = triton.next_power_of_2(width // 2)
+    block = max(1, _BLOCK // half)
+    _turn[(triton.cdiv(pairs, block),)](
+        source, cosine, sine, cosine if weight is None else weight, out, epsilon, pairs, heads,
+        D=width, HALF=half, BLOCK=block, NORM=weight is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def turn_backward(
+    source: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    to_out: Tensor,
+    *,
+    learns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient [R, heads, width] at what was turned: those at the source and, in float32, the norm's weight."""
+    width = to_out.shape[-1]
+    heads = source.shape[1] // width
+    pairs, half = len(source) * heads, triton.next_power_of_2(width // 2)
+    block = max(1, 2 * _BLOCK // half)
+    programs = _programs(triton.cdiv(pairs, block), source.device)
+    found = torch.empty_like(source)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=source.device) if learns else found
+    _turn_backward[(programs,)](
+        source, cosine, sine, cosine if weight is None else weight, to_out.contiguous(), found, parts, epsilon, pairs, heads,
+        D=width, HALF=half, BLOCK=block, NORM=weight is not None, LEARN=learns, num_warps=4,
+    )  # fmt: skip
+    return found, parts.sum(0) if learns else None
+
+
 class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
     ) -> Tensor:
         source = source.contiguous()
-        heads = source.shape[1] // width
-        pairs = len(source) * heads
-        out = torch.empty(len(source), heads, width, dtype=source.dtype, device=source.device)
-        half = triton.next_power_of_2(width // 2)
-        block = max(1, _BLOCK // half)
-        _turn[(triton.cdiv(pairs, block),)](
-            source, cosine, sine, cosine if weight is None else weight, out, epsilon, pairs, heads,
-            D=width, HALF=half, BLOCK=block, NORM=weight is not None, num_warps=4,
-        )  # fmt: skip
         ctx.save_for_backward(source, cosine, sine, weight)
-        ctx.epsilon, ctx.width = epsilon, width
-        return out
+        ctx.epsilon = epsilon
+        return turn_forward(source, cosine, sine, weight, epsilon, width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         source, cosine, sine, weight = ctx.saved_tensors
-        width, learns = ctx.width, weight is not None and ctx.needs_input_grad[3]
-        heads = source.shape[1] // width
-        pairs, half = len(source) * heads, triton.next_power_of_2(width // 2)
-        block = max(1, _BLOCK // half)
-        programs = _programs(triton.cdiv(pairs, block), source.device)
-        found = torch.empty_like(source)
-        parts = torch.empty(programs, width, dtype=torch.float32, device=source.device) if learns else found
-        _turn_backward[(programs,)](
-            source, cosine, sine, cosine if weight is None else weight, gradients[0].contiguous(), found, parts, ctx.epsilon,
-            pairs, heads, D=width, HALF=half, BLOCK=block, NORM=weight is not None, LEARN=learns, num_warps=4,
-        )  # fmt: skip
-        return found, None, None, parts.sum(0) if learns else None, None, None
+        learns = weight is not None and ctx.needs_input_grad[3]
+        found, to_weight = turn_backward(source, cosine, sine, weight, ctx.epsilon, gradients[0], learns=learns)
+        return found, None, None, to_weight, None, None
 
 
 def turn(source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int) -> Tensor:
-    """[R, heads * width] to [R, heads, width]: normed where there is a weight, turned by its position."""
+    """`turn_forward` with a gradient."""
     found: Tensor = _Turn.apply(source, cosine, sine, weight, epsilon, width)
     return found
 
@@ -220,6 +250,16 @@ def _swiglu_backward(gate, up, to_out, to_gate, to_up, N, BLOCK: tl.constexpr):
     tl.store(to_gate + place, (pull * u * share * (1 + x * (1 - share))).to(g.dtype), mask=inside)
 
 
+def swiglu_backward(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients at gate and up."""
+    to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
+    count = gate.numel()
+    _swiglu_backward[(triton.cdiv(count, _BLOCK),)](
+        gate, up, to_out.contiguous(), to_gate, to_up, count, BLOCK=_BLOCK, num_warps=4
+    )
+    return to_gate, to_up
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -230,12 +270,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
-        count = gate.numel()
-        _swiglu_backward[(triton.cdiv(count, _BLOCK),)](
-            gate, up, gradients[0].contiguous(), to_gate, to_up, count, BLOCK=_BLOCK, num_warps=4
-        )
-        return to_gate, to_up
+        return swiglu_backward(gate, up, gradients[0])
 
 
 def swiglu_learned(gate: Tensor, up: Tensor) -> Tensor:

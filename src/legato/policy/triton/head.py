@@ -184,7 +184,7 @@ def project(
     out = hidden if distances is None else distances
     given = (targets, scales, best, total, moment, chosen)
     common = {"BM": _ROWS, "TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
-    if rows and _tensor_memory(hidden):
+    if rows and tensor_memory(hidden):
         programs = _multiprocessors(device)
         described = TensorDescriptor.from_tensor(out[:, :vocabulary] if keep else hidden, [_ROWS, TILE if keep else _STEP])
         _project[(programs,)](
@@ -242,7 +242,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def _tensor_memory(hidden: Tensor) -> bool:
+def tensor_memory(hidden: Tensor) -> bool:
     """Hopper and Blackwell of the data centre read tiles by descriptors, and have the shared memory for these."""
     if not hidden.is_cuda:
         return True  # the interpreter has everything
