@@ -65,6 +65,7 @@ slow: $(READY)
 bench: $(READY) $(PEERS)/.ready
 	$(BIN)/python -m benchmarks.objectives
 	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.routing
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m docs.generate
 

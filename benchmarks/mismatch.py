@@ -153,15 +153,15 @@ def experiment_page(result: dict[str, Any]) -> str:
         f" {found['none']['responses']} responses of {found['none']['tokens'] / found['none']['responses']:.1f} tokens each"
         f" in the mean, the same problems and seeds for all; `stale` at lr {measured['lr']:g}.",
         "",
-        *_markdown(*gaps(found)),
+        *markdown(*gaps(found)),
         "",
         "The noise of log s beside GSPO's published band:",
         "",
-        *_markdown(*floor_rows(found)),
+        *markdown(*floor_rows(found)),
         "",
         "The share of weights that each correction cuts at its published threshold:",
         "",
-        *_markdown(("correction", *found), cut),
+        *markdown(("correction", *found), cut),
         "",
         "## Whether training still learns",
         "",
@@ -172,7 +172,7 @@ def experiment_page(result: dict[str, Any]) -> str:
         " per cent.",
         "*clipped first*: share of responses clipped in the first update of a step, which an exact anchor never clips.",
         "",
-        *_markdown(
+        *markdown(
             ("sampler", *(_way_words(way) for way in WAYS), "clipped first, sampler's anchor"),
             [_learning_row(sampler, result["learning"][sampler], seeds) for sampler in SAMPLERS],
         ),
@@ -228,7 +228,8 @@ def _percents(shares: list[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-def _markdown(headings: Any, rows: Any) -> list[str]:
+def markdown(headings: Any, rows: Any) -> list[str]:
+    """A table."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
     return [lines[0], "|" + "---|" * len(headings), *lines[1:]]
 

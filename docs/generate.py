@@ -4,10 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks import gpu_page, mismatch, smollm2_gpu
+from benchmarks import gpu_page, mismatch, moe, smollm2_gpu
 from benchmarks.gpu_figures import figures
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
+from benchmarks.routing import routing_section
 from benchmarks.step_page import engine_section, step_section
 from benchmarks.step_page import stored as measured
 
@@ -34,6 +35,7 @@ def pages() -> dict[str, str]:
         "docs/performance.md": performance(),
         "docs/experiments/smollm2.md": smollm2_gpu.experiment_page(json.loads(smollm2_gpu.RESULTS.read_text())),
         "docs/experiments/mismatch.md": mismatch.experiment_page(json.loads(mismatch.RESULTS.read_text())),
+        "docs/experiments/moe.md": moe.experiment_page(moe.stored()),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
@@ -44,10 +46,10 @@ def pages() -> dict[str, str]:
 def performance() -> str:
     """Objectives, engine, whole step and GPU, each from the file its benchmark wrote; what was not measured is left out."""
     sections = [performance_page(json.loads(RESULTS.read_text()))]
-    for name, section in (("engine", engine_section), ("step", step_section)):
+    for name, section in (("engine", engine_section), ("routing", routing_section), ("step", step_section)):
         found = measured(name)
         if found is not None:
-            sections.append(section(found) + "\n")
+            sections.append(section(found).rstrip("\n") + "\n\n")
     on_gpu = gpu_page.stored()
     if on_gpu is not None:
         sections.append(gpu_page.gpu_section(on_gpu))

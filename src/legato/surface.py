@@ -303,7 +303,7 @@ def _signals(
     if value.objective.ratio.level == "turn" and (readers or not anchor_side):
         readers = {**readers, "turn-level ratio": ("turn",)}
     checks.present(value.name, readers, {**given, "turn": turn})
-    checked = {
+    checked: dict[str, Any] = {
         name: None if tensor is None else checks.per_token(name, tensor, like).detach().to(like.dtype)
         for name, tensor in given.items()
         if name not in ("entropy", "values")

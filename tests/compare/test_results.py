@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from legato.compare.compare import Compared, compare
+from legato.compare.jobs import differences
 from legato.compare.processes import Machine
 from legato.compare.results import collect
 from legato.compare.store import Store
 from legato.dashboard.comparison import write_pages
 from legato.dashboard.comparison_tables import sentences, tables
-from proof.comparisons import definition, prepared, ran
+from proof.comparisons import OPTIONS, definition, prepared, ran
 
 
 def collected(store: Store, jobs: dict[str, Any], given: Any) -> dict[str, Any]:
@@ -37,6 +38,27 @@ def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
     assert pair["difference_interval"] == pytest.approx([0.0, 8 / 128])
     assert (pair["better"], pair["worse"]) == (2, 0)
     assert pair["probability"] == pytest.approx((1 + 1 + 0 + 0 + 1 + 0 + 1 + 1 + 0.5) / 9)
+
+
+def test_the_experts_that_changed_are_told_of_a_mixture_and_of_nothing_else(tmp_path: Path) -> None:
+    arms = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
+    given = definition(arms=arms, seeds=(0,), options={**OPTIONS, "policy.model": "tiny-moe"})
+    store, jobs = prepared(tmp_path, given)
+    assert differences(list(jobs.values())) == []
+    for number, job in enumerate(jobs.values()):
+        ran(store, job, [30, 64, 80], measured={"router/flip_mean": 0.02 * (1 + number), "router/flip_mean@3": 0.06})
+    results = collected(store, jobs, given)
+    assert [run["routing"]["router/flip_mean@3"] for run in results["runs"]] == [0.06, 0.06]
+    costs = next(table for table in tables(results) if table.title == "Cost and stability")
+    place = costs.headings.index("experts changed")
+    assert {row[0]: row[place] for row in costs.rows} == {"grpo": "2.00%", "grpo+R2": "4.00%"}
+    dense = definition(seeds=(0,))
+    store, jobs = prepared(tmp_path / "dense", dense)
+    for job in jobs.values():
+        ran(store, job, [30, 64])
+    results = collected(store, jobs, dense)
+    assert all(run["routing"] == {} for run in results["runs"])
+    assert all("experts changed" not in table.headings for table in tables(results))
 
 
 def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:

@@ -121,6 +121,20 @@ def test_clip_fractions_stand_by_update_and_ratios_first_and_last(run: RunDirect
     assert edges == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
 
 
+def test_experts_that_changed_stand_by_update_where_there_are_experts(run: RunDirectory) -> None:
+    assert "Experts that changed" not in {figure.title for figure in figures(run.metrics())}
+    flips = {
+        "router/flip_mean": 0.01,
+        "router/flip_mean@0": 0.0,
+        "router/flip_mean@1": 0.02,
+        "router/mismatch_flip_mean": 0.0,
+    }
+    routed = [{**record, **flips} if record["kind"] == "step" else record for record in run.metrics()]
+    drawn = {figure.title: figure for figure in figures(routed)}["Experts that changed"]
+    assert [trace["name"] for trace in drawn.data] == ["update 1", "update 2", "engine and trainer"]
+    graph_objects.Figure(data=drawn.data, layout=drawn.layout)
+
+
 def test_it_asks_nothing_of_any_server(report: Reader) -> None:
     assert not [tag for tag, attributes in report.tags if {"src", "href", "srcset", "action", "data"} & set(attributes)]
     assert not {tag for tag, _ in report.tags} & {"link", "img", "iframe", "object", "base", "form"}

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 import legato
+from legato.core.mask import Mask
+from legato.core.signals import RouterSignals, Signals
+from legato.diagnostics.measure import measure
 from legato.diagnostics.metrics import METRICS, definition
+from legato.diagnostics.routing import router_shift
 
 INPUTS = json.loads((Path(__file__).parents[1] / "golden" / "vectors.json").read_text())["inputs"]
 WIDTH = 6
@@ -103,6 +107,43 @@ def test_a_rollout_of_several_rows_counts_once() -> None:
     assert found["ratio/sequence_min"] == pytest.approx(math.exp((0.001 - 0.33) / 7))
 
 
+def routed_example() -> dict[str, float]:
+    """The routers of the worked example: one token, two layers of four experts, two active; the engine chose as old did."""
+    old = torch.tensor([[1.0, 0.5, 0.0, -0.5], [0.2, 0.9, -0.3, 0.4]], dtype=torch.float64)
+    new = torch.tensor([[0.8, 0.7, 0.1, -0.5], [0.5, 0.6, -0.3, 0.4]], dtype=torch.float64)
+    before, after = (logits.topk(2).indices[None, None] for logits in (old, new))
+    shift = router_shift(*(logits.log_softmax(-1)[None, None].gather(-1, before) for logits in (old, new)))
+    entropy = -(new.softmax(-1) * new.log_softmax(-1)).sum(-1).mean().reshape(1, 1)
+    signals = Signals(
+        mask=Mask(torch.ones(1, 1, dtype=torch.bool), torch.float64),
+        logprobs=torch.full((1, 1), -1.0, dtype=torch.float64),
+        old_logprobs=torch.full((1, 1), -1.1, dtype=torch.float64),
+        advantages=torch.ones(1, 1, dtype=torch.float64),
+        router_shift=shift,
+        router=RouterSignals(
+            experts=after.to(torch.uint8),
+            entropy=entropy,
+            count=4,
+            old=before.to(torch.uint8),
+            sampler=before.to(torch.uint8),
+            trainer=after.to(torch.uint8),
+        ),
+    )
+    algorithm = legato.algorithm("gspo")
+    outcome = algorithm.evaluate(signals, algorithm.count(signals, None), {})
+    return measure(signals, outcome).report()
+
+
+def test_the_worked_example_of_flips_and_router_shift() -> None:
+    found = routed_example()
+    for prefix in ("router/", "router/mismatch_"):
+        assert [found[f"{prefix}flip_layer{layer}"] for layer in (0, 1)] == [0.0, 0.5]
+        assert (found[f"{prefix}flip_mean"], found[f"{prefix}any_flip"]) == (0.25, 0.5)
+        assert found[f"{prefix}jaccard"] == pytest.approx(1 / 3, abs=1e-7)
+    assert found["router/shift_mean"] == pytest.approx(0.839457020769, abs=1e-12)
+    assert found["router/load_max"] == 2.0 and found["router/load_unused"] == 0.5
+
+
 def test_every_reported_key_is_defined_and_every_definition_is_reported() -> None:
     signals = shared_batch()
     generator = torch.Generator().manual_seed(0)
@@ -120,6 +161,7 @@ def test_every_reported_key_is_defined_and_every_definition_is_reported() -> Non
         ("gspo", {"objective.corrections.veto.floor": 1e-4}),
     ):
         reported |= legato.loss(legato.algorithm(name, changes), **signals, **extra).metrics.keys()
+    reported |= routed_example().keys()
     defined = {definition(key).key for key in reported}
     assert defined == {metric.key for metric in METRICS}
 

@@ -50,11 +50,12 @@ AttentionInterface.register("by-definition", by_definition)
 
 
 class _Router(nn.Module):
-    """The router of Qwen3-MoE without its float32."""
+    """A router with its softmax over all experts, without its float32."""
 
     def __init__(self, router: Any) -> None:
         super().__init__()
-        self.weight, self.top_k, self.normalise = router.weight, router.top_k, router.norm_topk_prob
+        # Mixtral has no such option: it always divides.
+        self.weight, self.top_k, self.normalise = router.weight, router.top_k, getattr(router, "norm_topk_prob", True)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = hidden.reshape(-1, self.weight.shape[1]) @ self.weight.T
@@ -77,7 +78,7 @@ def exact(model: Any, seed: int = 0) -> Any:
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
                 setattr(parent, name, _norm(child))
-            elif type(child).__name__ == "Qwen3MoeTopKRouter":
+            elif type(child).__name__.endswith("TopKRouter") and "GptOss" not in type(child).__name__:
                 setattr(parent, name, _Router(child))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -108,6 +109,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (
+        "OlmoeConfig",
+        {"head_dim": 6, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
     ),
     "qwen2": ("Qwen2Config", {}),
     "llama": ("LlamaConfig", {}),

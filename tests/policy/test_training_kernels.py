@@ -15,10 +15,10 @@ import legato.policy.triton.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head import _Exact  # noqa: E402
 from legato.policy.load import Loading, load_policy  # noqa: E402
-from legato.policy.packs import Pack, Texts  # noqa: E402
 from legato.policy.spans import Spans, Uses, moved  # noqa: E402
 from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
 from legato.policy.triton.sums import sum_uses  # noqa: E402
+from policy.fused import install, texts  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -231,20 +231,6 @@ def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, width
     assert all(off(a, b) < 1e-5 for a, b in pairs)
 
 
-def texts() -> Texts:
-    source = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([5, 1, 3, 6, 2])
-    return Texts(
-        prompts=torch.randint(3, 20, (2, 4), generator=source),
-        prompt_lengths=torch.tensor([4, 2]),
-        tokens=torch.randint(3, 20, (5, 6), generator=source),
-        lengths=lengths,
-        mask=torch.arange(6) < lengths[:, None],
-        group=torch.tensor([0, 0, 0, 1, 1]),
-        temperature=torch.ones(5),
-    )
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -269,19 +255,7 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         return torch.cat(seen), {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
 
     right, slopes = learnt()
-    plain_pack = policy.pack
-
-    def with_spans(given: Texts, chosen: Tensor) -> Pack:
-        from dataclasses import replace
-
-        packed = plain_pack(given, chosen)
-        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
-        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
-
-    monkeypatch.setattr(type(policy), "pack", lambda self, given, chosen: with_spans(given, chosen))
-    monkeypatch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
-    asked, attend = [], Spans.attend_forward
-    monkeypatch.setattr(Spans, "attend_forward", lambda self, *given: asked.append(1) or attend(self, *given))
+    asked = install(monkeypatch)
     if not whole:
         monkeypatch.setattr("legato.policy.fused.is_plain", lambda layer: False)
     found, fused = learnt()

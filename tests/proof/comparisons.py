@@ -38,15 +38,23 @@ def prepared(folder: Path, given: Definition) -> tuple[Store, dict[str, Job]]:
     return store, {job.name: job for job in found}
 
 
-def ran(store: Store, job: Job, right: Sequence[int], *, end: str | None = "all steps done", **origin: Any) -> None:
-    """A run that answered so many of 128 held-out problems rightly, a step apart."""
+def ran(
+    store: Store,
+    job: Job,
+    right: Sequence[int],
+    *,
+    end: str | None = "all steps done",
+    measured: Mapping[str, float] | None = None,
+    **origin: Any,
+) -> None:
+    """A run that answered so many of 128 held-out problems rightly, a step apart; `measured` are further metrics."""
     directory = RunDirectory.create(store.path / "runs", job.name)
     directory.write_config("")
     directory.append_metrics({"kind": "start", "name": job.name})
     directory.append_metrics({"kind": "origin", "problems": "p", "weights": f"w{job.seed}", **origin})
     for step, each in enumerate(right):
         if step:
-            directory.append_metrics(_step(step))
+            directory.append_metrics({**_step(step), **(measured or {})})
         low, high = wilson(each, PROBLEMS)
         accuracy = {"": each / PROBLEMS, "_low": low, "_high": high}
         evaluation = {f"eval/accuracy_sampled{key}": value for key, value in accuracy.items()}

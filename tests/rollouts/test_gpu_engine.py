@@ -115,6 +115,18 @@ def test_graphs_on_and_off_write_the_same_in_the_same_buckets(name: str, dtype: 
     assert 0 < on.captures <= 3 * len(on.buckets) and off.captures == 0
 
 
+@pytest.mark.parametrize("name", sorted(ROUTED))
+def test_a_captured_step_notes_the_experts_that_an_eager_one_does(name: str) -> None:
+    made, requests = policy(name, torch.bfloat16, "cuda"), asked(30, 9, each=4)
+    captured, eager = (
+        engine_of(made, graphs=graphs, record_routes=True).generate(requests, Sampling(), LIMITS) for graphs in (True, False)
+    )
+    same(captured, eager)
+    for one, other in zip(chain(*captured), chain(*eager), strict=True):
+        assert one.routes is not None and other.routes is not None
+        assert torch.equal(one.routes.experts, other.routes.experts)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral"])
 def test_a_later_turn_equals_that_of_a_fresh_engine(name: str) -> None:
     made = policy(name, device="cuda")

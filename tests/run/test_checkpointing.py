@@ -14,7 +14,8 @@ from legato.run.train import resume
 from legato.run.wire import Given, loading_of, policy_of
 from legato.training import available as machine
 from legato.training.available import available
-from legato.training.memory import Memory, Shape
+from legato.training.memory import Memory
+from legato.training.shape import Shape
 from proof.runs import SMALL, Listener, cut, differences, light, outcome, records, small
 
 CPU = torch.device("cpu")

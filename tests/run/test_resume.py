@@ -41,6 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "policy.warm_up": {"steps": 2, "examples_per_step": 8},
         "reward.kind": EARLY,
     },
+    "replayed": {
+        "algorithm": "rspo",
+        "policy.model": "tiny-moe",
+        "reward.kind": EARLY,
+        "training.lr": 1e-2,
+        "training.routing_replay": "R2",
+        "training.load_balance": 0.01,
+    },
     "lora": {"policy.lora.rank": 2, "reward.kind": EARLY, "training.weight_decay": 0.1},
     "lora-kl": {
         "algorithm": "grpo",

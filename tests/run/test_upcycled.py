@@ -74,6 +74,17 @@ def test_a_dense_folder_becomes_a_mixture_that_learns(llama: Path, tmp_path: Pat
     assert kinds == {"mixtral"}
 
 
+def test_an_upcycled_mixture_trains_by_rspo_with_replayed_routes(llama: Path, tmp_path: Path) -> None:
+    options = {**OPTIONS, "policy.model": str(llama), "algorithm": "rspo", "training.routing_replay": "R2"}
+    with light():
+        more = {"training.updates_per_step": 4, "training.lr": 1e-2, "training.skip_silent_rows": False}
+        run = small(tmp_path, {**options, **more}, reward=early)
+    for record in steps(run.directory):
+        assert record["update/applied"] == 1.0 and record["router/replay_missing"] == 0.0
+        assert record["router/shift_mean@0"] == 1.0 > record["router/shift_mean@3"] > 0.0
+        assert record["router/flip_mean@0"] == 0.0 < record["router/flip_mean@3"]
+
+
 def test_a_trained_mixture_is_evaluated_and_exported_as_it_is(llama: Path, tmp_path: Path) -> None:
     with light():
         run = small(tmp_path, {**OPTIONS, "policy.model": str(llama), "reward.kind": "number"})

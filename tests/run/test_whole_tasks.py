@@ -24,6 +24,7 @@ MADE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "arithmetic": ({"left_digits": 1}, ["number", "exact"]),
     "reversal": ({"length": 3}, ["exact", "number"]),
     "sorting": ({"count": 2}, ["exact"]),
+    "counting-down": ({"least": 1, "most": 9}, ["exact"]),
     "letter-counting": ({"length": 4}, ["number", "exact"]),
     "countdown": ({"count": 2}, ["countdown"]),
 }

@@ -1,11 +1,12 @@
 """Procedural problems: right answers, the same ones for a seed, none of them on both sides of the split."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from legato.core.rollout import Problem
-from legato.tasks.procedural import Arithmetic, Countdown, LetterCounting, Reversal, Sorting
+from legato.tasks.procedural import Arithmetic, Countdown, CountingDown, LetterCounting, Reversal, Sorting
 from legato.tasks.task import Split, held_out
 
 TASKS = [
@@ -15,6 +16,7 @@ TASKS = [
     Reversal(),
     Reversal(symbols="letters"),
     Sorting(),
+    CountingDown(),
     LetterCounting(),
     Countdown(),
 ]
@@ -48,6 +50,19 @@ def test_reversal_sorting_and_counting_are_right() -> None:
     for problem in draw(LetterCounting(), 50):
         letter, word = problem.prompt.rstrip("=").split(" in ")
         assert problem.answer == str(word.count(letter))
+
+
+def test_counting_down_ends_where_no_step_is_left_and_is_as_long_as_asked() -> None:
+    lengths = set()
+    for problem in draw(CountingDown(least=5, most=9, largest_step=4), 300):
+        step, start = (int(part) for part in problem.prompt.split(": "))
+        numbers = [start, *map(int, (problem.answer or "").split())]
+        assert all(after - before == step for before, after in pairwise(numbers))
+        assert -4 <= step <= -2 and 0 <= numbers[-1] < -step
+        lengths.add(len(numbers) - 1)
+    assert lengths == set(range(5, 10))
+    with pytest.raises(ValueError, match="least = 7 is above most = 6"):
+        CountingDown(least=7)
 
 
 def test_countdown_has_a_right_expression_of_its_numbers() -> None:

@@ -16,6 +16,7 @@ from legato.policy.head import Head
 from legato.policy.load import Loading, load_policy
 from legato.policy.packs import Texts
 from legato.policy.policy import Channels, Policy
+from legato.policy.tiny import TinyShape
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local import LocalEngine
 from legato.rollouts.render import Rendering
@@ -41,7 +42,7 @@ def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
 def collector(policy: Policy) -> Collector:
     return Collector(
         source=Generated(split=Split(task=Arithmetic(), share=0.2), seed=0),
-        engine=local_engine(policy, 256),
+        engine=local_engine(policy, 256, record_routes=True),
         rendering=Rendering(tokenizer=policy.tokenizer),
         judge=judge,
         sampling=Sampling(),
@@ -295,6 +296,20 @@ def test_the_head_is_ten_times_nearer_to_float64_than_16_bit_logits(softcap: flo
     found, _ = Head(linear=linear, scale=scale, softcap=softcap).scored(hidden, targets, temperature)
     rounded = (logits.bfloat16().double() / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
     assert float((found.detach() - right).abs().max()) * 10 < float((rounded - right).abs().max())
+
+
+ROUTED: dict[str, dict[str, object]] = {"rspo": {}, "grpo": {"routing_replay": "R2"}, "gspo": {"routing_replay": "R3"}}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_the_first_update_of_a_mixture_has_a_ratio_of_exactly_one_under_replay_too(name: str) -> None:
+    policy = load_policy("tiny-moe", Loading(tiny=TinyShape(experts=8)))
+    settings: dict[str, object] = {"anchor": "recompute", "updates_per_step": 1, "skip_silent_rows": False}
+    settings |= ROUTED[name]
+    report = trainer(policy, name, **settings).step()
+    assert report.metrics["ratio/sequence_min"] == report.metrics["ratio/sequence_max"] == 1.0
+    assert report.metrics["router/flip_mean"] == 0.0 and report.metrics["router/shift_mean"] == 1.0
+    assert report.metrics.get("router/replay_missing", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token"])

@@ -17,10 +17,13 @@ from legato.diagnostics.run_metrics import RUN_METRICS
 from legato.policy.load import Loading, load_policy
 from legato.policy.packs import Pack, Texts
 from legato.policy.policy import Channels, Policy
+from legato.policy.routing import Directions
 from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measured, probe
 from legato.training.tables import Tables
 from policy.exact import family, policy_of
 from training.steps import batch_by_hand
+
+Respond = Callable[[range, Channels], Coefficients]
 
 CPU = torch.device("cpu")
 
@@ -99,9 +102,9 @@ def test_at_most_64_responses_are_scored_again() -> None:
 
     original = Policy.score
 
-    def counting(self: Policy, texts: object, rows: Tensor) -> object:
+    def counting(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
         seen.append(len(rows))
-        return original(self, texts, rows)  # type: ignore[arg-type]
+        return original(self, texts, rows, directions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "score", counting)
@@ -146,16 +149,16 @@ def disturbed(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
     """A policy one of whose paths is off by so much in every token: 'learn', 'alone' or 'score' (both scorings)."""
     score, learn = Policy.score, Policy.learn
 
-    def scored(self: Policy, texts: Texts, rows: Tensor) -> Channels:
-        channels = score(self, texts, rows)
+    def scored(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
+        channels = score(self, texts, rows, directions)
         hit = where == "score" or (where == "alone" and len(rows) == 1)
         return replace(channels, logprobs=channels.logprobs + size) if hit else channels
 
-    def learned(self: Policy, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+    def learned(self: Policy, packed: Pack, respond: Respond, directions: Directions | None = None) -> None:
         def told(part: range, channels: Channels) -> Coefficients:
             return respond(part, replace(channels, logprobs=channels.logprobs + size))
 
-        learn(self, packed, told if where == "learn" else respond)
+        learn(self, packed, told if where == "learn" else respond, directions)
 
     patch.setattr(Policy, "score", scored)
     patch.setattr(Policy, "learn", learned)
@@ -189,7 +192,7 @@ def test_one_token_that_differs_in_one_bit_is_told() -> None:
     tables = heard(policy, 0.0)
     learn = Policy.learn
 
-    def learned(self: Policy, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+    def learned(self: Policy, packed: Pack, respond: Respond, directions: Directions | None = None) -> None:
         def told(part: range, channels: Channels) -> Coefficients:
             found = channels.logprobs.detach().clone()
             if 0 in packed.rows[part.start : part.stop]:
@@ -198,7 +201,7 @@ def test_one_token_that_differs_in_one_bit_is_told() -> None:
                 found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
             return respond(part, replace(channels, logprobs=found + 0 * channels.logprobs))
 
-        learn(self, packed, told)
+        learn(self, packed, told, directions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "learn", learned)

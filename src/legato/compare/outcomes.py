@@ -19,6 +19,9 @@ COUNTED = ("done", "collapsed", "failed")
 CLIP = "clip/tokens"
 """The one clip fraction that means the same for token and for sequence ratios: tokens left without a gradient."""
 
+MOVED = ("ratio/token_log_std", "ratio/token_log_max", "ratio/sequence_std", "ratio/sequence_max")
+"""How far tokens and responses moved within a step."""
+
 PHASES = ("rollouts", "anchor", "update")
 
 
@@ -48,6 +51,8 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
         "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
         "clip_mean": _mean(steps, CLIP),
+        "flip_mean": _mean(steps, "router/flip_mean"),
+        "routing": _routing(steps),
         "steps": len(steps),
         # A step of which too little could be scored has no update.
         "updates": round(
@@ -86,6 +91,12 @@ def _total(steps: Sequence[Mapping[str, Any]], key: str) -> float:
 def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = points(steps, key)[1]
     return short(sum(values) / len(values)) if values else None
+
+
+def _routing(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Of a mixture of experts: the mean over steps of every measure of its routers, and of how far ratios went."""
+    keys = sorted({key for record in steps for key in record if key.startswith("router/")})
+    return {key: _mean(steps, key) for key in (*keys, *MOVED)} if keys else {}
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], key: str, every: int) -> list[tuple[float, float]]:

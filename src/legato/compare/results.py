@@ -65,7 +65,7 @@ def _point(point: Mapping[str, Any], definition: Definition, runs: Sequence[Outc
 def _arm(runs: Sequence[Outcome], scores: Sequence[float]) -> dict[str, Any]:
     known = {
         key: [run[key] for run in runs if run[key] is not None]
-        for key in ("greedy", "start", "best", "clip_mean", "updates", "tokens", "seconds", "steps")
+        for key in ("greedy", "start", "best", "clip_mean", "flip_mean", "updates", "tokens", "seconds", "steps")
     }
     return {
         "scores": list(scores),

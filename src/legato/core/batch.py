@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.rollout import Group, Scored
+from legato.core.rollout import Group, Rollout, Routes, Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class Batch:
     components: Mapping[str, Tensor]
     truncated: Tensor
     rollout_id: Tensor
+    routes: Routes | None = None
+    """Of the engine: prompts [G, P] flattened, then responses [B, T]; None where no rollout has any."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,7 +80,44 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         },
         truncated=torch.tensor([rollout.stop.truncated for rollout in rollouts]),
         rollout_id=torch.tensor([rollout.rollout_id for rollout in rollouts]),
+        routes=_routes(rollouts, [number for number, _ in members], prompts),
     )
+
+
+def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence[Tensor]) -> Routes | None:
+    """The engine's records as one table; a prompt's is that of the first of its responses that has one."""
+    found = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not found:
+        return None
+    wide, deep = max(map(len, prompts)), max(len(rollout.tokens) for rollout in rollouts)
+    first, places = len(prompts) * wide, len(prompts) * wide + len(rollouts) * deep
+    kinds = {(*routes.experts.shape[1:], routes.count) for routes in found}
+    if len(kinds) > 1:
+        raise ValueError(f"the engine's records differ in (layers, active experts, experts): {sorted(kinds)}")
+    tokens = torch.full((places,), -1)
+    experts = found[0].experts.new_zeros(places, *found[0].experts.shape[1:])
+    for row, rollout in enumerate(rollouts):
+        if rollout.routes is None:
+            continue
+        _check_routes(rollout, rollout.routes)
+        length, start = len(rollout.prompt_tokens), first + row * deep
+        head, tail = group[row] * wide, slice(start, start + len(rollout.tokens) - 1)
+        new = int(tokens[head]) < 0
+        for table, values in ((tokens, rollout.routes.tokens), (experts, rollout.routes.experts)):
+            if new:
+                table[head : head + length] = values[:length]
+            table[tail] = values[length:]
+    return Routes(tokens=tokens, experts=experts, count=found[0].count)
+
+
+def _check_routes(rollout: Rollout, routes: Routes) -> None:
+    read = torch.cat([rollout.prompt_tokens, rollout.tokens])[:-1]
+    if len(routes.tokens) != len(read) or not torch.equal(routes.tokens, read):
+        raise ValueError(
+            f"rollout {rollout.rollout_id} of {rollout.problem.key}: the engine's record of experts speaks of other tokens"
+            f" ({len(routes.tokens)} of them) than the {len(read)} that prompt and response have without the last;"
+            " was the text tokenised again?"
+        )
 
 
 def _table(rows: Sequence[Tensor], padding: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 Message = Mapping[str, str]
@@ -57,6 +57,16 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """Which experts an engine sent tokens to: M layers with a router, K of `count` experts each."""
+
+    tokens: Int[Tensor, "S"]  # noqa: F821
+    """Of which token each entry speaks; -1 where there is no record."""
+    experts: Integer[Tensor, "S M K"]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sample of a policy on a problem.
 
@@ -87,8 +97,8 @@ class Rollout:
     turn: Int[Tensor, "T"]  # noqa: F821
     author: Int[Tensor, "T"]  # noqa: F821
     kept_logmass: Float[Tensor, "T"] | None = None  # noqa: F821
-    routes: Tensor | None = None
-    """[T, layers, K] expert indices, where the engine records them."""
+    routes: Routes | None = None
+    """Of every token the engine read, where it records them: S = P + T - 1, since the last token was never read."""
 
 
 @dataclass(frozen=True, slots=True)

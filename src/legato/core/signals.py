@@ -3,10 +3,36 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from legato.core.mask import Mask
 from legato.core.segments import Level, Segments
 from legato.core.shapes import PerToken, RowIds, Spread, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSignals:
+    """What the routers of a mixture of experts did at the positions that predict the tokens: M layers, K active experts.
+
+    Only measures read it; what an objective may read of routing is `router_shift`.
+    """
+
+    experts: Tensor
+    """[B, T, M, K]: the choice of the routers now."""
+    entropy: PerToken
+    """Of their probabilities, mean over the layers."""
+    count: int
+    """How many experts a layer has."""
+    old: Tensor | None = None
+    """[B, T, M, K]: the choice under the old policy."""
+    sampler: Tensor | None = None
+    """[B, T, M, K]: the choice of the engine."""
+    trainer: Tensor | None = None
+    """[B, T, M, K]: the trainer's choice with the weights the engine had."""
+    sampler_known: Tensor | None = None
+    """[B, T] bool: where the engine has a record."""
+    old_known: Tensor | None = None
+    """[B, T] bool: where `old` is known; None: everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +65,7 @@ class Signals:
     returns: PerToken | None = None
     router_shift: PerToken | None = None
     """gamma in (0, 1], not floored."""
+    router: RouterSignals | None = None
     uniform: PerToken | None = None
     """One number in [0, 1) per token for random selections, derived from (seed, update, row id) by the caller."""
     keep: Spread | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -139,12 +140,57 @@ class Minimum(Piece):
 class Binned(_Additive):
     """A mean per bin of a fixed list of bins."""
 
+    word: ClassVar[str] = "bin"
     totals: Tensor
     counts: Tensor
 
     def report(self) -> Mapping[str, float]:
         pairs = zip(self.totals.unbind(), self.counts.unbind(), strict=True)
-        return {f"_bin{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs)}
+        return {f"_{self.word}{index}": _ratio(total, count) for index, (total, count) in enumerate(pairs)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layered(Binned):
+    """A mean per layer."""
+
+    word: ClassVar[str] = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Correlation(_Additive):
+    """Pearson's correlation of two quantities, from the sums of x, y and their products (float64)."""
+
+    count: Tensor
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    yy: Tensor
+    xy: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        x, y = _ratio(self.x, self.count), _ratio(self.y, self.count)
+        spread = (_ratio(self.xx, self.count) - x * x) * (_ratio(self.yy, self.count) - y * y)
+        # What does not vary has no correlation; a remainder of rounding is no variance.
+        tiny = 1e-14 * _ratio(self.xx, self.count) * _ratio(self.yy, self.count)
+        found = (_ratio(self.xy, self.count) - x * y) / math.sqrt(spread) if spread > tiny else math.nan
+        return {"": found}
+
+
+@dataclass(frozen=True, slots=True)
+class Load(_Additive):
+    """How evenly choices fall on experts, from their counts [layers, experts]."""
+
+    choices: Tensor
+
+    def report(self) -> Mapping[str, float]:
+        total = self.choices.sum(-1, keepdim=True)
+        if not bool((total > 0).all()):
+            return {"_max": math.nan, "_unused": math.nan}
+        shares = self.choices / total
+        return {
+            "_max": float(shares.amax(-1).mean() * shares.shape[-1]),
+            "_unused": float((self.choices == 0).double().mean()),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,10 @@ def _scores(results: Results, point: Mapping[str, Any]) -> Table:
 
 
 def _costs(results: Results, point: Mapping[str, Any]) -> Table:
+    # Only a mixture of experts has any to change.
+    shares = {"tokens clipped": "clip_mean", "experts changed": "flip_mean"}
+    if all(found.get("flip_mean") is None for found in point["arms"].values()):
+        del shares["experts changed"]
     rows = tuple(
         (
             arm,
@@ -98,7 +102,7 @@ def _costs(results: Results, point: Mapping[str, Any]) -> Table:
             f"{found['updates']:,.0f}",
             f"{found['tokens']:,.0f}",
             duration(found["seconds"]),
-            "-" if found["clip_mean"] is None else f"{found['clip_mean']:.2%}",
+            *("-" if found[key] is None else f"{found[key]:.2%}" for key in shares.values()),
             f"{found['collapsed']} of {len(point['seeds'])}",
             f"{found['failed']} of {len(point['seeds'])}",
         )
@@ -108,7 +112,7 @@ def _costs(results: Results, point: Mapping[str, Any]) -> Table:
     return Table(
         title="Cost and stability" + (f", {label(point['point'])}" if point["point"] else ""),
         note=f"Means over seeds. Time: the steps alone, {machine['parallel']} at once, {machine['threads']} threads each.",
-        headings=("arm", "steps", "updates", "tokens sampled", "time", "tokens clipped", "collapsed", "failed"),
+        headings=("arm", "steps", "updates", "tokens sampled", "time", *shares, "collapsed", "failed"),
         rows=rows,
     )
 

@@ -39,6 +39,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _lengths(steps),
         _entropy(steps),
         _clipping(steps),
+        _experts(steps),
         _ratios(steps),
         _gradient(steps),
         _groups(steps),
@@ -126,6 +127,14 @@ def _entropy(steps: Sequence[Record]) -> Figure | None:
 
 def _clipping(steps: Sequence[Record]) -> Figure | None:
     key = "clip/sequences" if any(number(record, "clip/sequences") is not None for record in steps) else "clip/tokens"
+    data = _by_update(steps, key)
+    unit = "responses" if key == "clip/sequences" else "tokens"
+    caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
+    return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
+
+
+def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
+    """A line for each update within the step; one for all where they are not told apart."""
     pattern = re.compile(re.escape(key) + r"@(\d+)")
     found = {int(match.group(1)) for record in steps for name in record if (match := pattern.fullmatch(name))}
     data = [
@@ -133,11 +142,16 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
         for index in sorted(found)
         for trace in averaged(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
     ]
-    if not data:
-        data = averaged(steps, key, "all updates", BLUE)
-    unit = "responses" if key == "clip/sequences" else "tokens"
-    caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
-    return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
+    return data or averaged(steps, key, "all updates", BLUE)
+
+
+def _experts(steps: Sequence[Record]) -> Figure | None:
+    """Of a mixture of experts."""
+    if all(number(record, "router/flip_mean") is None for record in steps):
+        return None
+    data = _by_update(steps, "router/flip_mean") + averaged(steps, "router/mismatch_flip_mean", "engine and trainer", GREY)
+    caption = "Share of the active experts that differ from those of the old policy, by update within the step."
+    return figure("Experts that changed", caption, data, shares("share of experts", whole=False))
 
 
 def _ratios(steps: Sequence[Record]) -> Figure | None:

@@ -24,6 +24,7 @@ from legato.core.sums import (
     Sums,
     Total,
 )
+from legato.diagnostics.experts import routing
 from legato.diagnostics.sight import Sight, look, magnitudes
 
 LIMIT = 20.0
@@ -308,5 +309,6 @@ _TOPICS: tuple[Callable[[Sight], dict[str, Piece]], ...] = (
     _weights,
     _reference,
     _channels,
+    routing,
     _data,
 )

@@ -29,6 +29,7 @@ LENGTH_EDGES = (128, 512, 2048, 8192)
 """Responses fall into the bins L < 128, < 512, < 2048, < 8192 and longer: suffixes _bin0 to _bin4."""
 
 _QUANTILES = "suffixes _p01 _p05 _p10 _p50 _p95 _p99"
+_LAYERS = "suffixes _layer0 ..: layers with experts, from the first"
 _LENGTH_BINS = "suffixes _bin0 .. _bin4: L < 128, < 512, < 2048, < 8192, longer"
 
 METRICS: tuple[Metric, ...] = (
@@ -86,9 +87,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/sequence_log", f"quantiles over responses of mean le = log(PPL_behaviour / PPL_old); {_QUANTILES}", "any", "wider than the clip band: the sampler's log-probs cannot be the anchor", "histogram"),
     Metric("weight/mean", "mean over tokens of the correction weight", ">= 0", "far from 1: the correction rescales the learning rate"),
     Metric("weight/effective_size", "(sum b)^2 / (T sum b^2) over tokens", "(0, 1]", "below one half: the correction costs half the batch"),
-    Metric("router/shift_mean", "mean over tokens of gamma", "(0, 1]", "falling: experts move under the update"),
+    Metric("router/shift_mean", "mean over tokens of gamma; absent where the anchor is the engine's, unless the algorithm weighs with it", "(0, 1]", "falling: experts move under the update"),
     Metric("router/floored", "tokens with gamma below the paper's floor of 0.8 / tokens", "[0, 1]", "per cents: routing moves under the update"),
     Metric("router/shift", f"quantiles over tokens of gamma; {_QUANTILES}", "(0, 1]", "a low tail at the floor: routing has changed for those tokens", "histogram"),
+    Metric("router/entropy", "mean over tokens and layers of the entropy of the router's probabilities over all experts", ">= 0", "falling to 0: every token has its fixed experts; log E: the router decides nothing"),
+    Metric("router/load", "over the choices of an update; suffixes _max: E times the largest share of an expert, mean over layers; _unused: experts never chosen / experts", "_max >= 1, _unused [0, 1]", "_max near E / K: a few experts do all the work; _unused rising: experts die"),
+    Metric("router/flip_mean", "mean over tokens and layers of 1 - |experts under old and new| / K, at the position that predicts the token (live choices, also under replay; old are the engine's where the anchor is)", "[0, 1]", "per cents within a step: the model that is updated is not the one that was sampled"),
+    Metric("router/flip", f"the same per layer; {_LAYERS}", "[0, 1]", "rising with depth: small changes below become other experts above"),
+    Metric("router/any_flip", "token-layers where at least one expert changed / token-layers", "[0, 1]", "as router/flip_mean"),
+    Metric("router/jaccard", "mean over tokens and layers of 1 - |both| / |either|", "[0, 1]", "as router/flip_mean"),
+    Metric("router/flip_token_correlation", "correlation over tokens of the flip rate (mean over layers) with |lw|", "[-1, 1]", "near 1: where experts flip, token ratios jump"),
+    Metric("router/flip_sequence_correlation", "correlation over responses of the flip rate (mean over tokens and layers) with |log s|", "[-1, 1]", "near 1: flips move whole responses too, and a sequence ratio does not average them out"),
+    Metric("router/mismatch_flip_mean", "mean over tokens and layers of 1 - |experts of engine and trainer| / K, with the weights the engine had", "[0, 1]", "per cents: engine and trainer are two models; R3 replays the engine's routes"),
+    Metric("router/mismatch_flip", f"the same per layer; {_LAYERS}", "[0, 1]", "as above"),
+    Metric("router/mismatch_any_flip", "token-layers where engine and trainer differ in at least one expert / token-layers", "[0, 1]", "as above"),
+    Metric("router/mismatch_jaccard", "mean over tokens and layers of 1 - |both| / |either| of engine and trainer", "[0, 1]", "as above"),
     Metric("advantage/zero", "responses with advantage 0 everywhere / responses", "[0, 1]", "near 1: groups have no variance, the data is too easy or too hard"),
     Metric("advantage/absolute", "mean over responses of |A| (its token mean)", ">= 0", "0: nothing to learn"),
     Metric("length/mean", "tokens / responses", ">= 0", "a fall to a few tokens or a climb to the limit"),

@@ -4,7 +4,7 @@ Shapes: ... any leading dimensions (tokens), M layers with a router, E experts, 
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 
@@ -17,27 +17,27 @@ def router_shift(old_logprobs: Float[Tensor, "... M K"], new_logprobs: Float[Ten
     return (new_logprobs - old_logprobs).abs().mean(dim=(-2, -1)).neg().exp()
 
 
-def shared_experts(old: Int[Tensor, "... K"], new: Int[Tensor, "... K"]) -> Int[Tensor, "..."]:
+def shared_experts(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"]) -> Integer[Tensor, "..."]:
     """How many of the K active experts are active both times."""
     return (old.unsqueeze(-1) == new.unsqueeze(-2)).any(-1).sum(-1)
 
 
-def flip_rate(old: Int[Tensor, "... K"], new: Int[Tensor, "... K"]) -> Float[Tensor, "..."]:
+def flip_rate(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"]) -> Float[Tensor, "..."]:
     """1 - |old and new| / K per token and layer."""
     return 1 - shared_experts(old, new) / old.shape[-1]
 
 
-def any_flip(old: Int[Tensor, "... K"], new: Int[Tensor, "... K"]) -> Float[Tensor, "..."]:
+def any_flip(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"]) -> Float[Tensor, "..."]:
     """1 where at least one expert changed."""
     return (shared_experts(old, new) < old.shape[-1]).float()
 
 
-def jaccard_distance(old: Int[Tensor, "... K"], new: Int[Tensor, "... K"]) -> Float[Tensor, "..."]:
+def jaccard_distance(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"]) -> Float[Tensor, "..."]:
     """1 - |old and new| / |old or new|."""
     shared = shared_experts(old, new)
     return 1 - shared / (2 * old.shape[-1] - shared)
 
 
-def replayed_gates(logits: Float[Tensor, "... E"], experts: Int[Tensor, "... K"]) -> Float[Tensor, "... K"]:
+def replayed_gates(logits: Float[Tensor, "... E"], experts: Integer[Tensor, "... K"]) -> Float[Tensor, "... K"]:
     """The gates of forced experts: the softmax of the live logits over the forced set, so the router still learns."""
     return torch.softmax(logits.gather(-1, experts.long()), dim=-1)

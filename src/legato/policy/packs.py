@@ -51,6 +51,8 @@ class Pack:
     """[N]"""
     positions: Tensor
     """[N]"""
+    source: Tensor
+    """[N]: where each token stands in the texts: prompts [G, P] flattened, then responses [B, T]."""
     read: Tensor
     """[K]: at which of the N tokens logits are wanted."""
     targets: Tensor
@@ -214,6 +216,11 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     prefix = _numbered(in_prefix)
     # Responses of one prompt lie together, whatever the order of the rows.
     order = torch.argsort(owner, stable=True)
+
+    def laid(values: Tensor) -> Tensor:
+        """[R, S] to the tokens of the responses as they lie."""
+        return values[order][in_suffix[order]]
+
     numbered = torch.empty_like(in_suffix, dtype=torch.int64)
     numbered[order] = _numbered(in_suffix[order]) + in_prefix.sum()
     suffix = torch.where(in_suffix, numbered, 0)
@@ -221,16 +228,20 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     tokens, written = texts.tokens[rows, :width], texts.mask[rows, :width]
     written = written & (torch.arange(width, device=device) < lengths[:, None])
     last = prefix.gather(1, prefix_lengths[:, None] - 1)[owner]
-    source = torch.cat([last, suffix], 1)[:, :width]
+    read = torch.cat([last, suffix], 1)[:, :width]
     inputs = tokens[:, :deep]
     return Pack(
         rows=rows,
         width=width,
-        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], inputs[order][in_suffix[order]]]),
-        positions=torch.cat(
-            [columns.expand(len(groups), -1)[in_prefix], (prefix_lengths[owner, None] + steps)[order][in_suffix[order]]]
+        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], laid(inputs)]),
+        positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], laid(prefix_lengths[owner, None] + steps)]),
+        source=torch.cat(
+            [
+                (groups[:, None] * texts.prompts.shape[1] + columns)[in_prefix],
+                laid(texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps),
+            ]
         ),
-        read=source[written],
+        read=read[written],
         targets=tokens[written],
         place=written.reshape(-1).nonzero().squeeze(1),
         temperature=texts.temperature[rows, None].expand(-1, width)[written],
@@ -239,7 +250,7 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
         restore=torch.cat(
             [
                 in_prefix.reshape(-1).nonzero().squeeze(1),
-                in_prefix.numel() + torch.arange(in_suffix.numel()).reshape(in_suffix.shape)[order][in_suffix[order]],
+                in_prefix.numel() + laid(torch.arange(in_suffix.numel()).reshape(in_suffix.shape)),
             ]
         ),
         prefix_lengths=prefix_lengths,

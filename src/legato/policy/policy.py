@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from legato.policy.fused import Parts, Projected, through, why_not
 from legato.policy.head import Head
 from legato.policy.layer import learned
 from legato.policy.packs import Pack, Texts, pack
+from legato.policy.routers import Routers, find
+from legato.policy.routing import Cells, Directions, Routed, Tap, Traffic
 from legato.policy.spans import Spans
 
 
@@ -25,6 +27,8 @@ class Channels:
     logprobs: PerToken
     entropy: PerToken
     values: PerToken | None = None
+    routed: Routed | None = None
+    """What the routers gave, where the pass was asked; it carries no gradient."""
 
 
 class ValueHead(nn.Module):
@@ -64,17 +68,32 @@ class Policy:
     notes: list[str] = field(default_factory=list)
     """What was decided while loading, for the run to print."""
 
+    routers: Routers | None = field(init=False, default=None)
+    """Of a mixture of experts."""
+    unrouted: str = field(init=False, default="it has no experts")
+    """Why there are no routers."""
+
     def __post_init__(self) -> None:
         attention.register()
         self._still()
+        found = find(self.body)
+        if isinstance(found, Routers):
+            self.routers = found
+        elif found is not None:
+            self.unrouted = found
+            note = f"routing is not measured: {found}"
+            # A sampler that differs on purpose is made of the policy and shares its notes.
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _still(self) -> None:
         """Dropout would make the log-probs of one policy differ from pass to pass; it is off in every pass."""
         self.model.eval()
         for name, module in self.model.named_modules():
-            if getattr(module, "router_jitter_noise", 0.0):
-                module.router_jitter_noise = 0.0
-                self.notes.append(f"router jitter of {name} is set to 0: a ratio needs the same numbers in every pass")
+            for noise in ("router_jitter_noise", "jitter_noise"):
+                if isinstance(getattr(module, noise, None), float) and getattr(module, noise):
+                    setattr(module, noise, 0.0)
+                    self.notes.append(f"router jitter of {name} is set to 0: a ratio needs the same numbers in every pass")
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +117,15 @@ class Policy:
     @property
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def known_routers(self, wanted_by: str) -> Routers:
+        """The routers, which some option cannot do without."""
+        if self.routers is None:
+            raise ValueError(
+                f"{wanted_by} needs a mixture of experts whose routers are known; policy.model {self.name}"
+                f" ({type(self.body).__name__}): {self.unrouted}"
+            )
+        return self.routers
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by name."""
@@ -137,25 +165,38 @@ class Policy:
         with self._laid_out(packed) as hidden:
             yield self._channels(hidden, packed, range(len(packed.counts)))
 
-    def score(self, texts: Texts, rows: Tensor) -> Channels:
+    def score(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
         """The channels of some rows without a gradient."""
-        packed = self.pack(texts, rows).to(self.device)
-        with torch.no_grad(), self._laid_out(packed) as hidden:
-            parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
-            return joined([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
+        return self.scored(texts, rows, directions)[0]
 
-    def learn(self, packed: Pack, respond: Callable[[range, Channels], Coefficients]) -> None:
+    def scored(self, texts: Texts, rows: Tensor, directions: Directions | None) -> tuple[Channels, Traffic | None]:
+        """The same, and which way the tokens went."""
+        packed = self.pack(texts, rows).to(self.device)
+        with torch.no_grad(), self._tapped(packed, directions) as tap, self._laid_out(packed) as hidden:
+            parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
+            channels = joined([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
+            if tap is None or not tap.directions.record:
+                return channels, None
+            routed, traffic = tap.found()
+            return replace(channels, routed=routed), traffic
+
+    def learn(
+        self, packed: Pack, respond: Callable[[range, Channels], Coefficients], directions: Directions | None = None
+    ) -> Traffic | None:
         """Add the gradient of a pack. `respond` is given the channels of some of its rows and says their coefficients.
 
         The head goes forward and backward a few whole rows at a time, so that logits are held for those only and computed
         once; the body goes forward and backward once.
         """
         packed = packed.to(self.device)
-        with self._laid_out(packed) as hidden:
+        with self._tapped(packed, directions) as tap, self._laid_out(packed) as hidden:
+            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.found()
             gradients = []
             for part, state in _runs(hidden, packed, self._parts(packed)):
                 leaf = state.detach().requires_grad_()
                 channels = self._channels(leaf, packed, part)
+                if routed is not None:
+                    channels = replace(channels, routed=routed.rows(part))
                 field = respond(part, channels)
                 field.tie(
                     channels.logprobs.new_zeros(()),
@@ -167,6 +208,17 @@ class Policy:
             # With the whole body frozen there is nothing behind the hidden states.
             if hidden.requires_grad:
                 hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+        return traffic
+
+    @contextmanager
+    def _tapped(self, packed: Pack, directions: Directions | None) -> Iterator[Tap | None]:
+        """The routers looked at and told, where there are any; until the backward is over."""
+        if directions is None or self.routers is None:
+            yield None
+            return
+        tap = Tap(self.routers, packed, None if self.packing else cells(packed), directions)
+        with tap.listening():
+            yield tap
 
     @contextmanager
     def _laid_out(self, packed: Pack) -> Iterator[Tensor]:
@@ -257,6 +309,14 @@ def _through_pack(decoder: Any, packed: Pack) -> Tensor:
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
     """The same rows as a rectangle: tokens, positions and where to read. Padding comes last, so causality hides it."""
+    found = cells(packed)
+    rows = len(packed.suffix)
+    tokens = torch.where(found.inside, packed.tokens[found.token], packed.tokens[0]).reshape(rows, -1)
+    return tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1), found.read
+
+
+def cells(packed: Pack) -> Cells:
+    """Which token of the pack stands where in that rectangle."""
     rows, depth = packed.suffix.shape
     lengths = packed.prefix_lengths[packed.owner]
     total = lengths + packed.suffix_lengths
@@ -265,10 +325,13 @@ def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
     from_prefix = packed.prefix[packed.owner].gather(1, columns.clamp(max=packed.prefix.shape[1] - 1))
     later = (columns - lengths[:, None]).clamp(min=0, max=max(depth - 1, 0))
     from_suffix = packed.suffix.gather(1, later) if depth else from_prefix
-    source = torch.where(columns < lengths[:, None], from_prefix, from_suffix)
-    tokens = torch.where(columns < total[:, None], packed.tokens[source], packed.tokens[0])
+    token = torch.where(columns < lengths[:, None], from_prefix, from_suffix)
     row, step = packed.place // packed.width, packed.place % packed.width
-    return tokens, columns, row * width + lengths[row] - 1 + step
+    return Cells(
+        token=token.reshape(-1),
+        inside=(columns < total[:, None]).reshape(-1),
+        read=row * width + lengths[row] - 1 + step,
+    )
 
 
 def _runs(hidden: Tensor, packed: Pack, parts: list[range]) -> Iterator[tuple[range, Tensor]]:
@@ -290,8 +353,10 @@ def joined(parts: list[Channels]) -> Channels:
     if len(parts) == 1:
         return parts[0]
     values = [part.values for part in parts if part.values is not None]
+    routed = [part.routed for part in parts if part.routed is not None]
     return Channels(
         logprobs=torch.cat([part.logprobs for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
         values=torch.cat(values) if values else None,
+        routed=Routed.joined(routed) if routed else None,
     )

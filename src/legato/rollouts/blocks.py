@@ -51,8 +51,10 @@ class _Arrangement:
 class Blocks:
     """The rows of a wave: prompts are read once each, then every row goes on one token a pass."""
 
-    def __init__(self, body: Unrolled, packed: Pack, owner: Tensor, limit: int) -> None:
+    def __init__(self, body: Unrolled, packed: Pack, owner: Tensor, limit: int, every: bool = False) -> None:
         self.body, self.packed, self.owner, self.limit = body, packed, owner, limit
+        self.every = every
+        """Whether the last layer reads all tokens of a prompt, as it must for its routes to be known."""
         self.positions = packed.prefix_lengths[owner]
         self.column = 0
         """Where the next keys of the responses go; all rows are equally far."""
@@ -72,8 +74,9 @@ class Blocks:
     def first(self) -> Tensor:
         """[n, V]"""
         packed = self.packed
-        hidden = self.body.hidden(packed.tokens, packed.positions, self._start, wanted=packed.prompt_ends)
-        return self.body.head.exact(hidden)[self.owner]
+        ends = packed.prompt_ends
+        hidden = self.body.hidden(packed.tokens, packed.positions, self._start, wanted=None if self.every else ends)
+        return self.body.head.exact(hidden[ends] if self.every else hidden)[self.owner]
 
     def _start(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attention among the tokens of the prompts, whose keys and values are kept."""

@@ -21,6 +21,7 @@ from legato.rollouts.prefill import Opening, read
 from legato.rollouts.recall import Recall, copy
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.slots import Store, numbers
+from legato.rollouts.stored_routes import CallRoutes
 
 _LOOK_EVERY = 8
 """Steps between two looks at the finished flags; a finished row costs at most twice as many."""
@@ -76,6 +77,7 @@ class Call:
         self.logprobs = torch.zeros(rows, width, dtype=torch.float32, device=device)
         self.kept = torch.zeros(rows, width, dtype=torch.float32, device=device) if sampling.truncates else None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.routes = CallRoutes(memory, rows, width) if memory.routers is not None else None
         self.cut: dict[int, tuple[int, str]] = {}
         """row -> (tokens, text) where a stop string ended it"""
         self.ends = engine.end_tokens(limits.end_tokens)
@@ -158,6 +160,8 @@ class Call:
         recall.drop([one.entry for one in openings], slots)
         copy(self.memory, sources)
         read(self.engine.policy, self.memory, openings)
+        if self.routes is not None:
+            self.routes.read({number: self.entries[number] for number in numbers}, self.requests)
         self.engine.reused_tokens += sum(one.known for one in openings)
 
     def _collect(self, look: Look) -> None:
@@ -176,6 +180,8 @@ class Call:
         self.lengths[rows] = self.memory.written[slots]
         if self.kept is not None:
             self.kept[rows] = self.memory.kept[slots, :width]
+        if self.routes is not None:
+            self.routes.collect(rows, slots)
         self.memory.done[slots] = True
         for slot in finished:
             _, entry = self.active.pop(slot)
@@ -216,6 +222,9 @@ class Call:
         self._remember(tokens, lengths)
         texts = {row: text for row, (_, text) in self.cut.items()}
         found = written(self.engine.policy.tokenizer, tokens, self.logprobs, self.kept, lengths, stops, texts)
+        if self.routes is not None:
+            owners = [number for number, request in enumerate(self.requests) for _ in request.seeds]
+            found = self.routes.added(found, owners, self.requests)
         return [found[start:end] for start, end in pairwise(self.first)]
 
     def _remember(self, tokens: Tensor, lengths: list[int]) -> None:

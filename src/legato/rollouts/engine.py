@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from legato.core.rollout import StopReason
+from legato.core.rollout import Routes, StopReason
 from legato.rollouts.sampling import Sampling
 
 
@@ -45,6 +45,8 @@ class Response:
     text: str
     """Without end tokens and without the stop string."""
     stop: StopReason
+    routes: Routes | None = None
+    """Of prompt and response without the last token, where the engine records them."""
 
 
 def written(

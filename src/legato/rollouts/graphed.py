@@ -25,6 +25,7 @@ from legato.rollouts.capture import captured, graph_pool
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.randomness import uniform
 from legato.rollouts.recall import Recall, fingerprint
+from legato.rollouts.routes import heard
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
 from legato.rollouts.slots import Room, Store, numbers
@@ -46,11 +47,13 @@ class GraphedEngine:
         graphs: bool = True,
         fused: bool = True,
         kv_memory_share: float = 0.5,
+        record_routes: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.policy, self.graphs, self.kv_memory_share, self.say = policy, graphs, kv_memory_share, say
         self.rows_at_once = rows_at_once
         """Lowered where memory runs out."""
+        self.routers = policy.routers if record_routes else None
         reason = why_not(policy.body.get_decoder()) if fused else "it was switched off"
         self.fused = reason is None
         if fused and reason is not None:
@@ -107,7 +110,7 @@ class GraphedEngine:
             self.recall.keep(room)
         else:
             self.store = None  # before the new one is made
-            self.store = Store(room, self.policy.device)
+            self.store = Store(room, self.policy.device, self.routers)
         return self.store
 
     def _notice_weights(self) -> None:
@@ -152,7 +155,12 @@ class GraphedEngine:
     def _step(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         memory, slots = bucket.store, bucket.slots
         length = memory.length[slots]
-        hidden = self._decoded(bucket, memory.token[slots], memory.base[slots] + length)
+
+        def note(number: int, experts: Tensor) -> None:
+            memory.routes[number][slots, 0, length] = experts
+
+        with heard(self.routers, note):
+            hidden = self._decoded(bucket, memory.token[slots], memory.base[slots] + length)
         choice = self.choose(hidden, slots, sampling, 1)
         alive = ~memory.done[slots]
         memory.write(slots, (length + 1).clamp(max=memory.room.response_tokens - 1), alive, choice, ends)

@@ -6,6 +6,7 @@ their own forward, its keys and values copied to every response; what no cache s
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from legato.rollouts.engine import Limits, Request, Response, written
 from legato.rollouts.prompts import prompt_texts
 from legato.rollouts.randomness import uniform
 from legato.rollouts.recompute import Recompute
+from legato.rollouts.routes import WaveRoutes
 from legato.rollouts.sampling import Choice, Sampling, choose
 
 _COMPACT_AT = 0.75
@@ -159,9 +161,12 @@ class LocalEngine:
 
     name = "local"
 
-    def __init__(self, policy: Policy, rows_at_once: int = 256, *, way: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, rows_at_once: int = 256, *, way: str | None = None, record_routes: bool = False
+    ) -> None:
         self.policy = policy
         self.rows_at_once = rows_at_once
+        self.routers = policy.routers if record_routes else None
         self._way = way
         """'blocks', 'cached' or 'recomputed'; None: not looked at yet."""
 
@@ -185,7 +190,8 @@ class LocalEngine:
             return lambda prompts, owner, _: Recompute(policy, prompts, owner)
         if way == "blocks":
             body = Unrolled(policy.body)
-            return lambda prompts, owner, limit: Blocks(body, _packed(prompts, policy.device), owner, limit)
+            every = self.routers is not None
+            return lambda prompts, owner, limit: Blocks(body, _packed(prompts, policy.device), owner, limit, every)
         return lambda prompts, owner, limit: _Cached(policy, _packed(prompts, policy.device), owner, limit)
 
     def _looked_at(self) -> str:
@@ -228,18 +234,30 @@ class LocalEngine:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        memory = remember([request.prompt for request, _ in parts], owner, limits.max_response_tokens)
+        prompts = [request.prompt for request, _ in parts]
+        memory = remember(prompts, owner, limits.max_response_tokens)
         wave = _start(parts, sampling, limits, len(owner), device)
-        logits = memory.first()
-        for place in range(limits.max_response_tokens):
-            choice = choose(logits, uniform(wave.seeds, place), sampling)
-            self._write(wave, choice, place, limits)
-            if wave.writing == 0 or place + 1 == limits.max_response_tokens:
-                break
-            logits = memory.next(_compacted(wave, memory, choice.tokens))
+        routes = None
+        # Without a memory every token is read over and over: its routes are not those of one pass.
+        if self.routers is not None and not isinstance(memory, Recompute):
+            routes = WaveRoutes(self.routers, limits.max_response_tokens, len(owner), device)
+        with nullcontext() if routes is None else routes.listening():
+            logits = memory.first()
+            if routes is not None:
+                routes.first()
+            for place in range(limits.max_response_tokens):
+                choice = choose(logits, uniform(wave.seeds, place), sampling)
+                self._write(wave, choice, place, limits)
+                if wave.writing == 0 or place + 1 == limits.max_response_tokens:
+                    break
+                logits = memory.next(_compacted(wave, memory, choice.tokens))
+                if routes is not None:
+                    routes.next(place, wave.rows)
         tokens, logprobs, kept = (table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept))
         assert tokens is not None and logprobs is not None
         responses = written(self.policy.tokenizer, tokens, logprobs, kept, wave.lengths.tolist(), wave.stops, wave.cut)
+        if routes is not None:
+            responses = routes.added(responses, prompts, owner)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 

@@ -86,7 +86,15 @@ class _RoundedPolicy(Policy):
 class MismatchedEngine:
     """Samples as a policy that differs from the one being trained."""
 
-    def __init__(self, policy: Policy, mismatch: Mismatch, rows_at_once: int = 256, kv_memory_share: float = 0.5) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        mismatch: Mismatch,
+        rows_at_once: int = 256,
+        kv_memory_share: float = 0.5,
+        *,
+        record_routes: bool = False,
+    ) -> None:
         self.policy, self.mismatch = policy, mismatch
         self.name = f"local, {mismatch.kind}"
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.updates if mismatch.kind == "stale" else 0)
@@ -102,7 +110,7 @@ class MismatchedEngine:
             rounded = in_steps if mismatch.kind == "kv-int8" else _in_bf16
             sampler: Policy = _RoundedPolicy(rounded=rounded, **_as(policy, policy.model))
             # Through the registered attention function, which hands over keys and values; `Blocks` does without it.
-            self.engine: Any = LocalEngine(sampler, rows_at_once, way="cached")
+            self.engine: Any = LocalEngine(sampler, rows_at_once, way="cached", record_routes=record_routes)
             return
         body = copy.deepcopy(policy.model).requires_grad_(False)
         for weight in body.parameters():
@@ -114,7 +122,8 @@ class MismatchedEngine:
         with torch.no_grad():
             for name, weight in policy.model.named_parameters():
                 self._weights[name].copy_(self._altered(name, weight, weight))
-        self.engine = local_engine(Policy(**_as(policy, body)), rows_at_once, kv_memory_share=kv_memory_share)
+        sampler = Policy(**_as(policy, body))
+        self.engine = local_engine(sampler, rows_at_once, kv_memory_share=kv_memory_share, record_routes=record_routes)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         self._refresh()

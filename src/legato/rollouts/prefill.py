@@ -13,6 +13,7 @@ from legato.policy.attention import Heads, as_bias, attend
 from legato.policy.packs import Pack, pack
 from legato.policy.policy import Policy
 from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.routes import heard
 from legato.rollouts.slots import Store, numbers
 
 TOKENS_AT_ONCE = 16384
@@ -58,7 +59,12 @@ def _parts(openings: Sequence[Opening]) -> list[list[Opening]]:
 def _whole(policy: Policy, store: Store, openings: Sequence[Opening], entries: Tensor) -> Tensor:
     texts = prompt_texts([one.prompt for one in openings])
     packed = pack(texts, torch.arange(len(openings))).to(store.device)
-    with policy.attending(_Whole(store, packed, entries)):
+    columns = packed.prefix.shape[1]
+
+    def note(number: int, experts: Tensor) -> None:
+        store.prompt_routes[number][entries, 0, :columns] = experts[packed.prefix]
+
+    with policy.attending(_Whole(store, packed, entries)), heard(store.routers, note):
         hidden = policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
     return hidden[packed.prompt_ends]
 
@@ -66,7 +72,12 @@ def _whole(policy: Policy, store: Store, openings: Sequence[Opening], entries: T
 def _continued(policy: Policy, store: Store, openings: Sequence[Opening], entries: Tensor) -> Tensor:
     view = _Continued(store, openings, entries)
     table = torch.nn.utils.rnn.pad_sequence([one.prompt[one.known :] for one in openings], batch_first=True)
-    with policy.attending(view):
+
+    def note(number: int, experts: Tensor) -> None:
+        found = experts.reshape(*view.positions.shape, -1)[view.row, view.step]
+        store.prompt_routes[number][entries[view.row], 0, view.column] = found
+
+    with policy.attending(view), heard(store.routers, note):
         hidden = policy.hidden(table.to(store.device), view.positions)
     last = numbers([one.new - 1 for one in openings], store.device)
     return hidden[torch.arange(len(openings), device=store.device), last]

@@ -110,7 +110,12 @@ def copy(store: Store, sources: Sequence[tuple[Source, int]]) -> None:
     known, places = [source for source, _ in sources], torch.tensor([entry for _, entry in sources])
     shared = _index([(one.entry, one.prompt_tokens, 0) for one in known], places, store.device)
     own = _index([(one.slot, one.response_tokens, one.prompt_tokens) for one in known], places, store.device)
-    for prompt_tables, slot_tables in ((store.prompt_keys, store.keys), (store.prompt_values, store.values)):
+    kinds = (
+        (store.prompt_keys, store.keys),
+        (store.prompt_values, store.values),
+        (store.prompt_routes, store.routes),
+    )
+    for prompt_tables, slot_tables in kinds:
         for layer, table in prompt_tables.items():
             found = [
                 (index, origin[index[0], :, index[1]]) for index, origin in ((shared, table), (own, slot_tables[layer]))

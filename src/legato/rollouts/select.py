@@ -9,18 +9,23 @@ from legato.rollouts.engine import Engine
 from legato.rollouts.local import LocalEngine
 
 
-def local_engine(policy: Policy, rows_at_once: int, *, kv_memory_share: float = 0.5) -> Engine:
+def local_engine(policy: Policy, rows_at_once: int, *, kv_memory_share: float = 0.5, record_routes: bool = False) -> Engine:
     """The fastest engine that serves this policy here; what was decided is added to the policy's notes."""
     if policy.device.type != "cuda" or not policy.views:
-        return LocalEngine(policy, rows_at_once)
+        return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     if find_spec("triton") is None:
         policy.notes.append("the engine is the plain one: Triton is not installed")
-        return LocalEngine(policy, rows_at_once)
-    return first_that_serves(policy, rows_at_once, kv_memory_share)
+        return LocalEngine(policy, rows_at_once, record_routes=record_routes)
+    return first_that_serves(policy, rows_at_once, kv_memory_share, record_routes=record_routes)
 
 
 def first_that_serves(
-    policy: Policy, rows_at_once: int, kv_memory_share: float, graphs: Sequence[bool] = (True, False)
+    policy: Policy,
+    rows_at_once: int,
+    kv_memory_share: float,
+    graphs: Sequence[bool] = (True, False),
+    *,
+    record_routes: bool = False,
 ) -> Engine:
     """Slots with captured graphs, slots without, or the plain engine: the first whose log-probs are the policy's own.
 
@@ -31,7 +36,14 @@ def first_that_serves(
     reasons: list[str] = []
     for captured in graphs:
         said: list[str] = []
-        engine = GraphedEngine(policy, rows_at_once, graphs=captured, kv_memory_share=kv_memory_share, say=said.append)
+        engine = GraphedEngine(
+            policy,
+            rows_at_once,
+            graphs=captured,
+            kv_memory_share=kv_memory_share,
+            record_routes=record_routes,
+            say=said.append,
+        )
         wrong = disagreement(engine, policy)
         engine.forget()
         if wrong is None:
@@ -45,4 +57,4 @@ def first_that_serves(
     policy.notes.append(
         f"the engine is the plain one, slower: keys and values in slots do not serve {family} ({reasons[-1]})"
     )
-    return LocalEngine(policy, rows_at_once)
+    return LocalEngine(policy, rows_at_once, record_routes=record_routes)

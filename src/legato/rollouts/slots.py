@@ -13,6 +13,7 @@ from torch import Tensor
 
 from legato.core.device import sent
 from legato.policy.attention import Heads
+from legato.policy.routers import Routers
 from legato.rollouts.sampling import Choice
 
 
@@ -55,12 +56,22 @@ Tables = dict[int, Tensor]
 class Store:
     """Keys and values per layer, made when a layer first shows its shape, and the state of every slot."""
 
-    def __init__(self, room: Room, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, room: Room, device: torch.device, routers: Routers | None = None) -> None:
+        self.device, self.routers = device, routers
+        """Whose choices are kept; None: nobody's."""
         self.prompt_keys: Tables = {}
         self.prompt_values: Tables = {}
         self.keys: Tables = {}
         self.values: Tables = {}
+        self.prompt_routes: Tables = {}
+        self.routes: Tables = {}
+        """router -> [entries or slots, 1, columns, K]: the experts of the token whose key stands in that column."""
+        for number in range(0 if routers is None else len(routers.modules)):
+            assert routers is not None
+            self.prompt_routes[number], self.routes[number] = (
+                torch.zeros(rows, 1, columns, routers.active, dtype=routers.index, device=device)
+                for rows, columns in ((room.prompts, room.prompt_tokens), (room.slots + 1, room.response_tokens))
+            )
         self._begin(room)
 
     def _begin(self, room: Room) -> None:
@@ -93,12 +104,18 @@ class Store:
         return self.room.slots
 
     def _kinds(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
-        """The four tables, each with its rows and columns."""
+        """The tables of keys and values, each with its rows and columns."""
         return (
             (self.prompt_keys, room.prompts, room.prompt_tokens),
             (self.prompt_values, room.prompts, room.prompt_tokens),
             (self.keys, room.slots + 1, room.response_tokens),
             (self.values, room.slots + 1, room.response_tokens),
+        )
+
+    def _routes_of(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+        return (
+            (self.prompt_routes, room.prompts, room.prompt_tokens),
+            (self.routes, room.slots + 1, room.response_tokens),
         )
 
     def show(self, heads: Heads) -> None:
@@ -110,7 +127,7 @@ class Store:
 
     def grow(self, room: Room) -> None:
         """Another room between two calls, keys and values kept. Table by table: old and new never lie in memory whole."""
-        for tables, rows, columns in self._kinds(room):
+        for tables, rows, columns in (*self._kinds(room), *self._routes_of(room)):
             for layer in list(tables):
                 old = tables[layer]
                 new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
@@ -124,9 +141,11 @@ class Store:
     def bytes_per_token(self) -> int | None:
         """Over all layers, keys and values; None while no layer has been seen."""
         found = [
-            table[0, :, 0].numel() * table.element_size() for tables in (self.keys, self.values) for table in tables.values()
+            table[0, :, 0].numel() * table.element_size()
+            for tables in (self.keys, self.values, self.routes)
+            for table in tables.values()
         ]
-        return sum(found) or None
+        return sum(found) if self.keys else None
 
     def keep_ending(self, hidden: Tensor, entries: Tensor) -> None:
         """Note the last hidden state of prompts."""

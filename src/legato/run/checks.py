@@ -45,6 +45,13 @@ def _updates(case: Case) -> Iterator[str]:
             f"{case.says('training.warm_up_updates')} is not below the {total} updates of the run"
             " (training.steps * training.updates_per_step * training.epochs_per_step)"
         )
+    if training.load_balance and training.update_passes == "one":
+        yield (
+            f"{case.says('training.load_balance')} takes two passes, the first of which counts the choices of all experts;"
+            f" {case.says('training.update_passes')}"
+        )
+    if training.routing_replay == "R3" and not case.config.rollouts.record_routes:
+        yield f"{case.says('training.routing_replay')} needs rollouts.record_routes = true"
     if training.schedule == "constant" and training.final_lr_share > 0:
         yield f"{case.says('training.final_lr_share')} has no effect with {case.says('training.schedule')}"
 

@@ -1,12 +1,15 @@
 """What the configured run asks of memory, and what is decided from it: `policy.gradient_checkpointing = "auto"`."""
 
+from typing import Any
+
 from legato.policy.load import recompute_layers
 from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.resolved import Resolved
 from legato.training.available import available
 from legato.training.fit import Fit, fit
-from legato.training.memory import Demand, Shape, gigabytes
+from legato.training.memory import Demand, gigabytes
+from legato.training.shape import Shape
 
 
 def demand_of(resolved: Resolved, policy: Policy) -> Demand:
@@ -48,7 +51,23 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         fused=policy.trains_fused,
         sharing=(prompt + each * (prompt + response)) / group,
         longest=prompt + response,
+        **_routes(resolved, policy),
     )
+
+
+def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
+    """Of a mixture of experts: what is recorded of a step, every response as long as it may be."""
+    if policy.routers is None:
+        return {}
+    config, training = resolved.config, resolved.config.training
+    responses = config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
+    written, read = (training.prompts_per_step * each for each in (responses, responses + config.policy.max_prompt_tokens))
+    return {
+        "routed": written,
+        "routed_at_once": -(-training.prompts_per_step // training.updates_per_step) * responses,
+        "engine_routes": config.rollouts.record_routes,
+        "replayed": 0 if training.routing_replay == "off" else read,
+    }
 
 
 def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:

@@ -265,6 +265,8 @@ class Rollouts:
     """On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is."""
+    record_routes: Flag = True
+    """Whether the engine notes the experts of every token it reads (mixtures of experts): K bytes a layer and token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +321,10 @@ class Training:
     """A step of whose rollouts a smaller share could be scored is not trained on."""
     value_lr: Positive | None = None
     """The learning rate of the value head (ppo); absent: that of the policy."""
+    routing_replay: Literal["off", "R2", "R3"] = "off"
+    """Forces the experts of 'R2' the old-policy pass or 'R3' the engine in every pass of an update (mixtures of experts)."""
+    load_balance: NotNegative = 0.0
+    """Coefficient of the routers' load-balance loss, which is 1 where the load is even; 0: off. Takes two passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
 from legato.training.tables import needs
-from legato.training.trainer import Trainer, TrainingSettings
+from legato.training.trainer import Trainer, TrainingSettings, routing_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +192,11 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
 def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
     """What samples, and what evaluations sample with where that is another."""
     rollouts, mismatch = config.rollouts, mismatch_of(config)
+    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes
     if mismatch is None:
-        return local_engine(policy, rollouts.rows_at_once, kv_memory_share=rollouts.kv_memory_share), None
-    share = rollouts.kv_memory_share / 2
-    engine = MismatchedEngine(policy, mismatch, rollouts.rows_at_once, share)
-    return engine, local_engine(policy, rollouts.rows_at_once, kv_memory_share=share)
+        return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
+    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record)
+    return engine, local_engine(policy, rows, kv_memory_share=share / 2)
 
 
 def mismatch_of(config: Config) -> Mismatch | None:
@@ -253,6 +253,8 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         raise ValueError("nothing is left to train: policy.frozen covers every parameter")
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
+    for option in routing_options(resolved.algorithm, _settings(resolved)):
+        policy.known_routers(option)
     cursor = collector.cursor
     collector.draw(Tally())
     collector.cursor = cursor
@@ -286,19 +288,26 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
                 final_share=training.final_lr_share,
             ),
         ),
-        settings=TrainingSettings(
-            seed=training.seed,
-            prompts_per_step=training.prompts_per_step,
-            updates_per_step=training.updates_per_step,
-            epochs_per_step=training.epochs_per_step,
-            anchor=training.anchor,
-            accept_unsafe_anchor=training.accept_unsafe_anchor,
-            update_passes=training.update_passes,
-            skip_silent_rows=training.skip_silent_rows,
-            tokens_per_pack=training.tokens_per_pack,
-            probe_every_steps=training.probe_every_steps,
-            minimum_scored=training.minimum_scored,
-        ),
+        settings=_settings(resolved),
+    )
+
+
+def _settings(resolved: Resolved) -> TrainingSettings:
+    training = resolved.config.training
+    return TrainingSettings(
+        seed=training.seed,
+        prompts_per_step=training.prompts_per_step,
+        updates_per_step=training.updates_per_step,
+        epochs_per_step=training.epochs_per_step,
+        anchor=training.anchor,
+        accept_unsafe_anchor=training.accept_unsafe_anchor,
+        update_passes=training.update_passes,
+        skip_silent_rows=training.skip_silent_rows,
+        tokens_per_pack=training.tokens_per_pack,
+        probe_every_steps=training.probe_every_steps,
+        minimum_scored=training.minimum_scored,
+        routing_replay=training.routing_replay,
+        load_balance=training.load_balance,
     )
 
 

@@ -70,6 +70,24 @@ class Sorting(Part):
         return Problem(prompt=" ".join(map(str, numbers)) + "=", answer=" ".join(map(str, sorted(numbers))))
 
 
+@part("task", "counting-down")
+class CountingDown(Part):
+    """A number to count down from by a step: "-7: 31 " -> "24 17 10 3"; long answers of easy steps."""
+
+    least: int = integer(default=3, says="Fewest numbers of an answer.", minimum=1)
+    most: int = integer(default=6, says="Most numbers of an answer.", minimum=1)
+    largest_step: int = integer(default=9, says="The largest step; 2 is the smallest.", minimum=2)
+
+    def __post_init__(self) -> None:
+        if self.least > self.most:
+            raise ValueError(f"task 'counting-down': least = {self.least} is above most = {self.most}")
+
+    def problem(self, source: random.Random) -> Problem:
+        step = source.randint(2, self.largest_step)
+        start = step * source.randint(self.least, self.most) + source.randrange(step)
+        return Problem(prompt=f"-{step}: {start} ", answer=" ".join(map(str, range(start - step, -1, -step))))
+
+
 @part("task", "letter-counting")
 class LetterCounting(Part):
     """How often a letter occurs in a word: "r in strawberry=" -> "3"."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.scope import Scope
-from legato.policy.policy import Policy
+from legato.policy.policy import Channels, Policy
 from legato.policy.reference import Reference
+from legato.policy.routing import Directions, Record
 from legato.training.plan import Update
 from legato.training.tables import Tables, needs
 
@@ -47,23 +48,28 @@ def anchor(
     choice: str,
     skip_first: bool,
     silent: Tensor | None = None,
+    replay: str = "off",
+    shift: bool = False,
 ) -> Tables:
-    """Fill in old log-probs ('recompute' or 'sampler'), reference log-probs and old values.
+    """Fill in old log-probs ('recompute' or 'sampler'), reference log-probs, old values, and what the old routers did.
 
-    `silent` [B] are rows without any signal, which nothing needs to know about.
+    `silent` [B] are rows without any signal, which nothing needs to know about. The old policy is scored for its routes
+    also where the engine's log-probs are the anchor: to replay them (R2), or to weigh with their `shift`.
     """
     batch = tables.batch
     packs = [pack for update in updates if update.epoch == 0 for pack in update.packs]
     later = [pack for update in updates if update.epoch == 0 and update.index > 0 for pack in update.packs]
-    values = policy.value_head is not None
-    if choice == "sampler" and not values:
-        tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=torch.ones(len(batch), dtype=torch.bool))
+    wanted = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
+    if choice == "sampler" and not wanted:
+        anchored = torch.ones(len(batch), dtype=torch.bool)
+        tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=tables.sampler_experts)
     else:
-        tables = _recomputed(tables, policy, _loud(later if skip_first and not values else packs, silent))
+        chosen = later if skip_first and policy.value_head is None and choice != "sampler" else packs
+        tables = _recomputed(tables, policy, _loud(chosen, silent), replay)
         if choice == "sampler":
             tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
-        found = _recomputed(tables, reference, packs)
+        found = _recomputed(tables, reference, packs, "off")
         tables = replace(tables, ref_logprobs=found.old_logprobs)
     return tables
 
@@ -73,20 +79,53 @@ def _loud(packs: Sequence[Tensor], silent: Tensor | None) -> list[Tensor]:
     return [pack for pack in kept if len(pack)]
 
 
-def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tensor]) -> Tables:
+def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tensor], replay: str) -> Tables:
     batch, device = tables.batch, tables.device
     old = torch.zeros(batch.tokens.shape, dtype=_logprob_dtype(policy), device=device)
     values = torch.zeros_like(old) if isinstance(policy, Policy) and policy.value_head is not None else None
     anchored = torch.zeros(len(batch), dtype=torch.bool)
+    routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
     for pack in packs:
         anchored[pack] = True
         rows = pack.to(device)
-        channels = policy.score(tables.texts, pack)
+        channels = policy.score(tables.texts, pack) if routes is None else routes.scored(pack, rows)
         width = channels.logprobs.shape[1]
         old[rows, :width] = channels.logprobs
         if values is not None and channels.values is not None:
             values[rows, :width] = channels.values
-    return replace(tables, old_logprobs=old, anchored=anchored, old_values=values)
+    tables = replace(tables, old_logprobs=old, anchored=anchored, old_values=values)
+    return tables if routes is None else routes.kept(tables)
+
+
+class _Routes:
+    """What the old policy's routers do, gathered beside its log-probs."""
+
+    def __init__(self, tables: Tables, policy: Policy, replay: str) -> None:
+        assert policy.routers is not None
+        self.texts, self.policy = tables.texts, policy
+        shape = (*tables.batch.tokens.shape, *policy.routers.shape)
+        self.experts = torch.zeros(shape, dtype=policy.routers.index, device=tables.device)
+        self.logprobs = torch.zeros(shape, dtype=policy.dtype, device=tables.device)
+        self.record = Record.empty(tables.texts, policy.routers, tables.device) if replay == "R2" else None
+        self.directions = Directions(replay=tables.replay if replay == "R3" else None)
+
+    def scored(self, pack: Tensor, rows: Tensor) -> Channels:
+        channels, traffic = self.policy.scored(self.texts, pack, self.directions)
+        assert channels.routed is not None and traffic is not None
+        width = channels.routed.experts.shape[1]
+        self.experts[rows, :width] = channels.routed.experts
+        self.logprobs[rows, :width] = channels.routed.logprobs
+        if self.record is not None:
+            self.record.note(traffic)
+        return channels
+
+    def kept(self, tables: Tables) -> Tables:
+        return replace(
+            tables,
+            old_experts=self.experts,
+            old_router_logprobs=self.logprobs,
+            replay=tables.replay if self.record is None else self.record,
+        )
 
 
 def _logprob_dtype(scorer: Policy | Reference) -> torch.dtype:

@@ -167,6 +167,7 @@ class Collector:
             turn=torch.zeros(length, dtype=torch.int64),
             author=torch.full((length,), Author.POLICY.value),
             kept_logmass=response.kept_logmass,
+            routes=response.routes,
         )
 
     def _group(self, problem: Problem, rollouts: Sequence[tuple[Rollout, Score | Unscorable]], tally: Tally) -> Group | None:

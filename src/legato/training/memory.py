@@ -26,6 +26,13 @@ head, k = key heads x width, f the width of the SwiGLU, c experts a token of wid
       each adapter's input: a float32 copy of its own beside 16-bit weights; and its rank numbers. Adapters of experts are
       added to the experts' weights in a copy, 3Ehg numbers a layer, whatever the tokens
 
+Routers of M layers that are looked at hold, with b bytes for the number of an expert (1 up to 256 of them, else 2):
+
+    bMc + 4Mc a response token of a step    the old policy's choice and its log-probs; bMc more where the engine records
+    bMc + 8     a token of a step, prompts included, where routes are replayed
+    2 (bMc + 4Mc) + Mcc + 8M    a response token of an update, while it is measured
+    8Mc + ME (2e + 8)           a token of a pack, when its forward is over: choices, logits and their softmax
+
 Once a pass come indices, cos and sin. With gradient checkpointing a layer keeps its input, eh. Beside what is kept stands,
 one after the other, the head (the last norm, the states that are read, their gradient, logits of some rows) or the inside
 of one layer on the way back: gradients of its activations and, with checkpointing, the layer itself once more.
@@ -34,118 +41,15 @@ tests/training/test_memory.py counts what autograd keeps and what an update hold
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+
+from legato.training.shape import Shape
 
 _SLACK = 0.06
 """Of everything else: rounding of blocks, fragments, workspaces of matrix products."""
 
-_WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
-"""Families whose queries and keys have no norm of their own. An unknown one is taken to have them: too much is safer."""
-
 _FLOAT32 = 4
 _EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
 """A byte, and a float32 scale for each block of 256."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What of a model's configuration decides its memory."""
-
-    layers: int
-    hidden: int
-    heads: int
-    key_heads: int
-    width: int
-    """Of a head."""
-    intermediate: int
-    """Of the SwiGLU of a layer without experts, and of one shared by all tokens beside them."""
-    vocabulary: int
-    tied: bool
-    """Whether embedding and head are one matrix."""
-    head_norms: bool
-    """Whether queries and keys have norms of their own."""
-    sparse_layers: int = 0
-    """How many of the layers have experts."""
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    shared_intermediate: int = 0
-
-    @classmethod
-    def of(cls, config: Any) -> "Shape":
-        """From a configuration of transformers; ValueError where it is not that of a decoder we know the parts of."""
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        lacking = [
-            name
-            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-            if not isinstance(getattr(config, name, None), int)
-        ]
-        if lacking:
-            raise ValueError(f"the configuration {type(config).__name__} has no {lacking[0]}; memory cannot be estimated")
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-        intermediate = _first(config, "intermediate_size") or 4 * hidden
-        return cls(
-            layers=config.num_hidden_layers,
-            hidden=hidden,
-            heads=heads,
-            key_heads=_first(config, "num_key_value_heads") or heads,
-            width=_first(config, "head_dim") or hidden // heads,
-            intermediate=intermediate,
-            vocabulary=config.vocab_size,
-            tied=bool(getattr(config, "tie_word_embeddings", False)),
-            head_norms=getattr(config, "model_type", None) not in _WITHOUT_HEAD_NORMS,
-            sparse_layers=_sparse_layers(config) if experts else 0,
-            experts=experts,
-            experts_per_token=_first(config, "num_experts_per_tok") if experts else 0,
-            expert_intermediate=(_first(config, "moe_intermediate_size") or intermediate) if experts else 0,
-            shared_intermediate=_first(config, "shared_expert_intermediate_size") if experts else 0,
-        )
-
-    @property
-    def query(self) -> int:
-        """Numbers of all queries of a token."""
-        return self.heads * self.width
-
-    @property
-    def key(self) -> int:
-        """Numbers of all keys of a token."""
-        return self.key_heads * self.width
-
-    @property
-    def parameters(self) -> int:
-        """Weights of a model like Llama, Qwen3 or Qwen3-MoE; biases, where there are any, are too few to matter."""
-        attention = 2 * self.hidden * (self.query + self.key)
-        norms = 2 * self.hidden + (2 * self.width if self.head_norms else 0)
-        dense = 3 * self.hidden * self.intermediate
-        sparse = self.hidden * (3 * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.experts)
-        layers = self.layers * (attention + norms) + (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    def adapters(self, rank: int) -> int:
-        """Weights of adapters on linear layers, routers and experts; an expert's gate and up share one of twice the rank."""
-        attention = 4 * self.hidden + 2 * self.query + 2 * self.key
-        dense = 3 * (self.hidden + self.intermediate)
-        sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
-        if self.shared_intermediate:
-            sparse += 3 * (self.hidden + self.shared_intermediate)
-        of_layers = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return rank * (self.layers * attention + of_layers)
-
-    @property
-    def largest(self) -> int:
-        """Weights of the largest matrix, whose gradient is a tensor of its own before it is added up."""
-        return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
-
-
-def _first(config: Any, *names: str) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((int(value) for value in found if isinstance(value, int) and value > 0), 0)
-
-
-def _sparse_layers(config: Any) -> int:
-    every, plain = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
-    return sum((layer + 1) % every == 0 and layer not in plain for layer in range(config.num_hidden_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +89,14 @@ class Demand:
     """In tables: keys that are attended to for each token of a pack. A prompt's are repeated for each of its responses."""
     longest: int = 0
     """In tables: the longest text; the bias has so many numbers a token."""
+    routed: int = 0
+    """Response tokens of a step whose routes are measured; 0: routers are not looked at."""
+    routed_at_once: int = 0
+    """Those of one update."""
+    engine_routes: bool = False
+    """Whether the engine's routes are kept beside the trainer's."""
+    replayed: int = 0
+    """Tokens of a step, prompts included, whose routes are replayed."""
 
     def memory(self, *, checkpointing: bool) -> "Memory":
         """Bytes by item."""
@@ -212,6 +124,7 @@ class Demand:
             "layer": self.tokens_per_pack * self._backward()
             + (self.tokens_per_pack * layer + merged if checkpointing else 0),
             "keys_and_values": 2 * shape.layers * shape.key * self.size * self.stored_keys,
+            "routes": self._routes() if self.routed else 0,
         }
         found = Memory(
             **{name: int(value) for name, value in everything.items()},
@@ -287,6 +200,15 @@ class Demand:
         shared = self._dense(shape.shared_intermediate) if shape.shared_intermediate else 0
         return shape.experts_per_token * routed + _FLOAT32 * shape.experts + shared
 
+    def _routes(self) -> float:
+        shape, exact = self.shape, max(self.size, _FLOAT32)
+        choice = shape.sparse_layers * shape.experts_per_token
+        index = choice * (1 if shape.experts <= 256 else 2)
+        kept = (index * (2 if self.engine_routes else 1) + exact * choice) * self.routed + (index + 8) * self.replayed
+        measures = 2 * (index + exact * choice) + choice * shape.experts_per_token + 8 * shape.sparse_layers
+        logits = shape.sparse_layers * shape.experts * (2 * self.size + 2 * exact)
+        return kept + measures * self.routed_at_once + self.tokens_per_pack * (8 * choice + logits)
+
     def _adapters(self, count: int, inputs: int) -> float:
         """Adapters that read the same numbers: each keeps a float32 copy where those have 16 bits, else they share them."""
         exact = max(self.size, _FLOAT32)
@@ -329,6 +251,8 @@ class Memory:
     """What is made inside one layer on the way back. The head's work is over by then: the larger of the two counts."""
     keys_and_values: int
     """The engine's store."""
+    routes: int
+    """Which experts tokens were sent to, and with what probability."""
     slack: int
     """For the allocator."""
     host: int
@@ -352,6 +276,7 @@ class Memory:
             yield "activations", self.activations
         yield ("head", self.head) if self.head >= self.layer else ("one layer on the way back", self.layer)
         yield "keys and values", self.keys_and_values
+        yield "routes of experts", self.routes
         yield "slack", self.slack
 
     def lines(self) -> list[str]:

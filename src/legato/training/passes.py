@@ -17,12 +17,13 @@ from legato.core.device import sent
 from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
-from legato.core.sums import Sums
+from legato.core.sums import Mean, Sums, Total
 from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
 from legato.policy.policy import Channels, Policy, joined
+from legato.policy.routing import Balance, Directions, Traffic
 from legato.training.plan import Update
-from legato.training.tables import Tables
+from legato.training.tables import Tables, needs_router_shift
 
 BREAK_EVEN = 1 / 3
 """Two passes cost 1 + 3 (1 - c) forwards, one pass 3: equal at c = 1/3, where c is the share of the tokens computed.
@@ -64,13 +65,18 @@ def update_gradient(
     *,
     passes: int,
     silent: Tensor | None,
+    load_balance: float = 0.0,
 ) -> Report:
-    """Add the gradient of the loss of this update to the parameters."""
+    """Add the gradient of the loss of this update to the parameters.
+
+    `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
+    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None.
+    """
     rows = update.rows
     packs = [p if silent is None else p[~silent[p]] for p in update.packs]
     packs = [p for p in packs if len(p)]
     left_out = len(rows) - sum(map(len, packs))
-    two = passes == 2 or algorithm.scope is Scope.UPDATE
+    two = passes == 2 or algorithm.scope is Scope.UPDATE or load_balance > 0
     work = _Work(
         policy=policy,
         algorithm=algorithm,
@@ -79,6 +85,8 @@ def update_gradient(
         groups=tables.dense_groups(rows),
         counts=counts,
         state=state,
+        first=update.index == 0 and update.epoch == 0,
+        load_balance=load_balance,
     )
     if packs:
         sums, dead = (_two_passes if two else _one_pass)(work, packs)
@@ -121,45 +129,89 @@ class _Work:
     """Of those rows, dense over the update."""
     counts: Counts
     state: State
+    first: bool
+    """Whether no update of the step has moved the policy yet."""
+    load_balance: float
 
-    def outcome(self, rows: Tensor, channels: Channels) -> tuple[Signals, Outcome]:
-        """The objective on some rows of the update, and what it read."""
+    def directions(self, rows: Tensor) -> Directions | None:
+        """What the passes over these rows are told about routing."""
+        tables = self.tables
+        if tables.routers is None:
+            return None
+        own = tables.anchors_itself(rows)
+        # R2 has no record of rows that are their own anchor, and needs none: the routes of this very pass are the old ones.
+        replay = tables.replay if tables.replay is None or tables.replay.of_sampler or not own else None
+        return Directions(old=None if own else tables.old_experts, replay=replay, count=self.load_balance > 0)
+
+    def outcome(self, rows: Tensor, channels: Channels, measured: bool = True) -> tuple[Signals, Outcome]:
+        """The objective on some rows of the update, and what it read; `measured`: with what only measures read."""
         device = self.tables.device
         groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
-        signals = self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows))
+        own = self.tables.anchors_itself(rows)
+        if not measured and not needs_router_shift(self.algorithm):
+            channels = replace(channels, routed=None)
+        signals = self.tables.signals(sent(rows, device), groups, channels, own, self.first)
         return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
 
 def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
     """Measures, and [rows] bool: which had no gradient."""
-    width, seen = int(work.tables.texts.lengths.max()), list[Channels]()
+    width, seen, gone = int(work.tables.texts.lengths.max()), list[Channels](), list[Traffic | None]()
     for rows in packs:
 
         def respond(part: range, channels: Channels, rows: Tensor = rows) -> Coefficients:
             detached = _detached(channels)
             seen.append(_widen(detached, width))
-            return work.outcome(rows[part.start : part.stop], detached)[1].field
+            return work.outcome(rows[part.start : part.stop], detached, measured=False)[1].field
 
-        work.policy.learn(work.policy.pack(work.tables.texts, rows), respond)
+        gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
     signals, outcome = work.outcome(torch.cat(packs), joined(seen))
-    return measure(signals, outcome), ~_alive(outcome.field)
+    return measure(signals, outcome) + _replayed(work, gone), ~_alive(outcome.field)
 
 
 def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
-    signals, outcome = work.outcome(rows, _first_pass(work, packs))
+    channels, gone = _first_pass(work, packs)
+    signals, outcome = work.outcome(rows, channels)
+    balance, measured = _balance(work, gone, signals)
     dead = ~_alive(outcome.field)
-    alive = ~dead.cpu()
+    alive = ~dead.cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
     for numbers in _refilled(work, rows, packs, alive):
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
             chosen = outcome.field.rows(sent(numbers[run.start : run.stop], device))
             return _narrow(chosen, channels.logprobs.shape[1])
 
-        work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond)
-    return measure(signals, outcome), dead
+        directions = work.directions(rows[numbers])
+        if directions is not None:
+            directions = replace(directions, record=False, balance=balance)
+        work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond, directions)
+    return measure(signals, outcome) + _replayed(work, gone) + measured, dead
+
+
+def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
+    """The load-balance loss of the update and its measure; None where it is off."""
+    found = [traffic for traffic in gone if traffic is not None]
+    if not work.load_balance or not found:
+        return None, Sums()
+    choices, mass = (torch.stack([getattr(t, name) for t in found]).sum(0) for name in ("choices", "mass"))
+    tokens = signals.mask.lengths.sum(dtype=torch.float64).clamp(min=1)
+    shares = choices / choices.sum(-1, keepdim=True).clamp(min=1)
+    value = (shares * mass / tokens).sum(-1).mean() * shares.shape[1]
+    balance = Balance(shares=shares, tokens=tokens, scale=work.load_balance)
+    return balance, Sums({"router/balance": Total(value)})
+
+
+def _replayed(work: _Work, gone: list[Traffic | None]) -> Sums:
+    """How many of the tokens read had no record where routes are replayed."""
+    found = [traffic for traffic in gone if traffic is not None]
+    if work.tables.replay is None or not found:
+        return Sums()
+    read = torch.full((), sum(len(traffic.tokens) for traffic in found), dtype=torch.float64, device=found[0].missing.device)
+    missing = sum((traffic.missing for traffic in found[1:]), found[0].missing)
+    return Sums({"router/replay_missing": Mean(missing, read)})
 
 
 def _refilled(work: _Work, rows: Tensor, packs: list[Tensor], alive: Tensor) -> list[Tensor]:
@@ -183,17 +235,17 @@ def _refilled(work: _Work, rows: Tensor, packs: list[Tensor], alive: Tensor) -> 
     return found
 
 
-def _first_pass(work: _Work, packs: list[Tensor]) -> Channels:
-    """The channels of all rows without a gradient, one table over the packs' rows in order."""
+def _first_pass(work: _Work, packs: list[Tensor]) -> tuple[Channels, list[Traffic | None]]:
+    """The channels of all rows without a gradient, one table over the packs' rows in order; and which way tokens went."""
     width = int(work.tables.texts.lengths.max())
-    found = [_widen(work.policy.score(work.tables.texts, rows), width) for rows in packs]
-    return joined(found)
+    found = [work.policy.scored(work.tables.texts, rows, work.directions(rows)) for rows in packs]
+    return joined([_widen(channels, width) for channels, _ in found]), [traffic for _, traffic in found]
 
 
 def _detached(channels: Channels) -> Channels:
     """What an objective reads: its coefficients are found at leaves of its own."""
     values = None if channels.values is None else channels.values.detach()
-    return Channels(logprobs=channels.logprobs.detach(), entropy=channels.entropy.detach(), values=values)
+    return replace(channels, logprobs=channels.logprobs.detach(), entropy=channels.entropy.detach(), values=values)
 
 
 def _widen(channels: Channels, width: int) -> Channels:
@@ -201,7 +253,8 @@ def _widen(channels: Channels, width: int) -> Channels:
         return torch.nn.functional.pad(table, (0, width - table.shape[1]))
 
     values = None if channels.values is None else pad(channels.values)
-    return Channels(logprobs=pad(channels.logprobs), entropy=pad(channels.entropy), values=values)
+    routed = None if channels.routed is None else channels.routed.widened(width)
+    return Channels(logprobs=pad(channels.logprobs), entropy=pad(channels.entropy), values=values, routed=routed)
 
 
 def _narrow(field: Coefficients, width: int) -> Coefficients:

@@ -25,6 +25,7 @@ from legato.core.signals import Signals
 from legato.objectives.clips import TokenLogClip
 from legato.objectives.slots import Context, Region, TokenTrust, Trust
 from legato.policy.policy import Channels, Policy
+from legato.policy.routing import Directions
 from legato.training.plan import packs
 from legato.training.tables import Tables
 
@@ -236,7 +237,7 @@ def _scored(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     table = _table(policy, tables)
     for rows in parts:
         if len(rows):
-            found = policy.score(tables.texts, rows).logprobs
+            found = policy.score(tables.texts, rows, _forced(tables)).logprobs
             table[rows.to(tables.device), : found.shape[1]] = found
     return table
 
@@ -254,10 +255,15 @@ def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor
             return Coefficients(logprobs=torch.zeros_like(found))
 
         if len(rows):
-            policy.learn(policy.pack(tables.texts, rows), respond)
+            policy.learn(policy.pack(tables.texts, rows), respond, _forced(tables))
     for weight in fresh:
         weight.grad = None
     return table
+
+
+def _forced(tables: Tables) -> Directions | None:
+    """Under R3 engine and trainer go the same way, here too."""
+    return None if tables.replay is None else Directions(replay=tables.replay, record=False)
 
 
 def _table(policy: Policy, tables: Tables) -> Tensor:

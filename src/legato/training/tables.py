@@ -11,9 +11,12 @@ from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.mask import Mask
 from legato.core.segments import renumbered
-from legato.core.signals import Signals
+from legato.core.signals import RouterSignals, Signals
+from legato.diagnostics.routing import router_shift
 from legato.policy.packs import Texts
 from legato.policy.policy import Channels
+from legato.policy.routers import Routers
+from legato.policy.routing import Record, Routed
 from legato.rollouts.randomness import seed_of, uniform
 
 
@@ -38,6 +41,17 @@ class Tables:
     returns: Tensor | None = None
     keep: Tensor | None = None
     """[B, 1], 0 where a filter dropped the response."""
+    routers: Routers | None = None
+    old_experts: Tensor | None = None
+    """[B, T, M, K]: which experts the old policy chose at the position that predicts a token."""
+    old_router_logprobs: Tensor | None = None
+    """[B, T, M, K]: their log-probs; None where the engine is the old policy, which reports none."""
+    sampler_experts: Tensor | None = None
+    """[B, T, M, K]: those of the engine, where it records them."""
+    sampler_known: Tensor | None = None
+    """[B, T] bool"""
+    replay: Record | None = None
+    """Routes to force in every pass of an update; under R3 those of the engine, in the old-policy pass too."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Signals that only some parts read: uniform."""
 
@@ -108,6 +122,26 @@ class Tables:
             keep=None if keep is None else keep.to(device),
         )
 
+    def with_routes(self, routers: Routers | None, replay: str) -> "Tables":
+        """What the engine recorded of routing, checked against the trainer's routers; its routes are forced under R3."""
+        routes = self.batch.routes
+        if routers is None or routes is None:
+            if replay == "R3":
+                raise ValueError(
+                    "training.routing_replay = 'R3' replays the routes of the engine, but it recorded none; 'R2' replays"
+                    " those of the trainer's own old-policy pass"
+                )
+            return replace(self, routers=routers)
+        record = Record.of_engine(routes, routers, self.device)
+        experts, known = record.predicting(self.texts)
+        return replace(
+            self,
+            routers=routers,
+            sampler_experts=experts,
+            sampler_known=known,
+            replay=record if replay == "R3" else None,
+        )
+
     def with_uniform(self, seed: int, update: int) -> "Tables":
         """One number per token for random selections, from (seed, update, row)."""
         seeds = torch.tensor([seed_of("selection", seed, update, row) for row in self.batch.rollout_id.tolist()])
@@ -115,7 +149,14 @@ class Tables:
         table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
         return replace(self, extra={**self.extra, "uniform": table.to(self.device)})
 
-    def signals(self, rows: Tensor, group: Tensor | None, channels: Channels | None, own_anchor: bool = False) -> Signals:
+    def signals(
+        self,
+        rows: Tensor,
+        group: Tensor | None,
+        channels: Channels | None,
+        own_anchor: bool = False,
+        first: bool = False,
+    ) -> Signals:
         """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
         assert self.advantages is not None
         width = self.batch.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
@@ -130,6 +171,8 @@ class Tables:
         # The first update to move the policy: what it computes now is what the policy was.
         old = channels.logprobs.detach() if channels is not None and own_anchor else part(self.old_logprobs)
         advantages = self.advantages[rows]
+        routed = None if channels is None else channels.routed
+        router = None if routed is None else self._router(routed, rows, own_anchor, first)
         return Signals(
             mask=Mask(mask, logprobs.dtype),
             logprobs=logprobs,
@@ -142,10 +185,41 @@ class Tables:
             values=None if channels is None else channels.values,
             old_values=part(self.old_values),
             returns=part(self.returns),
+            router_shift=None if routed is None else self._shift(routed, rows, own_anchor),
+            router=router,
             uniform=part(self.extra.get("uniform")),
             keep=None if self.keep is None else self.keep[rows],
             group=group,
             turn=part(self.turn),
+        )
+
+    def _shift(self, routed: Routed, rows: Tensor, own_anchor: bool) -> Tensor | None:
+        """[rows, width]: gamma; 1 where the policy has not moved."""
+        if own_anchor:
+            return torch.ones_like(routed.entropy)
+        if self.old_router_logprobs is None:
+            return None
+        return router_shift(self.old_router_logprobs[rows, : routed.logprobs.shape[1]], routed.logprobs)
+
+    def _router(self, routed: Routed, rows: Tensor, own_anchor: bool, first: bool) -> RouterSignals:
+        """What was measured of routing, beside what is known of the old policy and of the engine."""
+        assert self.routers is not None
+        width = routed.experts.shape[1]
+
+        def part(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[rows, :width]
+
+        recomputed = self.old_router_logprobs is not None
+        old = routed.experts if own_anchor else part(self.old_experts)
+        return RouterSignals(
+            experts=routed.experts,
+            entropy=routed.entropy,
+            count=self.routers.experts,
+            old=old,
+            old_known=None if own_anchor or recomputed else part(self.sampler_known),
+            sampler=part(self.sampler_experts),
+            sampler_known=part(self.sampler_known),
+            trainer=old if own_anchor or recomputed else routed.experts if first else None,
         )
 
     def dense_groups(self, rows: Tensor) -> Tensor:
@@ -166,3 +240,7 @@ def _exact(table: Tensor | None) -> Tensor | None:
 def needs(algorithm: Algorithm) -> set[str]:
     """Every signal that some part of the objective reads."""
     return {signal for signals in algorithm.objective.needs().values() for signal in signals}
+
+
+def needs_router_shift(algorithm: Algorithm) -> bool:
+    return "router_shift" in needs(algorithm)

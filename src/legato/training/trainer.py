@@ -24,7 +24,7 @@ from legato.training.optimizer import Optimizer
 from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, UnsafeAnchorError, probe
-from legato.training.tables import Tables, needs
+from legato.training.tables import Tables, needs, needs_router_shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,10 @@ class TrainingSettings:
     """0: once, before the first update."""
     minimum_scored: float = 0.5
     """Below this share of scored rollouts a step is not trained on."""
+    routing_replay: str = "off"
+    """'R2': the routes of the old-policy pass are forced in every pass of an update; 'R3': those of the engine."""
+    load_balance: float = 0.0
+    """The coefficient of the load-balance loss of the routers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,18 @@ class StepReport:
         return {key: piece.bars() for key, piece in self.sums.items() if isinstance(piece, Histogram)}
 
 
+def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:
+    """What of a run is about experts, and means nothing in a dense model."""
+    found = []
+    if settings.routing_replay != "off":
+        found.append(f"training.routing_replay = {settings.routing_replay!r}")
+    if settings.load_balance:
+        found.append(f"training.load_balance = {settings.load_balance:g}")
+    if needs_router_shift(algorithm):
+        found.append(f"algorithm {algorithm.name} with the part router-shift")
+    return found
+
+
 class Trainer:
     """Runs steps. What it must remember between them is in `state` and in the parts it was given."""
 
@@ -86,6 +102,8 @@ class Trainer:
         self.policy, self.algorithm, self.collector, self.optimizer = policy, algorithm, collector, optimizer
         self.settings, self.reference = settings, reference
         self.world = OneProcess() if world is None else world
+        for option in routing_options(algorithm, settings):
+            policy.known_routers(option)
         self.steps_done = 0
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
@@ -101,7 +119,7 @@ class Trainer:
         if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
             return self._idle(tally, rolled - started)
         batch = collate(groups, self.policy.dtype)
-        tables = Tables.of(batch, self.policy.device)
+        tables = Tables.of(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         updates = self._plan(batch)
         floor = self._probe(tables)
         tables = self._anchored(tables, updates)
@@ -178,11 +196,14 @@ class Trainer:
             choice=self.anchor_choice,
             skip_first=first_update_anchors_itself(algorithm, epochs),
             silent=silent,
+            replay=self.settings.routing_replay,
+            shift=needs_router_shift(algorithm),
         )
         return tables if early else tables.with_advantages(algorithm)
 
     def _silent(self, tables: Tables) -> torch.Tensor | None:
-        return silent_rows(self.algorithm, tables) if self.settings.skip_silent_rows else None
+        skip = self.settings.skip_silent_rows and not self.settings.load_balance
+        return silent_rows(self.algorithm, tables) if skip else None
 
     def _update(self, tables: Tables, update: Update, silent: torch.Tensor | None) -> tuple[Report, torch.Tensor]:
         algorithm = self.algorithm
@@ -190,7 +211,17 @@ class Trainer:
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
         counts = self.world.sum(count_update(algorithm, tables, update))
         passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
-        report = update_gradient(self.policy, algorithm, tables, update, counts, self.state, passes=passes, silent=silent)
+        report = update_gradient(
+            self.policy,
+            algorithm,
+            tables,
+            update,
+            counts,
+            self.state,
+            passes=passes,
+            silent=silent,
+            load_balance=self.settings.load_balance,
+        )
         if isinstance(self.collector.engine, Remembering):
             self.collector.engine.before_update()
         norm, _ = self.optimizer.step()
@@ -294,6 +325,8 @@ PER_UPDATE = (
     "ratio/sequence_mean",
     "ratio/sequence_max",
     "loss/total",
+    "router/flip_mean",
+    "router/shift_mean",
 )
 
 

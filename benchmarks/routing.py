@@ -1,0 +1,249 @@
+"""What router taps and Routing Replay cost on the tiny mixture of experts. Part of `make bench`.
+
+    python -m benchmarks.routing            # short and long responses
+    python -m benchmarks.routing --quick    # a few rounds; nothing is stored
+
+One update (forward, coefficients, backward, metrics) without looking at the routers, with taps, and with taps and R2; and a
+call of the engine without and with its record of experts. The sides take turns in one process on one thread; times are CPU
+time, so that other work on the machine matters little, and ratios are taken within a round.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import legato
+from legato.core.batch import Batch
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Policy
+from legato.policy.tiny import TinyShape
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.local import LocalEngine
+from legato.rollouts.sampling import Sampling
+from legato.training.anchor import anchor
+from legato.training.passes import count_update, update_gradient
+from legato.training.plan import Update, plan
+from legato.training.tables import Tables
+
+RESULTS = Path(__file__).parent / "results" / "routing.json"
+TARGETS = {"taps": 0.03, "taps and R2": 0.05}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One update: so many prompts with so many responses of one length."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    tokens: int
+
+
+WORKS = (
+    Work(prompts=8, samples=8, prompt_tokens=6, tokens=6),
+    Work(prompts=8, samples=8, prompt_tokens=16, tokens=128),
+)
+
+
+def batch_of(work: Work, vocabulary: int) -> Batch:
+    """Random texts with random rewards."""
+    source = torch.Generator().manual_seed(0)
+    rows = work.prompts * work.samples
+    rewards = torch.rand(rows, generator=source, dtype=torch.float64)
+    return Batch(
+        prompts=torch.randint(2, vocabulary, (work.prompts, work.prompt_tokens), generator=source),
+        prompt_lengths=torch.full((work.prompts,), work.prompt_tokens),
+        group=torch.arange(work.prompts).repeat_interleave(work.samples),
+        tokens=torch.randint(2, vocabulary, (rows, work.tokens), generator=source),
+        lengths=torch.full((rows,), work.tokens),
+        mask=torch.ones(rows, work.tokens, dtype=torch.bool),
+        turn=torch.zeros(rows, work.tokens, dtype=torch.int64),
+        version=torch.zeros(rows, work.tokens, dtype=torch.int64),
+        sampler_logprobs=torch.full((rows, work.tokens), -4.0),
+        kept_logmass=None,
+        temperature=torch.ones(rows),
+        rewards=rewards,
+        accuracy=rewards,
+        components={},
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        rollout_id=torch.arange(rows),
+    )
+
+
+def update_sides(policy: Policy, work: Work) -> tuple[dict[str, Callable[[], None]], Tables]:
+    """An update on each side, after the policy has moved a little; and the tables of the last."""
+    algorithm, batch = legato.algorithm("grpo"), batch_of(work, policy.vocabulary)
+    (update,) = plan(batch, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=True)
+    tables = {}
+    for replay in ("off", "R2"):
+        fresh = Tables.of(batch, policy.device).with_routes(policy.routers, replay)
+        found = anchor(fresh, policy, None, [update], choice="recompute", skip_first=False, replay=replay)
+        tables[replay] = found.with_advantages(algorithm)
+    with torch.no_grad():
+        source = torch.Generator().manual_seed(1)
+        for parameter in policy.parameters().values():
+            parameter.add_(1e-3 * torch.randn(parameter.shape, generator=source))
+    sides = {
+        "neither": _update(policy, algorithm, replace(tables["off"], routers=None), update),
+        "taps": _update(policy, algorithm, tables["off"], update),
+        "taps and R2": _update(policy, algorithm, tables["R2"], update),
+    }
+    return sides, tables["R2"]
+
+
+def _update(policy: Policy, algorithm: Any, tables: Tables, update: Update) -> Callable[[], None]:
+    def run() -> None:
+        for parameter in policy.parameters().values():
+            parameter.grad = None
+        counts = count_update(algorithm, tables, update)
+        update_gradient(policy, algorithm, tables, update, counts, {}, passes=1, silent=None)
+
+    return run
+
+
+def engine_sides(policy: Policy, work: Work) -> dict[str, Callable[[], None]]:
+    prompts = batch_of(work, policy.vocabulary).prompts
+    requests = [
+        Request(prompt=prompt, seeds=tuple(range(number * work.samples, (number + 1) * work.samples)))
+        for number, prompt in enumerate(prompts)
+    ]
+    limits = Limits(max_response_tokens=work.tokens, end_tokens=(policy.vocabulary,))
+
+    def side(record: bool) -> Callable[[], None]:
+        engine = LocalEngine(policy, record_routes=record)
+        return lambda: engine.generate(requests, Sampling(), limits) and None
+
+    return {"without": side(False), "recording": side(True)}
+
+
+def timed(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each side, which take turns, each round in another order."""
+    for run in sides.values():
+        run()
+        run()
+    names, found = list(sides), {name: list[float]() for name in sides}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            started = time.process_time()
+            sides[name]()
+            found[name].append(time.process_time() - started)
+    return found
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Median milliseconds, and how much more than the first side in the same round: the median over all rounds, and the
+    least and most of the medians of five parts of them. Neighbours in time share what else the machine does."""
+    base = times[next(iter(times))]
+    rows: dict[str, Any] = {}
+    for name, found in times.items():
+        more = [mine / other - 1 for mine, other in zip(found, base, strict=True)]
+        fifth = max(1, len(more) // 5)
+        parts = [statistics.median(more[i : i + fifth]) for i in range(0, fifth * 5, fifth)]
+        rows[name] = {
+            "milliseconds": 1000 * statistics.median(found),
+            "more": statistics.median(more),
+            "more_by_parts": [min(parts), max(parts)],
+        }
+    return rows
+
+
+def memory(policy: Policy, tables: Tables, work: Work) -> dict[str, float]:
+    """Bytes a token as measured on the tables of a step."""
+    assert tables.replay is not None and tables.old_experts is not None and tables.old_router_logprobs is not None
+    assert policy.routers is not None
+    layers, active = policy.routers.shape
+    responses = work.prompts * work.samples * work.tokens
+    return {
+        "layers": layers,
+        "active": active,
+        "replay": tables.replay.experts.nbytes / len(tables.replay.tokens),
+        "measured_experts": tables.old_experts.nbytes / responses,
+        "measured_logprobs": tables.old_router_logprobs.nbytes / responses,
+    }
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    rows = []
+    for work in WORKS:
+        policy = load_policy("tiny-moe", Loading(device="cpu", tiny=TinyShape(experts=8, experts_per_token=2)))
+        sides, tables = update_sides(policy, work)
+        count = rounds if work.tokens > 32 else 3 * rounds
+        rows.append(
+            {
+                "work": {name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "tokens")},
+                "update": summary(timed(sides, count)),
+                "engine": summary(timed(engine_sides(policy, work), count)),
+                "memory": memory(policy, tables, work),
+            }
+        )
+    return {
+        "machine": f"{platform.machine()}, one thread, torch {torch.__version__}",
+        "rounds": rounds,
+        "rows": rows,
+    }
+
+
+def routing_section(results: dict[str, Any]) -> str:
+    """The section of `docs/performance.md`."""
+    lines = [
+        "## Router taps and Routing Replay on a CPU",
+        "",
+        "`python -m benchmarks.routing`: tiny Qwen3-MoE (2 layers, 8 experts, 2 active), one update of 64 responses with",
+        "GRPO in one pass, metrics included. The sides take turns; CPU time of one thread; the median over rounds of the",
+        f"ratio within a round, in brackets the least and most of five parts of them. {results['machine']}.",
+        "",
+        "| responses | side | update, ms | more than without | target | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        words = f"{row['work']['tokens']} tokens"
+        for name, found in row["update"].items():
+            target, more = TARGETS.get(name), _percent(found)
+            verdict = "" if target is None else "met" if found["more"] <= target else "missed"
+            said = "" if target is None else f"{100 * target:.0f} %"
+            lines.append(f"| {words} | {name} | {found['milliseconds']:.1f} | {more} | {said} | {verdict} |")
+    lines += ["", "| responses | engine | call, ms | more than without |", "|---|---|---|---|"]
+    for row in results["rows"]:
+        for name, found in row["engine"].items():
+            lines.append(f"| {row['work']['tokens']} tokens | {name} | {found['milliseconds']:.0f} | {_percent(found)} |")
+    found = results["rows"][-1]["memory"]
+    lines += [
+        "",
+        f"Memory, with M = {found['layers']} layers of experts and K = {found['active']} active ones: a record to replay",
+        f"holds M K = {found['replay']:.0f} bytes a token of prompt or response (8 bits an expert, 16 beyond 256 of them),",
+        f"and so does the engine's. The measures hold {found['measured_experts']:.0f} bytes of experts and",
+        f"{found['measured_logprobs']:.0f} of their log-probs (4 M K) a token of a response while a step lasts. For"
+        " Qwen3-30B-A3B",
+        "(M = 48, K = 8) that is 384 bytes a token to replay and 1,920 to measure.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _percent(found: dict[str, Any]) -> str:
+    if found["more"] == 0:
+        return "-"
+    low, high = found["more_by_parts"]
+    return f"{100 * found['more']:+.1f} % ({100 * low:+.1f} .. {100 * high:+.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    results = measured(5 if quick else 30)
+    print(routing_section(results))
+    if not quick:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The page of the experiments on mixtures of experts, from a comparison whose runs were written by hand."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import moe
+
+from legato.compare.processes import Machine
+from legato.compare.results import collect
+from proof.comparisons import OPTIONS, definition, prepared, ran
+
+ARMS = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
+
+
+def test_a_comparison_is_kept_and_its_flips_accuracies_and_intervals_are_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = definition(arms=ARMS, seeds=(0, 1), options={**OPTIONS, "policy.model": "tiny-moe"})
+    store, jobs = prepared(tmp_path, given)
+    for name, job in jobs.items():
+        flips = 0.02 if name.startswith("grpo+R2") else 0.04
+        measured = {"router/flip_mean": flips, "router/flip_mean@2": 0.01, "router/flip_mean@11": 0.125}
+        measured |= {f"router/flip_layer{layer}": 0.1 * layer for layer in range(11)}
+        ran(store, job, [32, 64, 96], measured=measured)
+    results = collect(given, list(jobs.values()), store, Machine(), [])
+    (store.path / "compare.json").write_text(json.dumps(results))
+    output = tmp_path / "moe.json"
+    command = ["moe", str(store.path), "--bed", "tiny", "--machine", "a machine", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    moe.main()
+    page = moe.experiment_page(json.loads(output.read_text()))
+    assert "on a machine. `grpo`: algorithm = grpo; `grpo+R2`: algorithm = grpo, training.routing_replay = R2." in page
+    assert "| grpo | 4.0% | 12.5% | - |" in page and "| grpo+R2 | 2.0% | 12.5% | - |" in page
+    assert "| layer 9 | layer 10 |" in page and "| 90.0% | 100.0% |" in page
+    assert "| 2 | 75.0% (75.0% to 75.0%) | 75.0% (75.0% to 75.0%) |" in page
+    assert "- grpo+R2 and grpo cannot be told apart" in page and "75.0 % (75.0 to 75.0)" in page
+    assert page.count("Not measured yet.") == 1
+
+
+def test_without_results_the_page_still_documents_the_test_bed() -> None:
+    page = moe.experiment_page({})
+    assert "recipes/compare/moe.toml" in page and page.count("Not measured yet.") == 2

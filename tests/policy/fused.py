@@ -1,0 +1,40 @@
+"""The GPU's way to train, on a CPU: kernels in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from legato.policy.packs import Pack, Texts
+from legato.policy.policy import Policy
+from legato.policy.spans import Spans, Uses
+
+
+def texts() -> Texts:
+    source = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([5, 1, 3, 6, 2])
+    return Texts(
+        prompts=torch.randint(3, 20, (2, 4), generator=source),
+        prompt_lengths=torch.tensor([4, 2]),
+        tokens=torch.randint(3, 20, (5, 6), generator=source),
+        lengths=lengths,
+        mask=torch.arange(6) < lengths[:, None],
+        group=torch.tensor([0, 0, 0, 1, 1]),
+        temperature=torch.ones(5),
+    )
+
+
+def install(patch: pytest.MonkeyPatch) -> list[int]:
+    """From here on packs go through fused parts; an entry for each attention that was asked for."""
+    plain_pack, attend, asked = Policy.pack, Spans.attend_forward, list[int]()
+
+    def with_spans(policy: Policy, given: Texts, chosen: Tensor) -> Pack:
+        packed = plain_pack(policy, given, chosen)
+        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
+        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
+
+    patch.setattr(Policy, "pack", with_spans)
+    patch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
+    patch.setattr(Spans, "attend_forward", lambda self, *given: asked.append(1) or attend(self, *given))
+    return asked

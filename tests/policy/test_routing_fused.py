@@ -1,0 +1,96 @@
+"""Routers in fused layers, which go past the forward of a layer but not past its mixture of experts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from legato.core.outcome import Coefficients
+from legato.policy.fused import why_not
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Policy
+from legato.policy.routing import Balance, Directions, Record, Routed, Traffic
+from policy.exact import Words
+from policy.fused import install, texts
+from policy.routes import as_published, sets
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trainer's own tests go through fused layers"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
+    pytest.mark.filterwarnings("ignore:divide by zero"),
+    pytest.mark.filterwarnings("ignore:invalid value"),
+]
+ROWS = torch.arange(5)
+Learnt = tuple[Tensor, Routed | None, Traffic | None, dict[str, Tensor]]
+
+
+def learnt(policy: Policy, directions: Directions) -> Learnt:
+    """Log-probs, what was recorded, and the gradient of a fixed mixture of the log-probs."""
+    weight, seen = torch.randn(5, 6, generator=torch.Generator().manual_seed(3)), list[Any]()
+
+    def respond(part: range, channels: Any) -> Coefficients:
+        seen.append(channels)
+        return Coefficients(logprobs=weight[part.start : part.stop] * (channels.logprobs.detach() != 0))
+
+    policy.model.zero_grad()
+    traffic = policy.learn(policy.pack(texts(), ROWS), respond, directions)
+    (channels,) = seen
+    slopes = {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
+    return channels.logprobs.detach(), channels.routed, traffic, slopes
+
+
+def told(policy: Policy) -> dict[str, Directions]:
+    """Every thing a pass can be told; the routes that are forced are nobody's own."""
+    assert policy.routers is not None
+    record = Record.empty(texts(), policy.routers, policy.device)
+    _, traffic = policy.scored(texts(), ROWS, Directions())
+    assert traffic is not None
+    record.note(traffic)
+    record.experts.copy_((record.experts + 1) % policy.routers.experts)
+    shares = torch.rand(2, policy.routers.experts, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    balance = Balance(shares=shares / shares.sum(1, keepdim=True), tokens=torch.tensor(17.0), scale=3.0)
+    recorded = Directions(count=True)
+    return {
+        "recorded": recorded,
+        "forced": replace(recorded, replay=record),
+        "balanced": Directions(record=False, balance=balance),
+        "forced and balanced": Directions(record=False, balance=balance, replay=record),
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_fused_layers_are_recorded_forced_and_balanced_as_the_models_own_are(
+    name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = as_published(name, head_dim=16)
+    loading = Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing)
+    policy = load_policy(model, loading, tokenizer=Words())
+    assert why_not(policy.body.get_decoder()) is None
+    ways = told(policy)
+    own = {way: learnt(policy, directions) for way, directions in ways.items()}
+    asked = install(monkeypatch)
+    assert policy.trains_fused
+    for way, directions in ways.items():
+        asked.clear()
+        logprobs, routed, traffic, slopes = learnt(policy, directions)
+        assert len(asked) == 2 * (2 if checkpointing else 1), way
+        expected, their_routed, their_traffic, their_slopes = own[way]
+        assert torch.allclose(logprobs, expected, atol=1e-5), way
+        for key in their_slopes:
+            assert torch.allclose(slopes[key], their_slopes[key], atol=3e-5, rtol=1e-3), (way, key)
+        assert (routed is None) == (their_routed is None) == (not directions.record)
+        if routed is not None and their_routed is not None and traffic is not None and their_traffic is not None:
+            assert sets(routed.experts) == sets(their_routed.experts)
+            assert torch.allclose(routed.logprobs, their_routed.logprobs, atol=1e-5)
+            assert sets(traffic.experts) == sets(their_traffic.experts) and float(traffic.missing) == 0
+            assert traffic.choices is not None and their_traffic.choices is not None
+            assert torch.equal(traffic.choices, their_traffic.choices)
+    assert not torch.allclose(own["forced"][0], own["recorded"][0], atol=1e-3)
+    gate = next(key for key in own["balanced"][3] if key.endswith("gate.weight"))
+    assert not torch.allclose(own["balanced"][3][gate], own["recorded"][3][gate], atol=1e-4)
+    assert torch.equal(own["balanced"][0], own["recorded"][0])

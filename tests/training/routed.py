@@ -1,0 +1,119 @@
+"""Tables of a step of a mixture of experts, as the trainer makes them, and the routes of an engine made by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import legato
+from legato.algorithms.algorithm import Algorithm
+from legato.core.batch import Batch
+from legato.core.rollout import Routes
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.policy.routing import Directions
+from legato.training.anchor import anchor
+from legato.training.passes import Report, count_update, update_gradient
+from legato.training.plan import Update
+from legato.training.tables import Tables, needs, needs_router_shift
+from policy.exact import Words, family
+from policy.routes import chosen_by, plain_logits, present, whole
+from training.steps import gradients, moved
+
+CPU = torch.device("cpu")
+WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}
+LORA_WARNING = "ignore:The following (rank|alpha)_pattern keys"  # peft's own, over fused experts
+
+
+def gspo() -> Algorithm:
+    return legato.algorithm("gspo", WIDE)
+
+
+def exact_policy(name: str = "qwen3-moe", **changes: Any) -> Policy:
+    policy = load_policy(family(name), Loading(dtype="float64", device="cpu", **changes), tokenizer=Words())
+    if changes.get("lora") is not None:
+        for parameter in policy.parameters().values():
+            parameter.data = parameter.data.double()
+        moved(policy, 0.1, seed=11)
+    return policy
+
+
+def twin(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
+    """The same policy with every layer computed once, for the model that is told by hand."""
+    made = exact_policy(name, **{**changes, "gradient_checkpointing": False})
+    with torch.no_grad():
+        for left, right in zip(made.model.parameters(), of.model.parameters(), strict=True):
+            left.copy_(right)
+    return made
+
+
+def tables_of(
+    policy: Policy,
+    value: Algorithm,
+    batch: Batch,
+    updates: Sequence[Update],
+    *,
+    replay: str = "off",
+    choice: str = "recompute",
+    skip_first: bool = False,
+    move: float = 0.0,
+) -> Tables:
+    """As a step of the trainer prepares them; then the policy moves."""
+    reference = Reference.of(policy) if "ref_logprobs" in needs(value) else None
+    tables = Tables.of(batch, CPU).with_routes(policy.routers, replay)
+    shift = needs_router_shift(value)
+    given: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
+    tables = anchor(tables, policy, reference, updates, **given).with_advantages(value)
+    if move:
+        moved(policy, move)
+    return tables
+
+
+def updated(
+    policy: Policy, value: Algorithm, tables: Tables, update: Update, *, passes: int = 1, load_balance: float = 0.0
+) -> tuple[dict[str, Tensor], Report]:
+    counts, state = count_update(value, tables, update), value.initial()
+    report = update_gradient(
+        policy, value, tables, update, counts, state, passes=passes, silent=None, load_balance=load_balance
+    )
+    return gradients(policy), report
+
+
+def routes_of(policy: Policy, batch: Batch) -> Routes:
+    """What an engine that is the policy itself would have recorded, every row alone."""
+    texts = Tables.of(batch, CPU).texts
+    wide, deep, first = batch.prompts.shape[1], batch.tokens.shape[1], batch.prompts.numel()
+    tokens = torch.full((first + batch.tokens.numel(),), -1)
+    experts = torch.zeros(len(tokens), 2, 2, dtype=torch.uint8)
+    for row in present(texts):
+        group = int(batch.group[row])
+        places = [group * wide + p for p in range(int(batch.prompt_lengths[group]))]
+        places += [first + row * deep + t for t in range(int(batch.lengths[row]) - 1)]
+        experts[places] = chosen_by(plain_logits(policy, texts, row)).to(torch.uint8)
+        tokens[places] = whole(texts, row)[:-1]
+    return Routes(tokens=tokens, experts=experts, count=4)
+
+
+class Forcing:
+    """The choices of each row in turn, for a model that is given one whole row at a time."""
+
+    def __init__(self, policy: Policy, batch: Batch, rows: Sequence[int]) -> None:
+        texts = Tables.of(batch, CPU).texts
+        spare = torch.tensor([[[0, 1], [0, 1]]])
+        self.tables = []
+        for row in rows:
+            found = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
+            # The last token is read here and not by the trainer; nothing that is wanted comes after it.
+            self.tables.append(None if found is None else torch.cat([found, spare]))
+        self.calls = 0
+
+    def __call__(self, layer: int) -> Tensor | None:
+        table = self.tables[self.calls // 2]
+        self.calls += 1
+        return None if table is None else table[:, layer]
+
+
+def directions_of(tables: Tables) -> Directions:
+    return Directions(replay=tables.replay, old=tables.old_experts)

@@ -1,0 +1,179 @@
+"""Routing Replay: a no-op while nothing has moved, and then the gradient of a model with the routes built in."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import legato
+from legato.policy.adapters import Lora
+from legato.policy.load import Loading, load_policy
+from legato.training.tables import Tables
+from policy.exact import Words, plain_tables
+from policy.routes import FAMILIES, as_published, chosen_by, forced, overheard, sets
+from training.routed import (
+    CPU,
+    LORA_WARNING,
+    Forcing,
+    directions_of,
+    exact_policy,
+    gspo,
+    routes_of,
+    tables_of,
+    twin,
+    updated,
+)
+from training.steps import batch_by_hand, furthest, in_one_graph, moved, one_update, size_of
+
+
+def test_the_first_update_under_r2_changes_no_bit() -> None:
+    value, batch = legato.algorithm("grpo"), batch_by_hand()
+    batch = replace(batch, sampler_logprobs=batch.sampler_logprobs.float(), temperature=batch.temperature.float())
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in FAMILIES:
+            policy = load_policy(as_published(name, dtype), Loading(dtype="float32", device="cpu"), tokenizer=Words())
+            update = one_update(batch, 30)
+            plain = updated(policy, value, tables_of(policy, value, batch, [update]), update)
+            for passes in (1, 2):
+                tables = tables_of(policy, value, batch, [update], replay="R2")
+                found, report = updated(policy, value, tables, update, passes=passes)
+                if passes == 1:
+                    assert size_of(found) > 0 and all(torch.equal(found[key], plain[0][key]) for key in found), name
+                numbers = report.sums.report()
+                assert numbers["router/replay_missing"] == numbers["router/flip_mean"] == 0.0
+                assert numbers["ratio/sequence_min"] == numbers["ratio/sequence_max"] == 1.0
+
+
+@pytest.mark.filterwarnings(LORA_WARNING)
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in FAMILIES),
+        ("qwen3-moe", {"packing": False}),
+        ("qwen3-moe", {"gradient_checkpointing": True}),
+        ("gpt-oss", {"gradient_checkpointing": True, "packing": False}),
+        ("qwen3-moe", {"lora": Lora(rank=3, alpha=5.0)}),
+        ("mixtral", {"lora": Lora(rank=3, alpha=5.0), "gradient_checkpointing": True}),
+    ],
+)
+def test_gradients_under_r2_are_those_of_a_model_with_the_old_routes_built_in(
+    name: str, changes: dict[str, Any], passes: int
+) -> None:
+    value, batch, policy = gspo(), batch_by_hand(), exact_policy(name, **changes)
+    update = one_update(batch, 25, policy.packing)
+    tables = tables_of(policy, value, batch, [update], replay="R2")
+    rows, plain = update.rows.tolist(), twin(policy, name, changes)
+    old_routes = Forcing(plain, batch, rows)
+    moved(policy, 0.05)
+    moved(plain, 0.05)
+    free = in_one_graph(plain, value, tables, rows)
+    with forced(plain, name, old_routes):
+        expected = in_one_graph(plain, value, tables, rows)
+    assert old_routes.calls == 2 * len(rows)
+    found, report = updated(policy, value, tables, update, passes=passes)
+    numbers = report.sums.report()
+    assert furthest(found, expected) < 1e-10 < 1e-5 < furthest(expected, free)
+    assert numbers["router/flip_mean"] > 0.02 and numbers["router/replay_missing"] == 0.0
+    router = next(key for key in found if "gate." in key or "router." in key)
+    assert float(found[router].abs().max()) > 1e-6
+
+
+def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() -> None:
+    value, batch, policy = gspo(), batch_by_hand(), exact_policy()
+    update = one_update(batch)
+    tables = tables_of(policy, value, batch, [update], replay="R2")
+    moved(policy, 0.1)
+    assert tables.replay is not None and policy.routers is not None
+    used: list[Any] = []
+    with overheard(policy.model) as logits:
+        handles = [
+            layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1:]))
+            for layer in policy.body.model.layers
+        ]
+        packed = policy.pack(tables.texts, update.rows)
+        policy.scored(tables.texts, update.rows, replace(directions_of(tables), record=False))
+        for handle in handles:
+            handle.remove()
+    recorded = tables.replay.experts[packed.source]
+    live = 0
+    for layer, (experts, gates) in enumerate(used):
+        assert torch.equal(experts, recorded[:, layer].long())
+        own = chosen_by(logits[layer])
+        live += sum(a != b for a, b in zip(sets(own), sets(experts), strict=True))
+        chosen = logits[layer].softmax(-1).gather(-1, experts)
+        assert torch.allclose(gates, chosen / chosen.sum(-1, keepdim=True), atol=1e-14)
+    assert live > 5
+
+
+def test_r3_with_an_engine_that_is_the_trainer_changes_nothing() -> None:
+    value, policy, batch = gspo(), exact_policy(), batch_by_hand()
+    batch = replace(batch, routes=routes_of(policy, batch))
+    update = one_update(batch, 25)
+    plain = tables_of(policy, value, batch, [update])
+    replayed = tables_of(policy, value, batch, [update], replay="R3")
+    assert plain.old_logprobs is not None and replayed.old_logprobs is not None
+    assert torch.equal(plain.old_logprobs, replayed.old_logprobs)
+    without, _ = updated(policy, value, plain, update)
+    found, report = updated(policy, value, replayed, update)
+    numbers = report.sums.report()
+    assert size_of(found) > 0 and all(torch.equal(found[key], without[key]) for key in found)
+    assert numbers["router/replay_missing"] == numbers["router/mismatch_flip_mean"] == 0.0
+    assert numbers["router/mismatch_any_flip"] == numbers["router/mismatch_flip_layer1"] == 0.0
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+@pytest.mark.parametrize("packing", [True, False])
+def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_reference(packing: bool, skip_first: bool) -> None:
+    value = legato.algorithm("grpo", {"objective.penalties.kl.beta": 0.3})
+    policy, batch = exact_policy(packing=packing), batch_by_hand()
+    rows = list(range(len(batch)))
+    unforced = plain_tables(policy, Tables.of(batch, CPU).texts, rows)[0].detach()
+    engine = exact_policy(packing=packing)
+    moved(engine, 0.1, seed=21)
+    batch = replace(batch, routes=routes_of(engine, batch))
+    update = one_update(batch, 25, packing)
+    tables = tables_of(policy, value, batch, [update], replay="R3", skip_first=skip_first)
+    with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
+        old = plain_tables(policy, tables.texts, rows)[0].detach()
+    assert tables.old_logprobs is not None and tables.ref_logprobs is not None
+    inside = batch.mask
+    if not skip_first:
+        assert torch.allclose(tables.old_logprobs[inside], old[inside], atol=1e-12)
+    assert torch.allclose(tables.ref_logprobs[inside], unforced[inside], atol=1e-12)
+    assert not torch.allclose(old[inside], unforced[inside], atol=1e-4)
+    if not skip_first:
+        moved(policy, 0.02)
+    anchored = replace(tables, old_logprobs=old) if skip_first else tables
+    with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
+        expected = in_one_graph(policy, value, anchored, rows)
+    for passes in (1, 2):
+        found, report = updated(policy, value, tables, update, passes=passes)
+        assert furthest(found, expected) < 1e-10
+        assert report.sums.report()["router/mismatch_flip_mean"] > 0.02
+
+
+def test_records_that_are_missing_fall_through_and_are_counted() -> None:
+    value, policy, batch = gspo(), exact_policy(), batch_by_hand()
+    routes = routes_of(policy, batch)
+    routes.tokens[batch.prompts.numel() :] = -1
+    batch = replace(batch, routes=routes)
+    update = one_update(batch)
+    tables = tables_of(policy, value, batch, [update], replay="R3")
+    numbers = updated(policy, value, tables, update)[1].sums.report()
+    prompts, responses = int(batch.prompt_lengths.sum()), int((batch.lengths - 1).clamp(min=0).sum())
+    assert numbers["router/replay_missing"] == pytest.approx(responses / (prompts + responses))
+
+
+def test_an_engine_of_another_model_is_refused() -> None:
+    policy, batch = exact_policy(), batch_by_hand()
+    routes = routes_of(policy, batch)
+    tables = Tables.of(replace(batch, routes=replace(routes, count=8)), CPU)
+    with pytest.raises(ValueError, match="2 of 8 experts in 2 layers, the trainer's model has 2 of 4 in 2"):
+        tables.with_routes(policy.routers, "R3")
+    three = replace(routes, experts=routes.experts[:, :, :1])
+    with pytest.raises(ValueError, match="1 of 4 experts in 2 layers"):
+        Tables.of(replace(batch, routes=three), CPU).with_routes(policy.routers, "off")
+    with pytest.raises(ValueError, match="'R3' replays the routes of the engine, but it recorded none"):
+        Tables.of(batch, CPU).with_routes(policy.routers, "R3")

@@ -1,0 +1,60 @@
+"""The memory of routes beside what a step and a pass really hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from legato.core.outcome import Coefficients
+from legato.policy.load import Loading, load_policy
+from legato.policy.policy import Channels
+from legato.policy.routing import Directions
+from legato.training.memory import Demand
+from legato.training.shape import Shape
+from policy.exact import Words, ragged
+from policy.routes import as_published
+from training.held import peak
+from training.routed import exact_policy, gspo, routes_of, tables_of
+from training.steps import batch_by_hand, one_update
+
+
+@pytest.mark.parametrize("replay", ["off", "R2", "R3"])
+def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
+    policy, batch = exact_policy(), batch_by_hand()
+    batch = replace(batch, routes=routes_of(policy, batch))
+    tables = tables_of(policy, gspo(), batch, [one_update(batch)], replay=replay)
+    held: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
+    if tables.replay is not None:
+        held += [tables.replay.experts, tables.replay.tokens]
+    written = batch.tokens.numel()
+    demand = Demand(
+        shape=Shape.of(policy.body.config),
+        size=8,
+        tokens_per_pack=0,
+        routed=written,
+        engine_routes=True,
+        replayed=0 if replay == "off" else written + batch.prompts.numel(),
+    )
+    assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in held)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch.dtype) -> None:
+    model = as_published("qwen3-moe", dtype, num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
+    policy = load_policy(model, Loading(device="cpu"), tokenizer=Words())
+    texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)
+    packed = policy.pack(texts, rows)
+
+    def respond(_: range, channels: Channels) -> Coefficients:
+        return Coefficients(logprobs=torch.ones_like(channels.logprobs))
+
+    plain, looked_at = (peak(lambda told=told: policy.learn(packed, respond, told)) for told in (None, Directions()))
+    read = len(packed.read)
+    demand = Demand(
+        shape=Shape.of(policy.body.config), size=dtype.itemsize, tokens_per_pack=len(packed.tokens), routed_at_once=read
+    )
+    estimated = demand._routes()
+    assert 0.3 * estimated < looked_at - plain <= estimated
+    without = demand.memory(checkpointing=False)
+    assert without.routes == 0
