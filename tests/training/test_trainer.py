@@ -37,10 +37,13 @@ def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     return found
 
 
-def trainer(name: str = "gspo", judge: Judge = by_seed, changes: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+def trainer(
+    name: str = "gspo", judge: Judge = by_seed, changes: dict[str, Any] | None = None, experts: int = 0, **settings: Any
+) -> Trainer:
     value = legato.algorithm(name, changes)
     words = character_tokenizer()
-    model = tiny_model(TinyShape(hidden=32, heads=2), vocabulary=len(words), seed=1, dtype=torch.float64)
+    shape = TinyShape(hidden=32, heads=2, experts=experts)
+    model = tiny_model(shape, vocabulary=len(words), seed=1, dtype=torch.float64)
     loading = Loading(dtype="float64", device="cpu", value_head="values" in needs(value))
     policy: Policy = load_policy(model, loading, tokenizer=words)
     problems = [Problem(prompt=f"{a}+{b}=") for a in range(10) for b in range(6)]
@@ -174,6 +177,13 @@ def test_the_probe_runs_before_the_first_update_and_then_as_often_as_asked() -> 
     this = trainer(anchor="auto", probe_every_steps=2)
     floors = [report.floor is not None for report in run(this, 3)]
     assert floors == [True, False, True] and this.anchor_choice == "sampler"
+
+
+def test_the_old_policy_of_a_mixture_is_always_scored_so_that_the_shift_of_its_routers_is_known() -> None:
+    this = trainer(anchor="auto", experts=4)
+    report = this.step()
+    assert report.floor is not None and report.floor.sampler_is_safe and this.anchor_choice == "recompute"
+    assert 0 < report.metrics["router/shift_mean"] <= 1
 
 
 def test_what_a_trainer_remembers_makes_another_go_on_to_the_bit() -> None:

@@ -87,7 +87,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/sequence_log", f"quantiles over responses of mean le = log(PPL_behaviour / PPL_old); {_QUANTILES}", "any", "wider than the clip band: the sampler's log-probs cannot be the anchor", "histogram"),
     Metric("weight/mean", "mean over tokens of the correction weight", ">= 0", "far from 1: the correction rescales the learning rate"),
     Metric("weight/effective_size", "(sum b)^2 / (T sum b^2) over tokens", "(0, 1]", "below one half: the correction costs half the batch"),
-    Metric("router/shift_mean", "mean over tokens of gamma; absent where the anchor is the engine's, unless the algorithm weighs with it", "(0, 1]", "falling: experts move under the update"),
+    Metric("router/shift_mean", "mean over tokens of gamma; absent with training.anchor = sampler, unless the algorithm weighs with it", "(0, 1]", "falling: experts move under the update"),
     Metric("router/floored", "tokens with gamma below the paper's floor of 0.8 / tokens", "[0, 1]", "per cents: routing moves under the update"),
     Metric("router/shift", f"quantiles over tokens of gamma; {_QUANTILES}", "(0, 1]", "a low tail at the floor: routing has changed for those tokens", "histogram"),
     Metric("router/entropy", "mean over tokens and layers of the entropy of the router's probabilities over all experts", ">= 0", "falling to 0: every token has its fixed experts; log E: the router decides nothing"),

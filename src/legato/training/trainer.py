@@ -175,7 +175,9 @@ class Trainer:
         engine = self.collector.engine
         self.probed = self.probed or not isinstance(engine, Remembering) or engine.settled
         if asked == "auto":
-            self.anchor_choice = "sampler" if floor.sampler_is_safe else "recompute"
+            # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
+            safe = floor.sampler_is_safe and self.policy.routers is None
+            self.anchor_choice = "sampler" if safe else "recompute"
         return floor
 
     def _anchored(self, tables: Tables, updates: list[Update]) -> Tables:
