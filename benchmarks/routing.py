@@ -1,11 +1,12 @@
-"""What router taps and Routing Replay cost on the tiny mixture of experts. Part of `make bench`.
+"""What router taps and Routing Replay cost: on the tiny mixture of experts, and on a GPU on one of 1.3 billion weights.
 
-    python -m benchmarks.routing            # short and long responses
-    python -m benchmarks.routing --quick    # a few rounds; nothing is stored
+    python -m benchmarks.routing                  # part of `make bench`
+    python -m benchmarks.routing --device cuda    # a GPU; results of their own
+    python -m benchmarks.routing --quick          # a few rounds; nothing is stored
 
 One update (forward, coefficients, backward, metrics) without looking at the routers, with taps, and with taps and R2; and a
-call of the engine without and with its record of experts. The sides take turns in one process on one thread; times are CPU
-time, so that other work on the machine matters little, and ratios are taken within a round.
+call of the engine without and with its record of experts. The sides take turns in one process; ratios are taken within a
+round. On a CPU times are CPU time of one thread, so that other work on the machine matters little.
 """
 
 import argparse
@@ -24,16 +25,18 @@ import legato
 from legato.core.batch import Batch
 from legato.policy.load import Loading, load_policy
 from legato.policy.policy import Policy
-from legato.policy.tiny import TinyShape
+from legato.policy.tiny import TinyShape, character_tokenizer
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.local import LocalEngine
 from legato.rollouts.sampling import Sampling
+from legato.rollouts.select import local_engine
 from legato.training.anchor import anchor
 from legato.training.passes import count_update, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.tables import Tables
 
-RESULTS = Path(__file__).parent / "results" / "routing.json"
+RESULTS = {
+    device: Path(__file__).parent / "results" / f"routing{end}.json" for device, end in (("cpu", ""), ("cuda", "-gpu"))
+}
 TARGETS = {"taps": 0.03, "taps and R2": 0.05}
 
 
@@ -47,10 +50,42 @@ class Work:
     tokens: int
 
 
-WORKS = (
-    Work(prompts=8, samples=8, prompt_tokens=6, tokens=6),
-    Work(prompts=8, samples=8, prompt_tokens=16, tokens=128),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bed:
+    """A mixture and what it is given."""
+
+    name: str
+    model: Callable[[], Any]
+    """What `load_policy` takes."""
+    works: tuple[Work, ...]
+
+
+def billions() -> Any:
+    """A Qwen3-MoE of 24 layers of 32 experts, 4 active, with random weights."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    shape: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "head_dim": 64}
+    shape |= {"num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    config = Qwen3MoeConfig(vocab_size=len(character_tokenizer()), norm_topk_prob=True, tie_word_embeddings=True, **shape)
+    automatic: Any = AutoModelForCausalLM
+    with torch.device("cuda"):
+        return automatic.from_config(config, dtype=torch.bfloat16)
+
+
+TINY = Bed(
+    name="tiny Qwen3-MoE (2 layers, 8 experts, 2 active)",
+    model=lambda: "tiny-moe",
+    works=(
+        Work(prompts=8, samples=8, prompt_tokens=6, tokens=6),
+        Work(prompts=8, samples=8, prompt_tokens=16, tokens=128),
+    ),
 )
+LARGE = Bed(
+    name="Qwen3-MoE of 1.3 billion weights (24 layers, 32 experts, 4 active)",
+    model=billions,
+    works=(Work(prompts=8, samples=8, prompt_tokens=256, tokens=512),),
+)
+BEDS = {"cpu": (TINY,), "cuda": (TINY, LARGE)}
 
 
 def batch_of(work: Work, vocabulary: int) -> Batch:
@@ -88,9 +123,9 @@ def update_sides(policy: Policy, work: Work) -> tuple[dict[str, Callable[[], Non
         found = anchor(fresh, policy, None, [update], choice="recompute", skip_first=False, replay=replay)
         tables[replay] = found.with_advantages(algorithm)
     with torch.no_grad():
-        source = torch.Generator().manual_seed(1)
+        source = torch.Generator(policy.device).manual_seed(1)
         for parameter in policy.parameters().values():
-            parameter.add_(1e-3 * torch.randn(parameter.shape, generator=source))
+            parameter.add_(1e-3 * torch.randn(parameter.shape, generator=source, device=policy.device))
     sides = {
         "neither": _update(policy, algorithm, replace(tables["off"], routers=None), update),
         "taps": _update(policy, algorithm, tables["off"], update),
@@ -118,23 +153,34 @@ def engine_sides(policy: Policy, work: Work) -> dict[str, Callable[[], None]]:
     limits = Limits(max_response_tokens=work.tokens, end_tokens=(policy.vocabulary,))
 
     def side(record: bool) -> Callable[[], None]:
-        engine = LocalEngine(policy, record_routes=record)
+        engine = local_engine(policy, work.prompts * work.samples, record_routes=record)
         return lambda: engine.generate(requests, Sampling(), limits) and None
 
     return {"without": side(False), "recording": side(True)}
 
 
-def timed(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each side, which take turns, each round in another order."""
+def seconds(run: Callable[[], None], device: str) -> float:
+    """CPU seconds; on a GPU those until it is done."""
+    if device == "cpu":
+        started = time.process_time()
+        run()
+        return time.process_time() - started
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def timed(sides: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds of each side, which take turns, each round in another order."""
     for run in sides.values():
         run()
         run()
     names, found = list(sides), {name: list[float]() for name in sides}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.process_time()
-            sides[name]()
-            found[name].append(time.process_time() - started)
+            found[name].append(seconds(sides[name], device))
     return found
 
 
@@ -170,50 +216,53 @@ def memory(policy: Policy, tables: Tables, work: Work) -> dict[str, float]:
     }
 
 
-def measured(rounds: int) -> dict[str, Any]:
+def measured(rounds: int, device: str) -> dict[str, Any]:
     rows = []
-    for work in WORKS:
-        policy = load_policy("tiny-moe", Loading(device="cpu", tiny=TinyShape(experts=8, experts_per_token=2)))
+    for bed, work in [(one, work) for one in BEDS[device] for work in one.works]:
+        loading = Loading(device=device, tiny=TinyShape(experts=8, experts_per_token=2))
+        policy = load_policy(bed.model(), loading, tokenizer=character_tokenizer())
         sides, tables = update_sides(policy, work)
         count = rounds if work.tokens > 32 else 3 * rounds
         rows.append(
             {
+                "bed": bed.name,
                 "work": {name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "tokens")},
-                "update": summary(timed(sides, count)),
-                "engine": summary(timed(engine_sides(policy, work), count)),
+                "update": summary(timed(sides, count, device)),
+                "engine": summary(timed(engine_sides(policy, work), count if device == "cpu" else 5, device)),
                 "memory": memory(policy, tables, work),
             }
         )
-    return {
-        "machine": f"{platform.machine()}, one thread, torch {torch.__version__}",
-        "rounds": rounds,
-        "rows": rows,
-    }
+        del policy, sides, tables
+    machine = f"{platform.machine()}, one thread" if device == "cpu" else torch.cuda.get_device_name()
+    return {"machine": f"{machine}, torch {torch.__version__}", "device": device, "rounds": rounds, "rows": rows}
 
 
 def routing_section(results: dict[str, Any]) -> str:
     """The section of `docs/performance.md`."""
+    on_gpu = results.get("device") == "cuda"
+    option, clock = (" --device cuda", "seconds") if on_gpu else ("", "CPU time of one thread")
     lines = [
-        "## Router taps and Routing Replay on a CPU",
+        f"## Router taps and Routing Replay on a {'GPU' if on_gpu else 'CPU'}",
         "",
-        "`python -m benchmarks.routing`: tiny Qwen3-MoE (2 layers, 8 experts, 2 active), one update of 64 responses with",
-        "GRPO in one pass, metrics included. The sides take turns; CPU time of one thread; the median over rounds of the",
-        f"ratio within a round, in brackets the least and most of five parts of them. {results['machine']}.",
+        f"`python -m benchmarks.routing{option}`: one update of 64 responses with GRPO in one pass, metrics included.",
+        f"The sides take turns; {clock}; the median over rounds of the ratio within a round, in brackets the",
+        f"least and most of five parts of them. {results['machine']}.",
         "",
-        "| responses | side | update, ms | more than without | target | |",
-        "|---|---|---|---|---|---|",
+        "| mixture | responses | side | update, ms | more than without | target | |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
-        words = f"{row['work']['tokens']} tokens"
+        words = f"{row.get('bed', TINY.name)} | {row['work']['tokens']} tokens"
         for name, found in row["update"].items():
             target, more = TARGETS.get(name), _percent(found)
             verdict = "" if target is None else "met" if found["more"] <= target else "missed"
             said = "" if target is None else f"{100 * target:.0f} %"
             lines.append(f"| {words} | {name} | {found['milliseconds']:.1f} | {more} | {said} | {verdict} |")
-    lines += ["", "| responses | engine | call, ms | more than without |", "|---|---|---|---|"]
+    lines += ["", "| mixture | responses | engine | call, ms | more than without |", "|---|---|---|---|---|"]
     for row in results["rows"]:
+        words = f"{row.get('bed', TINY.name)} | {row['work']['tokens']} tokens"
         for name, found in row["engine"].items():
-            lines.append(f"| {row['work']['tokens']} tokens | {name} | {found['milliseconds']:.0f} | {_percent(found)} |")
+            lines.append(f"| {words} | {name} | {found['milliseconds']:.0f} | {_percent(found)} |")
     found = results["rows"][-1]["memory"]
     lines += [
         "",
@@ -237,12 +286,14 @@ def _percent(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument("--device", choices=BEDS, default="cpu")
+    parser.add_argument("--output", type=Path, help="default under benchmarks/results, by device")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    results = measured(5 if quick else 30)
+    results = measured(5 if asked.quick else 30, asked.device)
     print(routing_section(results))
-    if not quick:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if not asked.quick:
+        (asked.output or RESULTS[asked.device]).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

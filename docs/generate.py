@@ -53,6 +53,9 @@ def performance() -> str:
     on_gpu = gpu_page.stored()
     if on_gpu is not None:
         sections.append(gpu_page.gpu_section(on_gpu))
+    routed = measured("routing-gpu")
+    if routed is not None:
+        sections.append(routing_section(routed))
     return "\n".join(sections)
 
 
