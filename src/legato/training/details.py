@@ -41,7 +41,9 @@ def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, 
     lengths = batch.lengths.tolist()
     shown = [max(0, min(length, most - before)) for length, before in zip(lengths, _before(lengths), strict=True)]
     asked = sum(count > 0 for count in shown)
-    found = [{"advantage": _short(_mean(advantages[row], batch.mask[row]))} for row in range(len(lengths))]
+    found: list[dict[str, Any]] = [
+        {"advantage": _short(_mean(advantages[row], batch.mask[row]))} for row in range(len(lengths))
+    ]
     seen = _fetched(marks, asked)
     for row in range(asked):
         here = slice(0, shown[row])
