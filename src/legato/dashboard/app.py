@@ -135,6 +135,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", port))
+            listening.listen()  # from here on the address answers, if a moment later
         except OSError as error:
             raise ValueError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
         guard = Guard(
