@@ -1,6 +1,7 @@
 """A headless Chromium from the system's packages, driven over the pipe of its DevTools: no driver, no download."""
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -22,19 +23,20 @@ class Browser:
         assert CHROMIUM is not None
         away, theirs = os.pipe()
         back, mine = os.pipe()
-        os.set_inheritable(away, True)
-        os.set_inheritable(mine, True)
         words = [
             *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
             *("--disable-extensions", "--disable-background-networking", f"--user-data-dir={home}"),
             *(f"--window-size={size[0]},{size[1]}", "--remote-debugging-pipe", "about:blank"),
         ]
-        # Chromium reads commands at 3 and answers at 4.
+
+        def placed() -> None:
+            """Chromium reads commands at 3 and answers at 4, whatever numbers the pipes got here."""
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (away, mine)]
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
+
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$0" "$@" 3<&{away} 4>&{mine}', *words],
-            pass_fds=(away, mine),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            words, preexec_fn=placed, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         os.close(away)
         os.close(mine)
@@ -84,16 +86,16 @@ class Browser:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 15) -> Any:
-        """Until the expression is true; its value."""
+    def wait(self, script: str, seconds: float = 15) -> None:
+        """Until the expression is true."""
         end = time.monotonic() + seconds
         while True:
             try:
-                value = self.run(script)
+                value = self.run(f"!!({script})")
             except RuntimeError:
                 value = None  # between two pages there is nothing to ask
             if value:
-                return value
+                return
             assert time.monotonic() < end, f"not within {seconds} s: {script}"
             time.sleep(0.05)
 

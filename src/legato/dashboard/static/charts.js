@@ -69,7 +69,8 @@ function card(key) {
 
 function draw(key) {
   const { plot, curves, marks } = drawn.get(key);
-  const axis = chosen.logarithmic.has(key) ? { type: "log", exponentformat: "power" } : {};
+  // Plotly writes powers with a style attribute, which the content security policy of this page forbids.
+  const axis = { exponentformat: "e", ...(chosen.logarithmic.has(key) ? { type: "log" } : {}) };
   const shapes = marks.map(mark => ({ type: "line", x0: mark.step, x1: mark.step, y0: 0, y1: 1, yref: "paper",
     line: { color: mark.level === "alarm" ? "#ef4444" : "#f59e0b", width: 1, dash: "dot" } }));
   const layout = { xaxis: { title: { text: "step" } }, yaxis: axis, shapes, uirevision: key, hovermode: "x unified",

@@ -9,6 +9,8 @@ const quantities = {
 };
 const asked = { run: "", step: "", text: "", verdict: "", stop: "", shortest: "", longest: "", order: "stored" };
 let colouring = "ratio", opened = null, rows = [];
+// An answer that comes after a later question is dropped.
+let listing = 0, opening = 0;
 
 const option = (value, textContent) => make("option", { value, textContent });
 
@@ -76,8 +78,8 @@ export async function showRollouts(place, { again = false, late = () => false })
 
 async function list(keep = false) {
   const place = document.getElementById("list");
-  const found = await ask("rollouts", asked);
-  if (!place.isConnected) return;
+  const mine = ++listing, found = await ask("rollouts", asked);
+  if (!place.isConnected || mine !== listing) return;
   rows = found.rows;
   const head = ["step", "prompt", "response", "reward", "A", "tokens"];
   const body = rows.map((row, number) => {
@@ -113,9 +115,11 @@ function mark() {
 async function open(row, whole = false) {
   const parameters = { run: asked.run, step: row.step, index: row.index };
   if (whole) parameters.whole = 1;
-  const found = await ask("rollout", parameters);
-  opened = found;
+  const mine = ++opening;
+  opened = row;
   mark();
+  const found = await ask("rollout", parameters);
+  if (mine !== opening) return;
   const right = found.accuracy === null ? "" : found.accuracy >= 1 ? "right" : "wrong";
   const facts = ["step " + found.step, right, "reward " + short(found.reward), found.advantage === null ? "" : "advantage " + short(found.advantage),
     found.tokens + " tokens", found.stop, found.answer === null ? "" : "right answer: " + found.answer,
