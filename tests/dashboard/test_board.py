@@ -317,7 +317,7 @@ def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
     assert found["gspo-0"] | {"key": ""} == {
         "key": "",
         "run": "gspo-0",
-        "name": "gspo-0 and 2 other seeds",
+        "name": "gspo-0, 3 seeds",
         "x": [1, 2, 3, 4, 5],
         "mean": [2, 3, 4, 5, 6],
         "low": [1, 2, 3, 4, 5],

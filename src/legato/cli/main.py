@@ -220,11 +220,14 @@ def dashboard(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Write report.html of a run again."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")],
+    output: Annotated[Path, typer.Option(help="Of several runs: where the page is written.")] = Path("runs.html"),
+) -> None:
+    """Write report.html of a run again; of several runs one page, curves with bands over seeds and what each costs."""
     from legato.cli.commands import report_command
 
-    report_command(run)
+    report_command(runs, output)
 
 
 def main() -> None:

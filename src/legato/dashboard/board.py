@@ -9,12 +9,11 @@ from legato.dashboard.curves import short
 from legato.dashboard.legible import legible
 from legato.dashboard.runs import Folder, Run
 from legato.dashboard.series import Series
+from legato.dashboard.several import arms
 from legato.diagnostics.seeds import mean
 
 _MOST_VALUES = 40_000
 """Points of all curves of an answer together: two hundred curves need no three hundred points each."""
-OF_A_RUN = ("training.seed", "output.name", "output.directory")
-"""What may differ between seeds of the same thing."""
 
 
 def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: int, join: bool) -> dict[str, Any]:
@@ -56,18 +55,16 @@ def _joined(
     runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
 ) -> list[dict[str, Any]]:
     """The mean of the seeds, and from the least to the largest of them, at steps that all of them have reached."""
-    alike: dict[tuple[tuple[str, str], ...], list[Run]] = {}
-    for run in runs:
-        options = {path: repr(value) for path, value in run.options().items() if path not in OF_A_RUN}
-        alike.setdefault(tuple(sorted(options.items())), []).append(run)
+    named = {run.name: run for run in runs}
+    alike = arms({run.name: run.options() for run in runs})
     found = []
-    for members in alike.values():
+    for arm, names in alike.items():
+        members = [named[name] for name in names]
         for key in keys:
             each = [curve for run in members if (curve := _curve(known[run.name], key, min(points, 60))) is not None]
             if each:
-                named = legible(members[0].name, one_line=True)
-                name = named if len(members) == 1 else f"{named} and {len(members) - 1} other seeds"
-                found.append({"key": key, "run": members[0].name, "name": name, **_band(each)})
+                name = members[0].name if len(members) == 1 else f"{arm}, {len(members)} seeds"
+                found.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
     return found
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import threading
 import time
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from legato.dashboard.legible import legible
 from legato.dashboard.series import Series
+from legato.dashboard.several import flat, read_config
 from legato.dashboard.summary import number
 from legato.dashboard.tail import Tail, last_lines, spread_lines
 from legato.diagnostics.format import RunDirectory
@@ -141,11 +141,7 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         """The resolved config by dotted path; empty where it cannot be read."""
-        try:
-            found = tomllib.loads(self.directory.config_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return dict(_flat(found, ""))
+        return flat(read_config(self.directory))
 
     def read_health(self) -> list[dict[str, Any]]:
         """All findings so far."""
@@ -272,14 +268,6 @@ def _finding(line: bytes) -> dict[str, Any] | None:
         "sentence": _line(record.get("sentence", "")),
         "evidence": "" if evidence is None else legible(evidence if isinstance(evidence, str) else json.dumps(evidence)),
     }
-
-
-def _flat(table: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _changed(path: Path) -> float:

@@ -26,8 +26,9 @@ A number that is not finite is null: JSON has no NaN. A line counts once it is w
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
 "components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one
 group) and "advantage"; the first of a step also "details", lists over their first tokens: {"pieces": [str], "logprobs",
-"log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. Null in a list: not written by
-the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
+"log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the number within
+the step of the last update that had the response: 0 saw the policy that the step began with. Null in a list: not written
+by the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
 
 health.jsonl, where a watch found something: {"step": int, "level": "note" | "warning" | "alarm", "rule": str,
 "sentence": str, "evidence": anything}, one a line.

@@ -34,7 +34,7 @@ class Marks:
 def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, most: int) -> tuple[dict[str, Any], ...]:
     """Of every row the advantage; of the first `most` tokens of the step, in order, also what stands at each of them.
 
-    `marks` are those of the updates with their index k, in order: a row trained several times shows the last.
+    `marks` are those of the updates with their number in the step: a row trained several times shows the last.
     """
     assert tables.advantages is not None
     batch, advantages = tables.batch, tables.advantages.cpu()

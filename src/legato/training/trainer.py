@@ -150,13 +150,11 @@ class Trainer:
             floor=floor,
             unscorable=dict(tally.reasons),
             sums=sums,
-            details=() if detailed is None else self._details(tables, updates, reports, detailed),
+            details=() if detailed is None else self._details(tables, reports, detailed),
         )
 
-    def _details(
-        self, tables: Tables, updates: list[Update], reports: list[Report], most: int
-    ) -> tuple[dict[str, Any], ...]:
-        seen = [(u.index, r.marks) for u, r in zip(updates, reports, strict=True) if r.marks is not None]
+    def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
+        seen = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
         return details(tables, seen, self.policy.tokenizer, most)
 
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
