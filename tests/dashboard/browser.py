@@ -43,6 +43,7 @@ class Browser:
         self._write, self._read = theirs, back
         self._rest, self._number = b"", 0
         self.events: list[dict[str, Any]] = []
+        self.version: str = self._ask("Browser.getVersion")["product"]
         target = self._ask("Target.getTargets")["targetInfos"]
         page = next(each["targetId"] for each in target if each["type"] == "page")
         self.session = self._ask("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]

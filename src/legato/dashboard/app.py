@@ -1,6 +1,7 @@
 """The pages of `legato dashboard`: what each address answers. `guard.py` stands in front of all of them."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -42,15 +43,16 @@ def application(folder: Folder) -> "Starlette":
             whole="whole" in request.query_params,
         ),
     }
-    routes = [Route(path, _answering(answer)) for path, answer in answers.items()]
+    routes = [Route(path, _answering(folder, answer)) for path, answer in answers.items()]
     routes += [Route(path, _file(*content)) for path, content in _files().items()]
     return Starlette(routes=routes)
 
 
-def _answering(answer: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
+def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
     def endpoint(request: "Request") -> "Response":
         from starlette.responses import Response
 
+        folder.asked = time.monotonic()
         try:
             status, found = 200, answer(request)
         except ValueError as error:

@@ -23,6 +23,8 @@ _FIRST_LOOK = 200
 """Lines of a long file that are read before it is read whole."""
 _AT_ONCE = 2 << 20
 """Bytes that are read while a page waits; more is read beside it."""
+_SLICE = 1 << 18
+"""Bytes that are read beside at once."""
 _KINDS = ("step", "evaluation", "warm-up")
 
 
@@ -197,6 +199,8 @@ class Folder:
         self.path = path
         self.found: dict[str, Run] = {}
         self._looked = 0.0
+        self.asked = 0.0
+        """When a page last asked for something."""
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
@@ -229,8 +233,9 @@ class Folder:
     def _read_all(self) -> None:
         while behind := [run for run in list(self.found.values()) if run.behind]:
             for run in behind:
-                while run.behind and run.read():
-                    time.sleep(0)  # between slices, requests come first
+                while run.behind and run.read(_SLICE):
+                    # Whoever waits for a page comes first: what is read here can be shown a second later.
+                    time.sleep(0.05 if time.monotonic() - self.asked < 1 else 0)
                 run.first_look = None
 
 

@@ -167,6 +167,7 @@ async function poll() {
     seen = new Map(found.map(run => [run.id, run.version]));
     state.chosen = state.chosen.filter(id => seen.has(id));
     list();
+    if (first) performance.mark("list");
     const going = found.filter(run => run.running).length;
     tell(found.length + " runs, " + going + " going on");
     if (first || changed) await show(!first);

@@ -79,6 +79,26 @@ function draw(key) {
   window.Plotly.react(plot, traces(curves), { ...themed(layout), margin: { l: 56, r: 14, t: 30, b: 40 } }, plotting);
 }
 
+// Plotly takes a second to load; until it is there the curves are plain lines, so that nobody waits for a first look.
+function sketch({ plot, curves }) {
+  const make = (tag, values) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(values)) element.setAttribute(name, value);
+    return element;
+  };
+  const ends = of => curves.reduce(([low, high], curve) => of(curve).reduce(
+    ([least, most], value) => [Math.min(least, value), Math.max(most, value)], [low, high]), [Infinity, -Infinity]);
+  const [left, right] = ends(curve => curve.x), [low, high] = ends(curve => curve.mean);
+  const svg = make("svg", { viewBox: "0 0 1000 500", preserveAspectRatio: "none", width: "100%", height: "100%" });
+  for (const curve of curves) {
+    const points = curve.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
+      (480 - 460 * (curve.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
+    svg.append(make("polyline", { points, fill: "none", stroke: colourOf(curve.run), "stroke-width": 2,
+      "vector-effect": "non-scaling-stroke" }));
+  }
+  plot.replaceChildren(svg);
+}
+
 export function redraw() {
   if (window.Plotly) for (const [key, { figure }] of drawn) if (figure.isConnected) draw(key);
 }
@@ -107,8 +127,9 @@ export async function showCurves(place, { late = () => false }) {
     place.replaceChildren(controls(place), make("div", { className: "grid figures" }));
   const asked = { run: state.chosen, key: chosen.keys, points: 300 };
   if (chosen.join) asked.join = 1;
+  const loading = library();
   const [found, findings] = await Promise.all([ask("curves", asked),
-    state.chosen.length <= 4 ? ask("health", { run: state.chosen }) : [], library()]);
+    state.chosen.length <= 4 ? ask("health", { run: state.chosen }) : []]);
   if (late()) return;
   const grid = place.querySelector(".figures"), list = document.getElementById("quantities");
   if (!grid) return;
@@ -122,12 +143,24 @@ export async function showCurves(place, { late = () => false }) {
     entry.curves = curves;
     entry.marks = findings.filter(each => each.level !== "note");
     if (!entry.figure.isConnected) grid.append(entry.figure);
-    draw(key);
+    if (!window.Plotly) sketch(entry);
   }
+  performance.mark("sketches");
   const damaged = Object.entries(found.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
   const reading = found.reading.length ? ["first look, reading on: " + found.reading.length + " runs"] : [];
   document.getElementById("note").textContent = [...reading, ...damaged].join("; ");
+  await loading;
+  for (const key of chosen.keys) {
+    if (late() || !grid.isConnected) return;
+    const entry = drawn.get(key);
+    if (!entry?.figure.isConnected) continue;
+    if (!entry.plot.data) {
+      entry.plot.replaceChildren();
+      await new Promise(resolve => setTimeout(resolve)); // each is painted when it is there, and keys are heard between
+    }
+    draw(key);
+  }
   grid.dataset.ready = "yes";
+  performance.mark("figures");
   if (found.reading.length) setTimeout(() => { if (!late() && state.tab === "curves") showCurves(place, { late }); }, 1500);
-  performance.mark("curves");
 }
