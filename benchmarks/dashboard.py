@@ -5,7 +5,8 @@
 Writes a folder of runs as long as asked for (lines as a trainer writes them, with histograms every ten steps), starts
 `legato dashboard` on it, opens it in headless Chromium, and writes benchmarks/results/dashboard.json. First paint is the
 time from asking for the page to the browser's first contentful paint; `list` until all runs are listed, `sketches` until
-the curves of the newest runs are there as lines, `figures` until plotly has drawn them. Memory is the server's, as the system counts it, at its largest: also after all runs were chosen and read to the end.
+the curves of the newest runs are there as lines, `figures` until plotly has drawn them. Memory is the server's, as the
+system counts it, at its largest: also after all runs were chosen and read to the end.
 """
 
 import argparse

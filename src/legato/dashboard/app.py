@@ -1,7 +1,6 @@
 """The pages of `legato dashboard`: what each address answers. `guard.py` stands in front of all of them."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -52,11 +51,13 @@ def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[
     def endpoint(request: "Request") -> "Response":
         from starlette.responses import Response
 
-        folder.asked = time.monotonic()
+        folder.answering += 1
         try:
             status, found = 200, answer(request)
         except ValueError as error:
             status, found = 400, {"error": str(error)}
+        finally:
+            folder.answering -= 1
         return Response(json.dumps(found, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
 
     return endpoint

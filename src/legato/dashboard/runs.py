@@ -199,8 +199,8 @@ class Folder:
         self.path = path
         self.found: dict[str, Run] = {}
         self._looked = 0.0
-        self.asked = 0.0
-        """When a page last asked for something."""
+        self.answering = 0
+        """How many answers are being made."""
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
@@ -234,8 +234,8 @@ class Folder:
         while behind := [run for run in list(self.found.values()) if run.behind]:
             for run in behind:
                 while run.behind and run.read(_SLICE):
-                    # Whoever waits for a page comes first: what is read here can be shown a second later.
-                    time.sleep(0.05 if time.monotonic() - self.asked < 1 else 0)
+                    # Whoever waits for an answer comes first: what is read here can be shown a second later.
+                    time.sleep(0.02 if self.answering else 0)
                 run.first_look = None
 
 
