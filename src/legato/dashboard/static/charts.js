@@ -127,7 +127,6 @@ export async function showCurves(place, { late = () => false }) {
     place.replaceChildren(controls(place), make("div", { className: "grid figures" }));
   const asked = { run: state.chosen, key: chosen.keys, points: 300 };
   if (chosen.join) asked.join = 1;
-  const loading = library();
   const [found, findings] = await Promise.all([ask("curves", asked),
     state.chosen.length <= 4 ? ask("health", { run: state.chosen }) : []]);
   if (late()) return;
@@ -149,7 +148,8 @@ export async function showCurves(place, { late = () => false }) {
   const damaged = Object.entries(found.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
   const reading = found.reading.length ? ["first look, reading on: " + found.reading.length + " runs"] : [];
   document.getElementById("note").textContent = [...reading, ...damaged].join("; ");
-  await loading;
+  if (!window.Plotly) await new Promise(resolve => setTimeout(resolve, 20)); // the sketches are painted first
+  await library();
   for (const key of chosen.keys) {
     if (late() || !grid.isConnected) return;
     const entry = drawn.get(key);
