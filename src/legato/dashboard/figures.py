@@ -1,9 +1,8 @@
 """The figures of a run."""
 
 import html
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from legato.dashboard.curves import Bins, chunks, curve, points, rebinned, short
@@ -22,6 +21,7 @@ from legato.dashboard.traces import (
     averaged,
     axis,
     band,
+    band_edges,
     banded,
     figure,
     line,
@@ -39,6 +39,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _lengths(steps),
         _entropy(steps),
         _clipping(steps),
+        _clip_fractions(steps),
         _experts(steps),
         _ratios(steps),
         _gradient(steps),
@@ -133,6 +134,19 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
     return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
 
 
+def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
+    """Tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
+    named = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
+    data = [
+        line(found.steps, [value or None for value in found.average], name, colour)
+        for key, name, colour in named
+        if (found := curve(steps, key)) is not None and any(found.average)
+    ]
+    layout = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
+    caption = "Clip fraction over all updates of a step, moving averages; a step that clips nothing has no point."
+    return figure("Clip fraction, logarithmic", caption, data, layout)
+
+
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
     """A line for each update within the step; one for all where they are not told apart."""
     pattern = re.compile(re.escape(key) + r"@(\d+)")
@@ -179,21 +193,12 @@ def _ratios(steps: Sequence[Record]) -> Figure | None:
         for (record, _), share, colour in zip(ends, filled, (GREY, BLUE), strict=False)
     ]
     layout = shares("share of responses", whole=False)
-    layout |= {"barmode": "overlay", "hovermode": "closest", "shapes": list(_band_edges(ends[-1][0]))}
+    layout |= {"barmode": "overlay", "hovermode": "closest", "shapes": band_edges(ends[-1][0], "x")}
     layout["xaxis"] = {"title": {"text": "log s (mean log-ratio of a response)"}, "tickformat": ".1e", "nticks": 7}
     if len(data) == 1:
         data[0]["marker"]["color"] = BLUE
     caption = "How far responses moved within a step, first and last measured. Dashed: the clip band."
     return figure("Sequence ratios", caption, data, layout)
-
-
-def _band_edges(record: Record) -> Iterator[dict[str, Any]]:
-    low, high = number(record, "clip/band_low"), number(record, "clip/band_high")
-    bounds = [math.log1p(-low) if low is not None and low < 1 else None, math.log1p(high) if high is not None else None]
-    for bound in bounds:
-        if bound is not None:
-            line = {"color": RED, "width": 1.5, "dash": "dash"}
-            yield {"type": "line", "x0": bound, "x1": bound, "y0": 0, "y1": 1, "yref": "paper", "line": line}
 
 
 def _gradient(steps: Sequence[Record]) -> Figure | None:

@@ -1,20 +1,28 @@
 """The look of the report: styles, the script that draws, and the frame of the one file."""
 
+import ast
 import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import import_module
 
 from legato.dashboard.traces import Figure
 
-STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; --line: #e3e7ee;
-  --grid: #e9edf3; --well: #f3f5f8; --good: #0b8457; --bad: #c02b2b; --accent: #2563eb; }
-@media (prefers-color-scheme: dark) { :root { --page: #0d1219; --card: #151c26; --text: #e4eaf2; --dim: #94a2b5;
-  --line: #263140; --grid: #232d3b; --well: #0f151d; --good: #34d399; --bad: #f87171; --accent: #60a5fa; } }
-* { box-sizing: border-box; }
+_LIGHT = """--page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; --line: #e3e7ee;
+  --grid: #e9edf3; --well: #f3f5f8; --good: #0b8457; --bad: #c02b2b; --accent: #2563eb;"""
+_DARK = """--page: #0d1219; --card: #151c26; --text: #e4eaf2; --dim: #94a2b5; --line: #263140;
+  --grid: #232d3b; --well: #0f151d; --good: #34d399; --bad: #f87171; --accent: #60a5fa;"""
+
+# The reader's system decides between light and dark, unless the page has been told.
+STYLE = (
+    f":root {{ color-scheme: light dark; {_LIGHT} }}\n"
+    f"@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}\n"
+    f":root[data-theme=light] {{ color-scheme: light; {_LIGHT} }}\n"
+    f":root[data-theme=dark] {{ color-scheme: dark; {_DARK} }}\n"
+    """* { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 36px 24px 64px; }
@@ -55,13 +63,16 @@ td:first-child { font-weight: 600; }
 details summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 760px) { .grid, .pair { grid-template-columns: minmax(0, 1fr); } main { padding: 22px 14px 40px; }
   .tile .big { font-size: 26px; } }
-@media print { body { background: #fff; } .card { break-inside: avoid; } pre { max-height: none; } }
+.save { float: right; display: flex; gap: 4px; }
+.save button { font: inherit; font-size: 12px; color: var(--dim); background: none; border: 1px solid var(--line);
+  border-radius: 6px; padding: 1px 7px; cursor: pointer; }
+.save button:hover, .save button:focus-visible { color: var(--text); border-color: var(--accent); }
+@media print { body { background: #fff; } .card { break-inside: avoid; } pre { max-height: none; } .save { display: none; } }
 """
+)
 
-SCRIPT = """
+THEMED = """
 "use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
 function themed(layout) {
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
   const line = colour("--line"), grid = colour("--grid");
@@ -75,14 +86,63 @@ function themed(layout) {
     margin: { l: 56, r: 14, t: 48, b: 44 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--accent") } };
 }
+const plotting = { displaylogo: false, responsive: true, displayModeBar: "hover",
+  modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
+function keep(address, name) {
+  const link = document.createElement("a");
+  link.href = address; link.download = name;
+  link.click();
+}
+// A figure as it stands: a picture for a paper, or its numbers.
+async function save(plot, kind, name) {
+  const file = name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") || "figure";
+  if (kind === "data") {
+    const data = plot.data.map(({ type, name, x, y, text, error_y }) => ({ type, name, x, y, text, error_y }));
+    const words = new Blob([JSON.stringify({ title: name, data }, null, 1)], { type: "application/json" });
+    const address = URL.createObjectURL(words);
+    keep(address, file + ".json");
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+    return;
+  }
+  // Paper is white: a picture is drawn in dark ink whatever the screen has.
+  const ink = "#16202e", rules = { gridcolor: "#e3e7ee", linecolor: "#94a3b8", zerolinecolor: "#94a3b8" };
+  const layout = { ...plot.layout, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
+    font: { ...plot.layout.font, color: ink },
+    xaxis: { ...plot.layout.xaxis, ...rules }, yaxis: { ...plot.layout.yaxis, ...rules } };
+  const size = { format: kind, width: 900, height: 520, scale: kind === "png" ? 2 : 1 };
+  keep(await Plotly.toImage({ data: plot.data, layout }, size), file + "." + kind);
+}
+function savers(plot, name) {
+  const row = document.createElement("div");
+  row.className = "save";
+  for (const kind of ["svg", "png", "data"]) {
+    const button = document.createElement("button");
+    button.type = "button"; button.textContent = kind === "data" ? kind : kind.toUpperCase();
+    button.title = kind === "data" ? "Save the numbers as JSON" : "Save the picture as " + kind.toUpperCase();
+    button.addEventListener("click", () => save(plot, kind, name));
+    row.append(button);
+  }
+  return row;
+}
+"""
+"""What the report and the dashboard share: plotly in the page's colours, and how a figure is saved."""
+
+SCRIPT = (
+    THEMED
+    + """
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
 function draw() {
-  const options = { displaylogo: false, responsive: true, displayModeBar: "hover",
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
-  figures.forEach((figure, index) => Plotly.react("figure-" + index, figure.data, themed(figure.layout), options));
+  figures.forEach((figure, index) => Plotly.react("figure-" + index, figure.data, themed(figure.layout), plotting));
 }
 draw();
+figures.forEach((figure, index) => {
+  const plot = document.getElementById("figure-" + index);
+  plot.parentElement.prepend(savers(plot, figure.title));
+});
 dark.addEventListener("change", draw);
 """
+)
 
 
 def plotly_library() -> str:
@@ -95,11 +155,11 @@ def plotly_library() -> str:
 
 def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: str) -> str:
     """The whole file. `head` and `body` are HTML; everything that came from a run is escaped in them already."""
-    data = json.dumps([{"data": figure.data, "layout": figure.layout} for figure in drawn], allow_nan=False)
+    data = json.dumps([{"title": f.title, "data": f.data, "layout": f.layout} for f in drawn], allow_nan=False)
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # Only these two scripts may run and nothing may be fetched, whatever a model's text contains.
     policy = (
-        f"default-src 'none'; script-src {_digest(plotly)} {_digest(SCRIPT)}; style-src 'unsafe-inline';"
+        f"default-src 'none'; script-src {digest(plotly)} {digest(SCRIPT)}; style-src 'unsafe-inline';"
         " img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     return f"""<!DOCTYPE html>
@@ -142,5 +202,12 @@ def _pictures(drawn: Sequence[Figure]) -> str:
     return f'<section><h2>Curves</h2>{hint}<div class="grid">{"".join(cards)}</div></section>'
 
 
-def _digest(script: str) -> str:
+def plotly_styles(plotly: str) -> list[str]:
+    """Digests of the style sheets that plotly puts into a page: an empty one that it fills by rules, and fixed ones."""
+    fixed = re.findall(r"""createElement\("style"\).{0,200}?\.textContent='((?:[^'\\]|\\.)*)'""", plotly)
+    return [digest(""), *(digest(ast.literal_eval(f"'{text}'")) for text in fixed)]
+
+
+def digest(script: str) -> str:
+    """As a content security policy names what it allows."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

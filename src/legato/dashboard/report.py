@@ -9,6 +9,7 @@ from legato.dashboard.figures import figures
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
+from legato.dashboard.token_figures import token_figures
 from legato.diagnostics.format import RunDirectory, RunDirectoryError
 
 __all__ = ["Summary", "duration", "summary", "write_report"]
@@ -35,7 +36,7 @@ def write_report(directory: RunDirectory) -> Path:
                 _environment(directory),
             ]
         ),
-        drawn=figures(records),
+        drawn=[*figures(records), *token_figures(directory, _steps(records))],
         plotly=plotly_library(),
     )
     partial = directory.report_path.with_name(".report.html.partial")
@@ -45,6 +46,10 @@ def write_report(directory: RunDirectory) -> Path:
     except OSError as error:
         raise RunDirectoryError(f"cannot write {directory.report_path}: {error.strerror or error}") from error
     return directory.report_path
+
+
+def _steps(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.get("kind") == "step"]
 
 
 def duration(seconds: float) -> str:

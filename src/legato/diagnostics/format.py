@@ -5,6 +5,7 @@
     metrics.jsonl                   one JSON object a line, told apart by "kind"
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
     checkpoints/step-000120/        model and trainer state
+    health.jsonl                    what a watch over the metrics found, a finding a line
     report.html                     the report, one file
 
 Kinds of lines in metrics.jsonl:
@@ -23,7 +24,14 @@ Kinds of lines in metrics.jsonl:
 A number that is not finite is null: JSON has no NaN. A line counts once it is whole; what a crash left of the last is none.
 
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
-"components": {name: float}, "stop": str, "tokens": int, "key": str}.
+"components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one
+group) and "advantage"; the first of a step also "details", lists over their first tokens: {"pieces": [str], "logprobs",
+"log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the number within
+the step of the last update that had the response: 0 saw the policy that the step began with. Null in a list: not written
+by the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
+
+health.jsonl, where a watch found something: {"step": int, "level": "note" | "warning" | "alarm", "rule": str,
+"sentence": str, "evidence": anything}, one a line.
 """
 
 import errno
@@ -124,6 +132,10 @@ class RunDirectory:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def health_path(self) -> Path:
+        return self.path / "health.jsonl"
 
     @property
     def report_path(self) -> Path:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,10 @@ class Execution:
 
     def _step(self, started: float) -> None:
         config = self.resolved.config
-        report = self.trainer.step()
-        step = report.step
+        every = config.output.rollouts_every_steps
+        step = self.trainer.steps_done + 1
+        due, last = bool(every) and step % every == 0, step == config.training.steps
+        report = self.trainer.step(config.output.rollout_tokens if due or last else None)
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
             self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
@@ -109,9 +112,6 @@ class Execution:
         self.directory.append_metrics(found)
         for logger in self.loggers:
             logger.log(step, report.metrics)
-        every = config.output.rollouts_every_steps
-        due = bool(every) and step % every == 0
-        last = step == config.training.steps
         evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
         if evaluate:
             self._evaluate(report, keep=due or last)
@@ -215,7 +215,12 @@ class Execution:
 
 
 def _records(report: StepReport) -> list[dict[str, Any]]:
-    return [_record(member.rollout, member.score) for group in report.groups for member in group.members]
+    records = [
+        _record(member.rollout, member.score) | {"group": number}
+        for number, group in enumerate(report.groups)
+        for member in group.members
+    ]
+    return [record | more for record, more in zip(records, report.details or repeat({}), strict=False)]
 
 
 def _record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:

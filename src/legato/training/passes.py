@@ -22,6 +22,7 @@ from legato.diagnostics.measure import measure
 from legato.objectives.slots import State
 from legato.policy.policy import Channels, Policy, joined
 from legato.policy.routing import Balance, Directions, Traffic
+from legato.training.details import Marks
 from legato.training.plan import Update
 from legato.training.tables import Tables, needs_router_shift
 
@@ -45,6 +46,8 @@ class Report:
     savable: Tensor
     """What share of the tokens computed were responses of such rows. On the device."""
     passes: int
+    marks: Marks | None = None
+    """What it saw at each token, where asked for."""
 
 
 def silent_rows(algorithm: Algorithm, tables: Tables) -> Tensor | None:
@@ -66,8 +69,9 @@ def update_gradient(
     passes: int,
     silent: Tensor | None,
     load_balance: float = 0.0,
+    marked: bool = False,
 ) -> Report:
-    """Add the gradient of the loss of this update to the parameters.
+    """Add the gradient of the loss of this update to the parameters; `marked`: the report says what each token had.
 
     `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
     of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None.
@@ -88,10 +92,11 @@ def update_gradient(
         first=update.index == 0 and update.epoch == 0,
         load_balance=load_balance,
     )
+    sums, dead, marks = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device), None
     if packs:
-        sums, dead = (_two_passes if two else _one_pass)(work, packs)
-    else:
-        sums, dead = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device)
+        signals, outcome, more = (_two_passes if two else _one_pass)(work, packs)
+        sums, dead = measure(signals, outcome) + more, ~_alive(outcome.field)
+        marks = Marks.of(torch.cat(packs), signals, outcome) if marked else None
     lengths = tables.mask[sent(torch.cat(packs), tables.device)].sum(1) if packs else dead
     return Report(
         sums=sums,
@@ -100,6 +105,7 @@ def update_gradient(
         without_gradient=dead.sum(),
         savable=(lengths * dead).sum() / max(1, sum(_computed(policy, tables, rows) for rows in packs)),
         passes=2 if two else 1,
+        marks=marks,
     )
 
 
@@ -154,8 +160,8 @@ class _Work:
         return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
 
-def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
-    """Measures, and [rows] bool: which had no gradient."""
+def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
+    """What the objective read and decided over all rows of the packs, and measures beside it."""
     width, seen, gone = int(work.tables.texts.lengths.max()), list[Channels](), list[Traffic | None]()
     for rows in packs:
 
@@ -167,17 +173,16 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
     signals, outcome = work.outcome(torch.cat(packs), joined(seen))
-    return measure(signals, outcome) + _replayed(work, gone), ~_alive(outcome.field)
+    return signals, outcome, _replayed(work, gone)
 
 
-def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
+def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
     channels, gone = _first_pass(work, packs)
     signals, outcome = work.outcome(rows, channels)
     balance, measured = _balance(work, gone, signals)
-    dead = ~_alive(outcome.field)
-    alive = ~dead.cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
+    alive = _alive(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
     for numbers in _refilled(work, rows, packs, alive):
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
@@ -188,7 +193,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         if directions is not None:
             directions = replace(directions, record=False, balance=balance)
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond, directions)
-    return measure(signals, outcome) + _replayed(work, gone) + measured, dead
+    return signals, outcome, _replayed(work, gone) + measured
 
 
 def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:

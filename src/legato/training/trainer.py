@@ -20,6 +20,7 @@ from legato.policy.reference import Reference
 from legato.rollouts.engine import Remembering
 from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
 from legato.training.collect import Collector, Tally
+from legato.training.details import details
 from legato.training.optimizer import Optimizer
 from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
@@ -67,6 +68,8 @@ class StepReport:
     """Reasons and how often."""
     sums: Sums = field(default_factory=Sums)
     """What the metrics of the updates were made of."""
+    details: tuple[dict[str, Any], ...] = ()
+    """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
 
     def histograms(self) -> dict[str, dict[str, list[float]]]:
         """Edges and counts of every quantity that has a distribution."""
@@ -112,7 +115,8 @@ class Trainer:
         self.skipped: dict[int, float] = {}
         """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
 
-    def step(self) -> StepReport:
+    def step(self, detailed: int | None = None) -> StepReport:
+        """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
         started = time.perf_counter()
         groups, tally = self.collector.next(self.settings.prompts_per_step)
         rolled = time.perf_counter()
@@ -125,7 +129,7 @@ class Trainer:
         tables = self._anchored(tables, updates)
         silent = self._silent(tables)
         anchored = time.perf_counter()
-        done = [self._update(tables, update, silent) for update in updates]
+        done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         # Here the host waits for the device, once a step.
         read = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in done])
         dead, savable, norms = read.t().tolist()
@@ -146,7 +150,12 @@ class Trainer:
             floor=floor,
             unscorable=dict(tally.reasons),
             sums=sums,
+            details=() if detailed is None else self._details(tables, reports, detailed),
         )
+
+    def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
+        seen = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
+        return details(tables, seen, self.policy.tokenizer, most)
 
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
         """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
@@ -207,7 +216,9 @@ class Trainer:
         skip = self.settings.skip_silent_rows and not self.settings.load_balance
         return silent_rows(self.algorithm, tables) if skip else None
 
-    def _update(self, tables: Tables, update: Update, silent: torch.Tensor | None) -> tuple[Report, torch.Tensor]:
+    def _update(
+        self, tables: Tables, update: Update, silent: torch.Tensor | None, *, marked: bool
+    ) -> tuple[Report, torch.Tensor]:
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
@@ -223,6 +234,7 @@ class Trainer:
             passes=passes,
             silent=silent,
             load_balance=self.settings.load_balance,
+            marked=marked,
         )
         if isinstance(self.collector.engine, Remembering):
             self.collector.engine.before_update()

@@ -1,0 +1,154 @@
+"""The pages of `legato dashboard`: what each address answers. `guard.py` stands in front of all of them."""
+
+import json
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from legato.dashboard.board import configs, curves, findings
+from legato.dashboard.page import STYLE, THEMED, plotly_library, plotly_styles
+from legato.dashboard.runs import Folder
+from legato.dashboard.stored import Filter, listed, shown, steps_of
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+def application(folder: Folder) -> "Starlette":
+    """The app over a folder of runs. Answers are made in threads: reading a file must not hold up another page."""
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    answers: dict[str, Callable[[Request], Any]] = {
+        "/api/runs": lambda request: [run.row() for run in folder.runs()],
+        "/api/curves": lambda request: curves(
+            folder,
+            _all(request, "run"),
+            _all(request, "key"),
+            _whole(request, "points", 300),
+            "join" in request.query_params,
+        ),
+        "/api/health": lambda request: findings(folder, _all(request, "run")),
+        "/api/configs": lambda request: configs(folder, _all(request, "run")),
+        "/api/steps": lambda request: list(steps_of(folder.run(_one(request, "run")).directory)),
+        "/api/rollouts": lambda request: _rollouts(folder, request),
+        "/api/rollout": lambda request: shown(
+            folder.run(_one(request, "run")).directory,
+            _whole(request, "step", 0),
+            _whole(request, "index", 0),
+            whole="whole" in request.query_params,
+        ),
+    }
+    routes = [Route(path, _answering(folder, answer)) for path, answer in answers.items()]
+    routes += [Route(path, _file(*content)) for path, content in _files().items()]
+    return Starlette(routes=routes)
+
+
+def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
+    def endpoint(request: "Request") -> "Response":
+        from starlette.responses import Response
+
+        folder.answering += 1
+        try:
+            status, found = 200, answer(request)
+        except ValueError as error:
+            status, found = 400, {"error": str(error)}
+        finally:
+            folder.answering -= 1
+        return Response(json.dumps(found, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
+
+    return endpoint
+
+
+def _file(text: str, kind: str, kept: bool) -> "Callable[[Request], Response]":
+    def endpoint(request: "Request") -> "Response":
+        from starlette.responses import Response
+
+        # Only what comes with a version in its address may be kept by the browser.
+        headers = {"cache-control": "private, max-age=31536000, immutable"} if kept and request.url.query else None
+        return Response(text, media_type=kind, headers=headers)
+
+    return endpoint
+
+
+def _files() -> Mapping[str, tuple[str, str, bool]]:
+    place = files("legato.dashboard") / "static"
+    scripts = ("board.js", "charts.js", "rollouts.js")
+    plotly = plotly_library()
+    page = (place / "index.html").read_text(encoding="utf-8").replace("PLOTLY_VERSION", str(len(plotly)))
+    return {
+        "/": (page, "text/html", False),
+        "/board.css": (STYLE + (place / "board.css").read_text(encoding="utf-8"), "text/css", False),
+        "/themed.js": (THEMED, "text/javascript", False),
+        "/plotly.js": (plotly, "text/javascript", True),
+        **{f"/{name}": ((place / name).read_text(encoding="utf-8"), "text/javascript", False) for name in scripts},
+    }
+
+
+def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
+    directory = folder.run(_one(request, "run")).directory
+    asked = request.query_params
+    steps = list(steps_of(directory))
+    if asked.get("step", "all") != "all":
+        steps = [_whole(request, "step", 0)]
+    found = Filter(
+        text=asked.get("text", ""),
+        verdict=asked.get("verdict", ""),
+        stop=asked.get("stop", ""),
+        shortest=_whole(request, "shortest", None),
+        longest=_whole(request, "longest", None),
+        group=_whole(request, "group", None),
+    )
+    return listed(directory, steps, found, asked.get("order", "stored"))
+
+
+def _all(request: "Request", name: str) -> list[str]:
+    return request.query_params.getlist(name)
+
+
+def _one(request: "Request", name: str) -> str:
+    return request.query_params.get(name, "")
+
+
+def _whole(request: "Request", name: str, otherwise: Any) -> Any:
+    text = request.query_params.get(name, "")
+    if not text:
+        return otherwise
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise ValueError(f"{name} = {text[:40]!r} is given; a whole number is needed")
+    return int(text)
+
+
+def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[[str], object] | None = None) -> None:
+    """Serve until interrupted. `opened` is called with the address once it answers."""
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ValueError("the dashboard needs starlette and uvicorn: pip install 'legato[dashboard]'") from error
+    import asyncio
+    import socket
+
+    from legato.dashboard.guard import Guard
+
+    found = Folder(folder)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+            listening.listen()  # from here on the address answers, if a moment later
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
+        guard = Guard(
+            application(found),
+            listening.getsockname()[1],
+            lambda address: say(f"For another browser: {address}"),
+            plotly_styles(plotly_library()),
+        )
+        say(f"{folder} is shown at {guard.address}")
+        config = uvicorn.Config(guard, log_level="warning", access_log=False, server_header=False, ws="none")
+        if opened is not None:
+            opened(guard.address)
+        asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))

@@ -1,0 +1,102 @@
+"""What the page of several runs shows: their curves, their findings, and where their configs differ."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from legato.dashboard.curves import short
+from legato.dashboard.legible import legible
+from legato.dashboard.runs import Folder, Run
+from legato.dashboard.series import Series
+from legato.dashboard.several import arms
+from legato.diagnostics.seeds import mean
+
+_MOST_VALUES = 40_000
+"""Points of all curves of an answer together: two hundred curves need no three hundred points each."""
+
+
+def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: int, join: bool) -> dict[str, Any]:
+    """Curves by key, and every key there is; `join`: runs that differ in the seed alone become one curve with a band."""
+    runs = [folder.run(name) for name in names]
+    known = {run.name: run.drawn() for run in runs}
+    folder.read_beside()
+    points = max(20, min(points, _MOST_VALUES // max(1, len(runs) * len(keys))))
+    there = sorted({key for series in known.values() for each in series.values() for key in each.keys if "@" not in key})
+    made = _joined(runs, known, keys, points) if join else _each(runs, known, keys, points)
+    return {
+        "keys": there,
+        "curves": made,
+        "reading": [run.name for run in runs if run.first_look is not None],
+        "damaged": {run.name: run.damaged for run in runs if run.damaged},
+    }
+
+
+def _each(
+    runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
+) -> list[dict[str, Any]]:
+    found = []
+    for run in runs:
+        with run.lock:
+            found += [
+                {"key": key, "run": run.name, "name": legible(run.name, one_line=True), **curve}
+                for key in keys
+                if (curve := _curve(known[run.name], key, points)) is not None
+            ]
+    return found
+
+
+def _curve(series: Mapping[str, Series], key: str, points: int) -> dict[str, Any] | None:
+    found = (each.curve(key, points) for each in series.values())
+    return next((curve for curve in found if curve is not None), None)
+
+
+def _joined(
+    runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
+) -> list[dict[str, Any]]:
+    """The mean of the seeds, and from the least to the largest of them, at steps that all of them have reached."""
+    named = {run.name: run for run in runs}
+    alike = arms({run.name: run.options() for run in runs})
+    found = []
+    for arm, names in alike.items():
+        members = [named[name] for name in names]
+        for key in keys:
+            each = [curve for run in members if (curve := _curve(known[run.name], key, min(points, 60))) is not None]
+            if each:
+                name = members[0].name if len(members) == 1 else f"{arm}, {len(members)} seeds"
+                found.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
+    return found
+
+
+def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    if len(each) == 1:
+        return dict(each[0])
+    first, last = max(curve["x"][0] for curve in each), min(curve["x"][-1] for curve in each)
+    grid = [x for x in each[0]["x"] if first <= x <= last] or [first]
+    values = numpy.array([numpy.interp(grid, curve["x"], curve["mean"]) for curve in each]).T.tolist()
+    return {
+        "x": grid,
+        "mean": [short(mean(row)) for row in values],
+        "low": [short(min(row)) for row in values],
+        "high": [short(max(row)) for row in values],
+    }
+
+
+def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What the health watch found in these runs, the gravest first, then the newest."""
+    found = [each | {"run": name} for name in names for each in folder.run(name).read_health()]
+    gravity = {"alarm": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda each: (gravity[each["level"]], -each["step"]))
+
+
+def configs(folder: Folder, names: Sequence[str]) -> dict[str, Any]:
+    """The options in which runs differ, and how many they share."""
+    found = {name: folder.run(name).options() for name in names}
+    paths = sorted({path for options in found.values() for path in options})
+    rows = [{"path": path, "values": [_value(found[name], path) for name in names]} for path in paths]
+    differ = [row for row in rows if len(set(row["values"])) > 1]
+    return {"runs": list(names), "differ": differ, "same": [row for row in rows if row not in differ]}
+
+
+def _value(options: Mapping[str, Any], path: str) -> str | None:
+    return legible(str(options[path]), one_line=True) if path in options else None

@@ -1,0 +1,286 @@
+"""A folder of runs as it stands now: found, summed up from either end of their files, read whole only when drawn."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legato.dashboard.legible import legible
+from legato.dashboard.series import Series
+from legato.dashboard.several import flat, read_config
+from legato.dashboard.summary import number
+from legato.dashboard.tail import Tail, last_lines, spread_lines
+from legato.diagnostics.format import RunDirectory
+
+LEVELS = ("note", "warning", "alarm")
+_DEEPEST = 4
+_QUIET_SECONDS = 300
+_FIRST_LOOK = 200
+"""Lines of a long file that are read before it is read whole."""
+_AT_ONCE = 2 << 20
+"""Bytes that are read while a page waits; more is read beside it."""
+_SLICE = 1 << 18
+"""Bytes that are read beside at once."""
+_KINDS = ("step", "evaluation", "warm-up")
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics without its histograms, which are most of it and of no use for a curve."""
+    short, found, _ = line.partition(b',"histograms":{')
+    for text in (short + b"}", line) if found else (line,):
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        return record if isinstance(record, dict) else None
+    return None
+
+
+@dataclass(slots=True)
+class Run:
+    """One run directory. Everything read is read once; `lock` guards what two requests could fill at the same time."""
+
+    name: str
+    """Its path within the folder."""
+    directory: RunDirectory
+    metrics: Tail
+    health: Tail
+    series: dict[str, Series] = field(default_factory=lambda: {kind: Series() for kind in _KINDS})
+    first_look: dict[str, Series] | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    damaged: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    told: dict[str, Any] = field(default_factory=dict)
+    seen: tuple[int, int, int] = (-1, -1, -1)
+    """Sizes and time of change when `told` was made."""
+    wanted: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, path: Path) -> "Run":
+        directory = RunDirectory(path)
+        name = str(path.relative_to(folder)) if path != folder else path.resolve().name
+        return cls(name=name, directory=directory, metrics=Tail(directory.metrics_path), health=Tail(directory.health_path))
+
+    # What the list shows
+
+    def row(self) -> dict[str, Any]:
+        """The run in a line, from the first and the last lines of its files."""
+        with self.lock:
+            now = self._stamp()
+            if now != self.seen:
+                self.told, self.seen = self._tell(), now
+            found = dict(self.told)
+        ended, changed = found.pop("ended"), found["changed"]
+        found["state"] = ended or ("running" if time.time() - changed < _QUIET_SECONDS else "no end recorded")
+        found["running"] = not ended and found["state"] == "running"
+        return found
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            stat = self.directory.metrics_path.stat()
+        except OSError:
+            return 0, self.health.size(), 0
+        return stat.st_size, self.health.size(), stat.st_mtime_ns
+
+    def _tell(self) -> dict[str, Any]:
+        size, sick, changed = self._stamp()
+        start, planned = self._start() or {}, self._planned()
+        last, end, accuracy = self._last()
+        self.read_health()
+        worst = max((LEVELS.index(each["level"]) for each in self.findings), default=-1)
+        return {
+            "id": self.name,
+            "name": _line(self.name),
+            "algorithm": _line(start.get("algorithm", "")),
+            "model": _line(start.get("model", "")),
+            "seed": planned.get("seed"),
+            "step": int(number(last, "step") or 0),
+            "steps": planned.get("steps"),
+            "reward": number(last, "reward/mean"),
+            "accuracy": accuracy,
+            "ended": None if end is None else _line(end.get("reason") or "ended"),
+            "changed": changed / 1e9 or _changed(self.directory.path),
+            "version": f"{size}-{sick}-{changed}",
+            "health": LEVELS[worst] if worst >= 0 else None,
+            "findings": len(self.findings),
+        }
+
+    def _start(self) -> dict[str, Any] | None:
+        try:
+            with self.directory.metrics_path.open("rb") as file:
+                lines = [file.readline(1 << 20) for _ in range(8)]
+        except OSError:
+            return None
+        found = (parsed(line) for line in lines if line.endswith(b"\n"))
+        return next((record for record in found if record and record.get("kind") == "start"), None)
+
+    def _last(self) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
+        """The last step, the end if it is the last thing said, and the accuracy measured last, where it is near."""
+        end, accuracy = None, None
+        for most in (1 << 16, 1 << 20):
+            for line in reversed(last_lines(self.directory.metrics_path, most)):
+                record = parsed(line) or {}
+                kind = record.get("kind")
+                end = record if kind == "end" and end is None else end
+                if kind == "evaluation" and accuracy is None:
+                    accuracy = number(record, "eval/accuracy_sampled")
+                if kind == "step":
+                    return record, end, accuracy
+        return {}, end, accuracy
+
+    def _planned(self) -> dict[str, int]:
+        """Seed and steps. Two hundred configs read as TOML would take a second."""
+        try:
+            text = self.directory.config_path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return {}
+        training = text.partition("\n[training]\n")[2].partition("\n[")[0]
+        return {name: int(value) for name, value in re.findall(r"^(seed|steps) = (\d+)$", training, re.MULTILINE)}
+
+    def options(self) -> dict[str, Any]:
+        """The resolved config by dotted path; empty where it cannot be read."""
+        return flat(read_config(self.directory))
+
+    def read_health(self) -> list[dict[str, Any]]:
+        """All findings so far."""
+        with self.lock:
+            while True:
+                again, lines = self.health.lines()
+                self.findings = [] if again else self.findings
+                if not lines:
+                    return self.findings
+                self.findings += [found for line in lines if (found := _finding(line)) is not None]
+
+    # What the curves show
+
+    def read(self, most: int = 1 << 20) -> bool:
+        """Read on; False when all that is there has been read."""
+        with self.lock:
+            again, lines = self.metrics.lines(most)
+            if again:
+                self.series, self.damaged = {kind: Series() for kind in _KINDS}, 0
+            records = [parsed(line) for line in lines]
+            self.damaged += records.count(None)
+            _fill(self.series, records)
+            return bool(lines)
+
+    def drawn(self) -> dict[str, Series]:
+        """What is known now: all of a short file; of a long one a first look, until it has been read beside."""
+        with self.lock:
+            self.wanted = True
+            left = self.metrics.size() - self.metrics.position
+            if left <= _AT_ONCE:
+                while self.read():
+                    pass
+                self.first_look = None
+                return self.series
+            if self.metrics.position and self.first_look is None:
+                return self.series  # read whole once; what came since is being read
+            if self.first_look is None:
+                self.first_look = {kind: Series() for kind in _KINDS}
+                _fill(self.first_look, map(parsed, spread_lines(self.directory.metrics_path, _FIRST_LOOK)))
+            return self.first_look
+
+    @property
+    def behind(self) -> bool:
+        return self.wanted and self.metrics.size() - self.metrics.position > _AT_ONCE
+
+
+class Folder:
+    """All runs below a folder; a run itself is a folder of one."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a folder; `legato dashboard FOLDER` takes a folder of runs, or a run")
+        self.path = path
+        self.found: dict[str, Run] = {}
+        self._looked = 0.0
+        self.answering = 0
+        """How many answers are being made."""
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+
+    def runs(self) -> list[Run]:
+        """Those that are there, looked for at most once a second."""
+        with self._lock:
+            if time.monotonic() - self._looked > 1:
+                there = dict.fromkeys(_directories(self.path, _DEEPEST))
+                known = {run.directory.path: run for run in self.found.values()}
+                runs = [known.get(path) or Run.of(self.path, path) for path in there]
+                self.found = {run.name: run for run in runs}
+                self._looked = time.monotonic()
+            return list(self.found.values())
+
+    def run(self, name: str) -> Run:
+        """A run by its name; names are looked up and never made into paths."""
+        if name not in self.found:
+            self.runs()
+        if name not in self.found:
+            raise ValueError(f"no run is called {name!r} in {self.path}")
+        return self.found[name]
+
+    def read_beside(self) -> None:
+        """Let a thread read what is too long to be read while a page waits."""
+        with self._lock:
+            if self._reader is None or not self._reader.is_alive():
+                self._reader = threading.Thread(target=self._read_all, name="reader of runs", daemon=True)
+                self._reader.start()
+
+    def _read_all(self) -> None:
+        while behind := [run for run in list(self.found.values()) if run.behind]:
+            for run in behind:
+                while run.behind and run.read(_SLICE):
+                    # Whoever waits for an answer comes first: what is read here can be shown a second later.
+                    time.sleep(0.02 if self.answering else 0)
+                run.first_look = None
+
+
+def _directories(path: Path, depth: int) -> Iterator[Path]:
+    """Run directories at or below `path`; nothing is looked for inside of one."""
+    if (path / "metrics.jsonl").is_file() or ((path / "config.toml").is_file() and (path / "environment.json").is_file()):
+        yield path
+        return
+    if depth == 0:
+        return
+    try:
+        inside = sorted(each for each in path.iterdir() if not each.name.startswith(".") and each.is_dir())
+    except OSError:
+        return
+    for each in inside:
+        if not each.is_symlink():
+            yield from _directories(each, depth - 1)
+
+
+def _fill(series: Mapping[str, Series], records: Iterable[Mapping[str, Any] | None]) -> None:
+    known = [record for record in records if record is not None]
+    for kind, into in series.items():
+        into.add([record for record in known if record.get("kind") == kind])
+
+
+def _finding(line: bytes) -> dict[str, Any] | None:
+    record = parsed(line)
+    if record is None or record.get("level") not in LEVELS:
+        return None
+    evidence = record.get("evidence")
+    return {
+        "step": int(number(record, "step") or 0),
+        "level": record["level"],
+        "rule": _line(record.get("rule", "")),
+        "sentence": _line(record.get("sentence", "")),
+        "evidence": "" if evidence is None else legible(evidence if isinstance(evidence, str) else json.dumps(evidence)),
+    }
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _line(value: Any) -> str:
+    return legible(str(value), one_line=True)

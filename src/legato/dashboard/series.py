@@ -1,0 +1,108 @@
+"""Curves of any length in bounded memory: neighbours are joined as more arrive, with mean, least and largest kept."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import numpy.typing
+
+from legato.dashboard.curves import short
+
+BUCKETS = 384
+"""Even; a curve on a screen shows no more."""
+
+Floats = numpy.typing.NDArray[numpy.float32]
+_TOTAL, _COUNT, _LOW, _HIGH = range(4)
+
+
+class Series:
+    """Every number of a run's records by key, each key in at most BUCKETS buckets of equally many records."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, int] = {}
+        self.width = 1
+        self.records = 0
+        self.last_step = 0.0
+        self._steps = numpy.zeros(BUCKETS)
+        self._table = numpy.zeros((4, 0, BUCKETS), dtype=numpy.float32)
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Records with "step", in order; what is not a finite number is not there."""
+        records = [record for record in records if isinstance(record.get("step"), int | float)]
+        for start in range(0, len(records), 512):
+            self._add(records[start : start + 512])
+
+    def _add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            for key, value in record.items():
+                if key not in self.keys and key != "step" and type(value) in (int, float):
+                    self.keys[key] = len(self.keys)
+        self._room()
+        keys = list(self.keys)
+        rows = [[v if type(v := record.get(key)) in (int, float) else None for key in keys] for record in records]
+        values = numpy.array(rows, dtype=numpy.float32).reshape(len(records), len(keys))
+        steps = numpy.array([record["step"] for record in records], dtype=float)
+        while self.records + len(records) > BUCKETS * self.width:
+            self._join()
+        places = (self.records + numpy.arange(len(records))) // self.width
+        starts = numpy.flatnonzero(numpy.diff(places, prepend=-1))
+        known = numpy.isfinite(values)
+        here = places[starts]
+        for index, (of, over, missing) in enumerate(
+            (
+                (values, numpy.add, 0.0),
+                (known, numpy.add, 0.0),
+                (values, numpy.minimum, numpy.inf),
+                (values, numpy.maximum, -numpy.inf),
+            )
+        ):
+            filled = numpy.where(known, of, missing).astype(numpy.float32)
+            found = over.reduceat(filled, starts, axis=0).T
+            self._table[index][:, here] = over(self._table[index][:, here], found)
+        begins = numpy.concatenate([[self.records], self.records + starts[1:]]) % self.width == 0
+        self._steps[here[begins]] = steps[starts[begins]]
+        self.records += len(records)
+        self.last_step = float(steps[-1]) if len(steps) else self.last_step
+
+    def _room(self) -> None:
+        """For keys that were not there before."""
+        missing = len(self.keys) - self._table.shape[1]
+        if missing > 0:
+            more = numpy.zeros((4, missing, BUCKETS), dtype=numpy.float32)
+            more[_LOW], more[_HIGH] = numpy.inf, -numpy.inf
+            self._table = numpy.concatenate([self._table, more], axis=1)
+
+    def _join(self) -> None:
+        """Two buckets become one."""
+        left, right = self._table[:, :, ::2], self._table[:, :, 1::2]
+        half = BUCKETS // 2
+        joined = numpy.zeros_like(self._table)
+        joined[_LOW], joined[_HIGH] = numpy.inf, -numpy.inf
+        joined[_TOTAL, :, :half], joined[_COUNT, :, :half] = left[_TOTAL] + right[_TOTAL], left[_COUNT] + right[_COUNT]
+        joined[_LOW, :, :half] = numpy.minimum(left[_LOW], right[_LOW])
+        joined[_HIGH, :, :half] = numpy.maximum(left[_HIGH], right[_HIGH])
+        self._table = joined
+        self._steps[:half], self._steps[half:] = self._steps[::2].copy(), 0.0
+        self.width *= 2
+
+    def curve(self, key: str, points: int = BUCKETS) -> dict[str, list[float]] | None:
+        """Steps with mean, least and largest, at most about `points` of them; None where no record has the key."""
+        if key not in self.keys:
+            return None
+        total, count, low, high = self._table[:, self.keys[key]]
+        used = numpy.flatnonzero(count)
+        if not len(used):
+            return None
+        stride = max(1, -(-len(used) // max(1, points)))
+        starts = numpy.arange(0, len(used), stride)
+        sums, counts = (numpy.add.reduceat(each[used], starts) for each in (total, count))
+        steps = self._steps[used][starts]
+        if stride * self.width > 1 and used[-1] * self.width < self.records:
+            # The end of a curve is what people look at: its last bucket stands where it has come to.
+            steps[-1] = self.last_step
+        return {
+            "x": [short(value) for value in steps.tolist()],
+            "mean": [short(value) for value in (sums / counts).tolist()],
+            "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
+            "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
+        }

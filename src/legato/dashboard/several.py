@@ -1,0 +1,135 @@
+"""One page of several runs: what differs in the seed alone is one arm, drawn as a mean with a band; and what each costs."""
+
+import html
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from legato.dashboard.comparison_figures import ARMS, cost_bars, over_seeds
+from legato.dashboard.curves import points
+from legato.dashboard.legible import legible
+from legato.dashboard.page import page, plotly_library
+from legato.dashboard.summary import Record, number
+from legato.dashboard.traces import Figure, axis, figure, shares
+from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.seeds import mean
+
+OF_A_RUN = ("training.seed", "output.name", "output.directory")
+"""What may differ between seeds of the same thing."""
+
+_LOGARITHMIC = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
+_CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("Held-out accuracy", "evaluation", "eval/accuracy_sampled", shares("accuracy")),
+    ("Reward", "step", "reward/mean", axis("reward")),
+    ("Lengths", "step", "length/mean", axis("tokens", least=0)),
+    ("Entropy", "step", "entropy/mean", axis("nats", least=0)),
+    (
+        "Clipped tokens",
+        "step",
+        "clip/tokens",
+        {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}},
+    ),
+    ("Gradient norm", "step", "gradient/norm", axis("norm", least=0)),
+    ("Experts that changed", "step", "router/flip_mean", shares("share of experts", whole=False)),
+)
+_PHASES = ("rollouts", "anchor", "update")
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A config by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        found |= inner
+    return found
+
+
+def arms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Names of runs by arm. An arm is called by its algorithm and by where it differs from the other arms."""
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, found in options.items():
+        kept = tuple(sorted((path, repr(value)) for path, value in found.items() if path not in OF_A_RUN))
+        alike.setdefault(kept, []).append(name)
+    values: dict[str, set[str | None]] = {}
+    for path in {path for kept in alike for path, _ in kept}:
+        values[path] = {dict(kept).get(path) for kept in alike}
+    said: dict[str, list[str]] = {}
+    for kept, names in alike.items():
+        found = options[names[0]]
+        # What an algorithm brings with it needs no saying: its name says it.
+        differs = [p for p, _ in kept if len(values[p]) > 1 and not p.startswith("algorithm.")]
+        words = [str(found.get("algorithm.name", names[0])), *(f"{path}={found[path]}" for path in differs)]
+        label = ", ".join(words)
+        said[label if label not in said else f"{label} ({names[0]})"] = names
+    return said
+
+
+def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
+    """The page of these runs."""
+    named = {str(directory.path): directory for directory in directories}
+    options = {name: flat(read_config(directory)) for name, directory in named.items()}
+    records = {name: directory.metrics() for name, directory in named.items()}
+    groups = arms(options)
+    drawn = _figures({arm: [records[name] for name in names] for arm, names in groups.items()})
+    listed = "".join(
+        f"<li>{_safe(arm)}: {', '.join(_safe(named[name].name) for name in names)}</li>" for arm, names in groups.items()
+    )
+    text = page(
+        title=f"{len(named)} runs - Legato",
+        head=f"<header><h1>{len(named)} runs</h1></header>",
+        body=f'<section><h2>Which runs</h2><div class="card"><ul>{listed}</ul></div></section>',
+        drawn=drawn,
+        plotly=plotly_library(),
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
+    colours = dict(zip(runs, cycle(ARMS), strict=False))
+    made: list[Figure | None] = []
+    for title, kind, key, layout in _CURVES:
+        data = []
+        for arm, seeds in runs.items():
+            courses = [dict(zip(*points([r for r in seed if r.get("kind") == kind], key), strict=True)) for seed in seeds]
+            if layout["yaxis"].get("type") == "log":
+                courses = [{step: value for step, value in course.items() if value > 0} for course in courses]
+            data += over_seeds([course for course in courses if course], arm, colours[arm])
+        caption = "Mean over seeds, and its 95 % interval where there are several."
+        made.append(figure(title, caption, data, layout, wide=not made))
+    phases = {arm: found for arm, seeds in runs.items() if (found := _phases(seeds))}
+    caption = (
+        "Seconds of a step by where they go, mean over steps and seeds. Replaying routes shows under anchor and update."
+    )
+    made.append(cost_bars(phases, "Cost of a step", caption, "seconds of a step") if phases else None)
+    return [each for each in made if each is not None]
+
+
+def _phases(seeds: Sequence[Sequence[Record]]) -> dict[str, float]:
+    """Mean seconds of a step by phase; the first step, which sets things up, is left out where there are more."""
+    found = {}
+    for phase in _PHASES:
+        each = []
+        for seed in seeds:
+            seconds = [value for record in seed if (value := number(record, f"time/{phase}_seconds")) is not None]
+            each += [mean(seconds[1:] or seconds)] if seconds else []
+        found[phase] = mean(each) if each else math.nan
+    return {} if any(map(math.isnan, found.values())) else found
+
+
+def read_config(directory: RunDirectory) -> dict[str, Any]:
+    """The resolved recipe; empty where it cannot be read."""
+    try:
+        return tomllib.loads(directory.config_path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _safe(text: str) -> str:
+    return html.escape(legible(text, one_line=True))

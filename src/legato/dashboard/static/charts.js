@@ -1,0 +1,166 @@
+// Curves of the chosen runs, one figure a quantity. Plotly is fetched after the page is there.
+import { ask, colourOf, make, short, state, tell } from "/board.js";
+
+const first = ["eval/accuracy_sampled", "reward/mean", "accuracy/mean", "length/mean", "entropy/mean", "clip/sequences",
+  "ratio/sequence_std", "gradient/norm"];
+const chosen = { keys: [...first], logarithmic: new Set(), smooth: 1, join: false };
+const drawn = new Map();
+let fetched = null;
+
+function library() {
+  fetched ||= new Promise((resolve, reject) => {
+    const script = make("script", { src: document.querySelector("meta[name=plotly]").content });
+    script.onload = () => resolve(window.Plotly);
+    script.onerror = () => reject(new Error("plotly could not be loaded"));
+    document.head.append(script);
+  });
+  return fetched;
+}
+
+// Plotly reads tags in names.
+const plain = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function smoothed(values, window) {
+  if (window <= 1) return values;
+  const reach = Math.floor(window / 2);
+  return values.map((_, index) => {
+    const near = values.slice(Math.max(0, index - reach), index + reach + 1);
+    return near.reduce((sum, value) => sum + value, 0) / near.length;
+  });
+}
+
+function traces(curves) {
+  const made = [], few = curves.length <= 4;
+  for (const curve of curves) {
+    const colour = colourOf(curve.run), name = plain(curve.name);
+    if (few && curve.low.some((value, index) => value !== curve.high[index])) {
+      const edge = { type: "scatter", mode: "lines", x: curve.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
+        legendgroup: name, name: name + ", least to largest" };
+      made.push({ ...edge, y: curve.low }, { ...edge, y: curve.high, fill: "tonexty", fillcolor: colour + "26" });
+    }
+    const alone = curve.x.length === 1 || curve.key.startsWith("eval/");
+    made.push({ type: "scatter", mode: alone ? "lines+markers" : "lines", x: curve.x, y: smoothed(curve.mean, chosen.smooth),
+      name, legendgroup: name, line: { color: colour, width: few ? 2 : 1.2 }, marker: { size: 5 } });
+  }
+  return made;
+}
+
+function card(key) {
+  const plot = make("div", { className: "plot" });
+  const log = make("button", { type: "button", textContent: "log", title: "Logarithmic axis" });
+  const gone = make("button", { type: "button", textContent: "\u00d7", title: "Take this figure away" });
+  gone.setAttribute("aria-label", "Take " + key + " away");
+  const buttons = savers(plot, key);
+  buttons.append(log, gone);
+  const figure = make("figure", { className: "card" }, buttons, make("h3", { textContent: key }), plot);
+  figure.dataset.key = key;
+  log.addEventListener("click", () => {
+    if (!chosen.logarithmic.delete(key)) chosen.logarithmic.add(key);
+    log.setAttribute("aria-pressed", chosen.logarithmic.has(key));
+    draw(key);
+  });
+  gone.addEventListener("click", () => {
+    chosen.keys = chosen.keys.filter(each => each !== key);
+    drawn.delete(key);
+    figure.remove();
+  });
+  return { figure, plot, curves: [], marks: [] };
+}
+
+function draw(key) {
+  const { plot, curves, marks } = drawn.get(key);
+  // Plotly writes powers with a style attribute, which the content security policy of this page forbids.
+  const axis = { exponentformat: "e", ...(chosen.logarithmic.has(key) ? { type: "log" } : {}) };
+  const shapes = marks.map(mark => ({ type: "line", x0: mark.step, x1: mark.step, y0: 0, y1: 1, yref: "paper",
+    line: { color: mark.level === "alarm" ? "#ef4444" : "#f59e0b", width: 1, dash: "dot" } }));
+  const layout = { xaxis: { title: { text: "step" } }, yaxis: axis, shapes, uirevision: key, hovermode: "x unified",
+    showlegend: curves.length > 1 && curves.length <= 12 };
+  if (curves.length > 12) layout.hovermode = "closest";
+  window.Plotly.react(plot, traces(curves), { ...themed(layout), margin: { l: 56, r: 14, t: 30, b: 40 } }, plotting);
+}
+
+// Plotly takes a second to load; until it is there the curves are plain lines, so that nobody waits for a first look.
+function sketch({ plot, curves }) {
+  const make = (tag, values) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(values)) element.setAttribute(name, value);
+    return element;
+  };
+  const ends = of => curves.reduce(([low, high], curve) => of(curve).reduce(
+    ([least, most], value) => [Math.min(least, value), Math.max(most, value)], [low, high]), [Infinity, -Infinity]);
+  const [left, right] = ends(curve => curve.x), [low, high] = ends(curve => curve.mean);
+  const svg = make("svg", { viewBox: "0 0 1000 500", preserveAspectRatio: "none", width: "100%", height: "100%" });
+  for (const curve of curves) {
+    const points = curve.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
+      (480 - 460 * (curve.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
+    svg.append(make("polyline", { points, fill: "none", stroke: colourOf(curve.run), "stroke-width": 2,
+      "vector-effect": "non-scaling-stroke" }));
+  }
+  plot.replaceChildren(svg);
+}
+
+export function redraw() {
+  if (window.Plotly) for (const [key, { figure }] of drawn) if (figure.isConnected) draw(key);
+}
+
+function controls(place) {
+  const add = make("input", { type: "search", placeholder: "Add a quantity", id: "add" });
+  add.setAttribute("list", "quantities");
+  add.setAttribute("aria-label", "Add a quantity");
+  add.addEventListener("change", () => {
+    if (add.value && !chosen.keys.includes(add.value)) chosen.keys.unshift(add.value);
+    add.value = "";
+    showCurves(place, {});
+  });
+  const smooth = make("select", { id: "smooth" }, ...[[1, "as it is"], [5, "5 points"], [15, "15 points"], [41, "41 points"]]
+    .map(([value, text]) => make("option", { value, textContent: text })));
+  smooth.addEventListener("change", () => { chosen.smooth = Number(smooth.value); redraw(); });
+  const join = make("input", { type: "checkbox", checked: chosen.join });
+  join.addEventListener("change", () => { chosen.join = join.checked; showCurves(place, {}); });
+  const note = make("span", { className: "dim", id: "note" });
+  return make("div", { className: "bar" }, add, make("datalist", { id: "quantities" }), make("label", {}, "Smooth ", smooth),
+    make("label", {}, join, " Join seeds"), note);
+}
+
+export async function showCurves(place, { late = () => false }) {
+  if (!place.querySelector(".figures"))
+    place.replaceChildren(controls(place), make("div", { className: "grid figures" }));
+  const asked = { run: state.chosen, key: chosen.keys, points: 300 };
+  if (chosen.join) asked.join = 1;
+  const [found, findings] = await Promise.all([ask("curves", asked),
+    state.chosen.length <= 4 ? ask("health", { run: state.chosen }) : []]);
+  if (late()) return;
+  const grid = place.querySelector(".figures"), list = document.getElementById("quantities");
+  if (!grid) return;
+  if (list.childElementCount !== found.keys.length)
+    list.replaceChildren(...found.keys.map(key => make("option", { value: key })));
+  for (const key of chosen.keys) {
+    const curves = found.curves.filter(curve => curve.key === key);
+    if (!curves.length) { drawn.get(key)?.figure.remove(); continue; }
+    if (!drawn.has(key)) drawn.set(key, card(key));
+    const entry = drawn.get(key);
+    entry.curves = curves;
+    entry.marks = findings.filter(each => each.level !== "note");
+    if (!entry.figure.isConnected) grid.append(entry.figure);
+    if (!window.Plotly) sketch(entry);
+  }
+  performance.mark("sketches");
+  const damaged = Object.entries(found.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
+  const reading = found.reading.length ? ["first look, reading on: " + found.reading.length + " runs"] : [];
+  document.getElementById("note").textContent = [...reading, ...damaged].join("; ");
+  if (!window.Plotly) await new Promise(resolve => setTimeout(resolve, 20)); // the sketches are painted first
+  await library();
+  for (const key of chosen.keys) {
+    if (late() || !grid.isConnected) return;
+    const entry = drawn.get(key);
+    if (!entry?.figure.isConnected) continue;
+    if (!entry.plot.data) {
+      entry.plot.replaceChildren();
+      await new Promise(resolve => setTimeout(resolve)); // each is painted when it is there, and keys are heard between
+    }
+    draw(key);
+  }
+  grid.dataset.ready = "yes";
+  performance.mark("figures");
+  if (found.reading.length) setTimeout(() => { if (!late() && state.tab === "curves") showCurves(place, { late }); }, 1500);
+}

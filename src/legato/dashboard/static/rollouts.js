@@ -1,0 +1,222 @@
+// The rollouts of a run: searched and filtered, each with its group, and its tokens coloured by what was measured there.
+import { ask, make, short, state } from "/board.js";
+
+const quantities = {
+  ratio: { title: "ratio", of: (d, t) => d.log_ratios[t], told: value => "ratio " + short(Math.exp(value)) + " (log " + short(value) + ")" },
+  logprob: { title: "log-prob", of: (d, t) => d.logprobs[t], told: value => "log-prob " + short(value) },
+  advantage: { title: "advantage", of: (d, t) => d.advantages[t], told: value => "advantage " + short(value) },
+  coefficient: { title: "coefficient", of: (d, t) => d.coefficients[t], told: value => "coefficient " + short(value) },
+};
+const asked = { run: "", step: "", text: "", verdict: "", stop: "", shortest: "", longest: "", order: "stored" };
+let colouring = "ratio", opened = null, rows = [];
+// An answer that comes after a later question is dropped.
+let listing = 0, opening = 0;
+
+const option = (value, textContent) => make("option", { value, textContent });
+
+function field(name, choices) {
+  const select = make("select", {}, ...choices.map(([value, text]) => option(value, text)));
+  select.value = asked[name];
+  select.setAttribute("aria-label", name);
+  select.addEventListener("change", () => { asked[name] = select.value; list(); });
+  return select;
+}
+
+function limit(name, placeholder) {
+  const input = make("input", { type: "number", min: 0, placeholder, size: 6, value: asked[name] });
+  input.setAttribute("aria-label", placeholder);
+  input.addEventListener("change", () => { asked[name] = input.value; list(); });
+  return input;
+}
+
+function controls(place) {
+  const run = make("select", { id: "rollout-run" }, ...state.chosen.map(id => option(id, id)));
+  run.value = asked.run;
+  run.addEventListener("change", () => { asked.run = run.value; asked.step = ""; place.replaceChildren(); showRollouts(place, {}); });
+  run.setAttribute("aria-label", "Run");
+  const search = make("input", { type: "search", id: "search", placeholder: "Search ( / )", value: asked.text });
+  search.setAttribute("aria-label", "Search prompts, responses and answers");
+  let waiting = 0;
+  search.addEventListener("input", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => { asked.text = search.value; list(); }, 200);
+  });
+  return make("div", { className: "bar" }, run, make("select", { id: "step" }), search,
+    field("verdict", [["", "right or wrong"], ["right", "right"], ["wrong", "wrong"], ["trained", "trained on"], ["held-out", "held out"]]),
+    field("stop", [["", "any end"], ["end_token", "end token"], ["length", "cut at the limit"], ["stop_string", "stop string"]]),
+    limit("shortest", "tokens from"), limit("longest", "tokens to"),
+    field("order", [["stored", "as stored"], ["reward", "by reward"], ["length", "by length"], ["advantage", "by advantage"]]));
+}
+
+async function steps() {
+  const found = await ask("steps", { run: asked.run }), select = document.getElementById("step");
+  if (!select) return;
+  const there = [...select.options].map(each => each.value).join();
+  const now = [["all", "all steps"], ...found.slice().reverse().map(step => [String(step), "step " + step])];
+  if (there !== now.map(([value]) => value).join()) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
+  if (!asked.step || !now.some(([value]) => value === asked.step)) asked.step = now.length > 1 ? now[1][0] : "all";
+  select.value = asked.step;
+  select.setAttribute("aria-label", "Step");
+  select.onchange = () => { asked.step = select.value; list(); };
+}
+
+export async function showRollouts(place, { again = false, late = () => false }) {
+  if (!state.chosen.includes(asked.run)) { asked.run = state.chosen[0]; asked.step = ""; place.replaceChildren(); }
+  const there = place.querySelector("#rollout-run");
+  if (!there || [...there.options].map(each => each.value).join("\n") !== state.chosen.join("\n")) {
+    opened = null;
+    place.replaceChildren(controls(place), make("div", { className: "split" },
+      make("div", { className: "card list rows", id: "list" }), make("div", { className: "card detail", id: "detail" })));
+    again = false;
+  }
+  const before = [...(document.getElementById("step")?.options || [])].length;
+  await steps();
+  if (late()) return;
+  // While a run goes on, what is being read stays as it is until a step is added.
+  if (!again || document.getElementById("step").options.length !== before) await list(again);
+}
+
+async function list(keep = false) {
+  const place = document.getElementById("list");
+  const mine = ++listing, found = await ask("rollouts", asked);
+  if (!place.isConnected || mine !== listing) return;
+  rows = found.rows;
+  const head = ["step", "prompt", "response", "reward", "A", "tokens"];
+  const body = rows.map((row, number) => {
+    const cells = [row.step, null, null, short(row.reward), short(row.advantage), short(row.tokens)].map(text => make("td", { textContent: text }));
+    for (const [index, text] of [[1, row.prompt], [2, row.text]]) {
+      cells[index].className = "text";
+      cells[index].replaceChildren(make("span", { textContent: text, dir: "auto" }));
+    }
+    cells[3].className = row.accuracy === null ? "" : row.accuracy >= 1 ? "good" : "bad";
+    const line = make("tr", { className: "row", tabIndex: 0 }, ...cells);
+    line.dataset.number = number;
+    line.addEventListener("click", () => open(row));
+    line.addEventListener("keydown", event => { if (event.key === "Enter") open(row); });
+    return line;
+  });
+  const notes = [...found.damaged, ...(found.more ? [found.more + " more are not listed"] : []), ...(rows.length ? [] : ["Nothing matches."])];
+  place.replaceChildren(...notes.map(text => make("p", { className: "dim", textContent: text })),
+    make("table", {}, make("thead", {}, make("tr", {}, ...head.map(text => make("th", { textContent: text })))), make("tbody", {}, ...body)));
+  place.dataset.count = rows.length;
+  if (keep && opened) mark();
+  else if (rows.length) await open(rows.find(row => row.measured) || rows[0]);
+  else document.getElementById("detail").replaceChildren();
+}
+
+function mark() {
+  for (const line of document.querySelectorAll("#list tr.row")) {
+    const row = rows[line.dataset.number];
+    line.setAttribute("aria-selected", opened !== null && row.step === opened.step && row.index === opened.index);
+  }
+  document.querySelector("#list tr[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
+}
+
+async function open(row, whole = false) {
+  const parameters = { run: asked.run, step: row.step, index: row.index };
+  if (whole) parameters.whole = 1;
+  const mine = ++opening;
+  opened = row;
+  mark();
+  const found = await ask("rollout", parameters);
+  if (mine !== opening) return;
+  const right = found.accuracy === null ? "" : found.accuracy >= 1 ? "right" : "wrong";
+  const facts = ["step " + found.step, right, "reward " + short(found.reward), found.advantage === null ? "" : "advantage " + short(found.advantage),
+    found.tokens + " tokens", found.stop, found.answer === null ? "" : "right answer: " + found.answer,
+    ...Object.entries(found.components).map(([name, value]) => name + " " + short(value)), found.unscorable && "not scored: " + found.unscorable];
+  const text = make("pre", { textContent: found.text, dir: "auto", id: "text" });
+  const rest = make("button", { type: "button", textContent: "Show the other " + found.left.toLocaleString("en") + " characters" });
+  rest.addEventListener("click", () => open(row, true));
+  document.getElementById("detail").replaceChildren(
+    make("div", { className: "tag", textContent: facts.filter(Boolean).join(" \u00b7 ") }),
+    make("h3", { textContent: "Prompt" }), make("pre", { textContent: found.prompt, dir: "auto" }),
+    ...(found.details ? [strip(found)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),
+    make("h3", { textContent: "Response as text" }), text, ...(found.left ? [rest] : []), ...group(found));
+}
+
+// Tokens
+
+function strip(found) {
+  const details = found.details, box = make("div", { className: "tokens", id: "tokens", dir: "auto" });
+  const told = make("div", { className: "told", role: "status" }), legend = make("div", { className: "legend" });
+  const by = make("select", { id: "colouring" }, ...Object.entries(quantities).map(([name, each]) => option(name, each.title)));
+  by.value = colouring;
+  by.setAttribute("aria-label", "Colour tokens by");
+  const say = t => told.textContent = details.pieces[t].replace(/\n/g, "\\n") + "  token " + (t + 1) + ": " +
+    Object.values(quantities).map(each => each.of(details, t) === null ? each.title + " not measured" : each.told(each.of(details, t))).join(", ") +
+    (cut(details, t) ? "; no gradient" : "");
+  details.pieces.forEach((piece, t) => {
+    const span = make("span", { textContent: piece, tabIndex: t ? -1 : 0 });
+    span.dataset.token = t;
+    box.append(span);
+  });
+  box.addEventListener("mouseover", event => { if (event.target.dataset.token) say(Number(event.target.dataset.token)); });
+  box.addEventListener("focusin", event => { if (event.target.dataset.token) say(Number(event.target.dataset.token)); });
+  box.addEventListener("keydown", event => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key], next = move && box.children[Number(event.target.dataset.token) + move];
+    if (!next) return;
+    event.target.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+    event.preventDefault();
+  });
+  const paint = () => colour(box, details, legend);
+  by.addEventListener("change", () => { colouring = by.value; paint(); });
+  paint();
+  const few = details.pieces.length < found.tokens ? " (the first " + details.pieces.length + " of " + found.tokens + " were measured)" : "";
+  const update = details.update === null ? "no update had this response" : "as update " + (details.update + 1) + " of the step saw it";
+  return make("div", {}, make("h3", { textContent: "Tokens" + few }),
+    make("div", { className: "bar" }, make("label", {}, "Colour by ", by), make("span", { className: "dim", textContent: update })), legend, box, told);
+}
+
+const cut = (details, t) => details.coefficients[t] === 0 && details.advantages[t] !== null && details.advantages[t] !== 0;
+
+function colour(box, details, legend) {
+  const quantity = quantities[colouring], values = details.pieces.map((_, t) => quantity.of(details, t));
+  const known = values.filter(value => value !== null), largest = Math.max(...known.map(Math.abs), 0);
+  values.forEach((value, t) => {
+    const size = value === null || !largest ? 0 : Math.ceil(5 * Math.abs(value) / largest - 1e-9);
+    const shade = value === null ? "none" : size === 0 ? "z" : (value < 0 ? "m" : "p") + size;
+    box.children[t].className = "token " + shade + (cut(details, t) ? " cut" : "");
+  });
+  const shades = ["m5", "m3", "m1", "z", "p1", "p3", "p5"].map(name => make("i", { className: name }));
+  const ends = colouring === "ratio" ? [short(Math.exp(-largest)), short(Math.exp(largest))] : [short(-largest), short(largest)];
+  legend.replaceChildren(...(known.length ? [ends[0], ...shades, ends[1], make("span", { textContent: "  underlined: no gradient" })]
+    : [quantity.title + " was not measured: no update had this response"]));
+}
+
+// The group
+
+function group(found) {
+  if (found.siblings.length < 2) return [];
+  const largest = Math.max(...found.siblings.map(each => Math.abs(each.advantage || 0)), 0);
+  const body = found.siblings.map(each => {
+    const size = largest ? Math.ceil(5 * Math.abs(each.advantage || 0) / largest - 1e-9) : 0;
+    const line = make("tr", { className: "row", tabIndex: 0 }, make("td", { textContent: each.index === found.index ? "this" : "" }),
+      make("td", { className: "text" }, make("span", { textContent: each.text, dir: "auto" })),
+      make("td", { textContent: short(each.reward), className: each.accuracy === null ? "" : each.accuracy >= 1 ? "good" : "bad" }),
+      make("td", { textContent: short(each.advantage), className: size ? (each.advantage < 0 ? "m" : "p") + size : "" }),
+      make("td", { textContent: short(each.tokens) }));
+    line.addEventListener("click", () => open(each));
+    line.addEventListener("keydown", event => { if (event.key === "Enter") open(each); });
+    return line;
+  });
+  const rewards = found.siblings.map(each => each.reward).filter(value => value !== null);
+  const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
+  return [make("h3", { textContent: "Group of " + found.siblings.length + ", mean reward " + short(mean) }),
+    make("table", { id: "group" }, make("thead", {}, make("tr", {}, ...["", "response", "reward", "A", "tokens"].map(text => make("th", { textContent: text })))),
+      make("tbody", {}, ...body))];
+}
+
+export function rolloutKey(event) {
+  const move = { j: 1, k: -1 }[event.key];
+  if (move && opened) {
+    const here = rows.findIndex(row => row.step === opened.step && row.index === opened.index);
+    const next = rows[here + move];
+    if (next) open(next);
+  } else if (event.key === "c" && document.getElementById("colouring")) {
+    const names = Object.keys(quantities), select = document.getElementById("colouring");
+    select.value = names[(names.indexOf(colouring) + 1) % names.length];
+    select.dispatchEvent(new Event("change"));
+  }
+}

@@ -1,0 +1,165 @@
+"""The stored rollouts of a run, searched and filtered; text of a model comes out legible and in measured portions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from legato.dashboard.legible import legible, shortened
+from legato.dashboard.summary import Record, number
+from legato.diagnostics.format import RunDirectory, RunDirectoryError
+
+MOST = 400
+"""Rows that a list shows."""
+PORTION = 20_000
+"""Characters of a text that are shown before the rest is asked for."""
+_PREVIEW = 160
+
+ORDERS = {"stored": None, "reward": "reward", "length": "tokens", "advantage": "advantage"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which rollouts are asked for; what is None or empty is not asked."""
+
+    text: str = ""
+    """In prompt, response or answer, in any case."""
+    verdict: str = ""
+    """'right', 'wrong', 'held-out' or 'trained'."""
+    stop: str = ""
+    shortest: int | None = None
+    longest: int | None = None
+    group: int | None = None
+
+    def takes(self, record: Record) -> bool:
+        tokens = number(record, "tokens") or 0.0
+        accuracy = number(record, "accuracy")
+        asked = (
+            not self.text or self._reads(record),
+            {
+                "right": accuracy is not None and accuracy >= 1,
+                "wrong": accuracy is not None and accuracy < 1,
+                "held-out": bool(record.get("held_out")),
+                "trained": not record.get("held_out"),
+            }.get(self.verdict, True),
+            not self.stop or record.get("stop") == self.stop,
+            self.shortest is None or tokens >= self.shortest,
+            self.longest is None or tokens <= self.longest,
+            self.group is None or record.get("group") == self.group,
+        )
+        return all(asked)
+
+    def _reads(self, record: Record) -> bool:
+        wanted = self.text.casefold()
+        return any(wanted in str(record.get(key) or "").casefold() for key in ("prompt", "text", "answer"))
+
+
+def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: str = "stored") -> dict[str, Any]:
+    """Rows of the rollouts that the filter takes, newest step first, at most MOST; and what could not be read."""
+    rows, damaged = list[dict[str, Any]](), list[str]()
+    key = ORDERS.get(order)
+    for step in sorted(steps, reverse=True):
+        try:
+            found = _of_step(directory, step)
+        except ValueError as error:
+            damaged.append(legible(str(error), one_line=True))
+            continue
+        rows += [_row(record, step, index) for index, record in enumerate(found) if asked.takes(record)]
+        if len(rows) >= MOST and key is None:
+            break
+    if key is not None:
+        rows.sort(key=lambda row: (row[key] is None, -(row[key] or 0.0)))
+    return {"rows": rows[:MOST], "more": max(0, len(rows) - MOST), "damaged": damaged}
+
+
+def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dict[str, Any]:
+    """One rollout with what was measured at its tokens, and its siblings."""
+    found = _of_step(directory, step)
+    if not 0 <= index < len(found):
+        raise ValueError(f"step {step} has {len(found)} rollouts; number {index} is asked for")
+    record = found[index]
+    group = record.get("group")
+    siblings = [
+        _row(each, step, number) for number, each in enumerate(found) if group is not None and each.get("group") == group
+    ]
+    text = str(record.get("text") or "")
+    return _row(record, step, index) | {
+        "prompt": legible(str(record.get("prompt") or "")[: None if whole else PORTION]),
+        "text": legible(text[: None if whole else PORTION]),
+        "left": 0 if whole else max(0, len(text) - PORTION),
+        "components": {legible(str(k), one_line=True): v for k, v in _mapping(record.get("components")).items()},
+        "unscorable": legible(str(record.get("unscorable") or ""), one_line=True),
+        "details": _details(record),
+        "siblings": siblings,
+    }
+
+
+def _row(record: Record, step: int, index: int) -> dict[str, Any]:
+    def line(key: str) -> str:
+        return legible(shortened(str(record.get(key) or ""), _PREVIEW), one_line=True)
+
+    return {
+        "step": step,
+        "index": index,
+        "prompt": line("prompt"),
+        "text": line("text"),
+        "answer": None if record.get("answer") is None else line("answer"),
+        "stop": line("stop"),
+        "group": number(record, "group"),
+        "held_out": bool(record.get("held_out")),
+        "measured": isinstance(record.get("details"), Mapping),
+        **{key: number(record, key) for key in ("reward", "accuracy", "tokens", "advantage")},
+    }
+
+
+def _details(record: Record) -> dict[str, Any] | None:
+    found = _mapping(record.get("details"))
+    pieces = found.get("pieces")
+    if not isinstance(pieces, list):
+        return None
+
+    def column(key: str, otherwise: float | None = None) -> list[float | None]:
+        values = found.get(key)
+        if not isinstance(values, list) or len(values) != len(pieces):
+            return [otherwise] * len(pieces)
+        return [number({"": value}, "") for value in values]
+
+    return {
+        "pieces": [legible(str(piece)) for piece in pieces],
+        "logprobs": column("logprobs"),
+        "log_ratios": column("log_ratios"),
+        "advantages": column("advantages", number(record, "advantage")),
+        "coefficients": column("coefficients"),
+        "update": number(found, "update"),
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _of_step(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
+    try:
+        changed = directory.rollouts_path(step).stat().st_mtime_ns
+    except OSError:
+        changed = 0
+    return _read(directory, step, changed)
+
+
+@lru_cache(maxsize=6)
+def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, Any]]:
+    """Some steps stay read: people go to and fro. Held by time of change, since a resumed run writes a step again."""
+    try:
+        return directory.read_rollouts(step)
+    except RunDirectoryError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {directory.rollouts_path(step)}: {error}") from error
+
+
+def steps_of(directory: RunDirectory) -> Iterator[int]:
+    """Steps with stored rollouts; none where the folder cannot be read."""
+    try:
+        yield from directory.rollout_steps()
+    except OSError:
+        return

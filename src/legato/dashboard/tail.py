@@ -1,0 +1,89 @@
+"""A file of lines that another process is writing: each line is read once, and only when it is whole."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_GUARD = 64
+_SLICE = 1 << 20
+
+
+@dataclass(slots=True)
+class Tail:
+    """Where reading has come to in a file that grows, and now and then is cut back by a resumed run."""
+
+    path: Path
+    position: int = 0
+    """Bytes of whole lines read so far."""
+    inode: int = 0
+    before: bytes = b""
+    """What stands right before `position`: a file that was cut back and grew again has something else there."""
+
+    def lines(self, most: int = _SLICE) -> tuple[bool, list[bytes]]:
+        """Whether the file was begun again, and the next whole lines: about `most` bytes of them, or one longer line."""
+        try:
+            with self.path.open("rb") as file:
+                again = self._begun_again(file.fileno())
+                file.seek(self.position)
+                data = file.read(most)
+                while data and b"\n" not in data and (more := file.read(most)):
+                    data += more
+        except OSError:
+            return False, []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        self.before = (self.before + whole)[-_GUARD:]
+        return again, whole.splitlines()
+
+    def _begun_again(self, descriptor: int) -> bool:
+        found = os.fstat(descriptor)
+        again = False
+        if self.position:
+            stands = os.pread(descriptor, len(self.before), self.position - len(self.before))
+            again = found.st_ino != self.inode or found.st_size < self.position or stands != self.before
+        self.inode = found.st_ino
+        if again:
+            self.position, self.before = 0, b""
+        return again
+
+    def size(self) -> int:
+        """Bytes in the file now; 0 where there is none."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+
+def last_lines(path: Path, most: int) -> list[bytes]:
+    """The whole lines among the last `most` bytes."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most))
+            data = file.read(most)
+    except OSError:
+        return []
+    if size > most:
+        data = data[data.find(b"\n") + 1 :] if b"\n" in data else b""
+    return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def spread_lines(path: Path, count: int) -> list[bytes]:
+    """Whole lines at about equal distances through the file, the last among them: a first look at a long one."""
+    found, reached = [], -1
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            for number in range(count):
+                file.seek(number * size // count)
+                if number:
+                    file.readline()
+                if file.tell() <= reached:
+                    continue
+                line = file.readline()
+                reached = file.tell() - 1
+                if line.endswith(b"\n"):
+                    found.append(line)
+    except OSError:
+        return []
+    return found + [line for line in last_lines(path, 1 << 18)[-1:] if not found or line + b"\n" != found[-1]]

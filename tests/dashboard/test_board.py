@@ -1,0 +1,390 @@
+"""The dashboard's answers without a browser: who may ask, what is tailed, how curves are kept, what a torn run gives."""
+
+import http.client
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from dashboard.browser import dashboard
+from dashboard.synthetic import synthetic_run
+from legato.dashboard.board import configs, curves
+from legato.dashboard.runs import Folder, parsed
+from legato.dashboard.series import BUCKETS, Series
+from legato.dashboard.stored import PORTION, Filter, listed, shown
+from legato.dashboard.tail import Tail, spread_lines
+from legato.diagnostics.format import RunDirectory
+
+# Who may ask
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
+    folder = tmp_path_factory.mktemp("served")
+    synthetic_run(folder, steps=5, name="one")
+    with dashboard(folder) as (process, address):
+        port, key = urlsplit(address).port, urlsplit(address).query
+        assert port
+        entered = get(port, f"/?{key}")
+        assert entered[0] == 200
+        cookie = entered[1]["set-cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        assert get(port, f"/?{key}")[0] == 403, "a key works once"
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("For another browser: ") and key not in line
+        again = get(port, f"/?{urlsplit(line.rpartition(' ')[2].strip()).query}")
+        assert again[0] == 200
+        yield port, cookie.partition(";")[0]
+
+
+def get(
+    port: int, path: str, cookie: str | None = None, method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    given = {name.replace("_", "-"): value for name, value in headers.items()} | ({"cookie": cookie} if cookie else {})
+    connection.request(method, path, headers=given)
+    answer = connection.getresponse()
+    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    connection.close()
+    return found
+
+
+PATHS = ("/", "/board.js", "/plotly.js", "/board.css", "/api/runs", "/api/curves?run=one&key=reward/mean", "/nothing")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_route_asks_for_cookie_host_and_origin(served: tuple[int, str], path: str) -> None:
+    port, cookie = served
+    assert get(port, path)[0] == 403
+    assert get(port, path, cookie="legato-1=x")[0] == 403
+    assert get(port, path, cookie=cookie, host="evil.example")[0] == 403
+    assert get(port, path, cookie=cookie, host=f"evil.example:{port}")[0] == 403
+    assert get(port, path, cookie=cookie, origin="http://evil.example")[0] == 403
+    assert get(port, path, cookie=cookie, origin="null")[0] == 403
+    assert get(port, path, cookie=cookie, sec_fetch_site="cross-site", sec_fetch_mode="cors")[0] == 403
+    assert get(port, path, cookie=cookie, method="POST")[0] == 405
+    status, headers, _ = get(port, path, cookie=cookie, origin=f"http://127.0.0.1:{port}", sec_fetch_site="same-origin")
+    assert status == (404 if path == "/nothing" else 200)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_it_listens_on_this_machine_only(served: tuple[int, str]) -> None:
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    mine = [fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == served[0]]
+    assert mine == [f"0100007F:{served[0]:04X}"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/rollout?run=../../etc&step=1&index=0",
+        "/api/rollout?run=one&step=-1&index=0",
+        "/api/rollout?run=one&step=1&index=99",
+        "/api/rollouts?run=one&step=abc",
+        "/api/steps",
+        "/api/curves?run=nobody",
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(served: tuple[int, str], path: str) -> None:
+    status, _, body = get(served[0], path, cookie=served[1])
+    assert status == 400 and json.loads(body)["error"]
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder"):
+        Folder(tmp_path / "nothing")
+
+
+# Tailing
+
+
+def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.lines() == (False, [])
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == (False, [b"one"])
+    assert tail.lines() == (False, [])
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert tail.lines() == (False, [b"two", b"three"])
+
+
+def test_lines_are_read_in_portions(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    expected = [b"%d" % number * 50 for number in range(40)]
+    path.write_bytes(b"\n".join(expected) + b"\n")
+    tail, found = Tail(path), []
+    while lines := tail.lines(64)[1]:
+        assert sum(map(len, lines)) < 400
+        found += lines
+    assert found == expected
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["shorter", "longer than before"])
+def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path, grown: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\nthree\n")
+    tail = Tail(path)
+    tail.lines()
+    path.write_bytes(b"one\nzwei\n" + b"drei und mehr\n" * grown)
+    again, lines = tail.lines()
+    assert again and lines[:2] == [b"one", b"zwei"]
+
+
+def test_a_first_look_takes_lines_from_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b"%d %s\n" % (number, b"x" * (number % 97)) for number in range(5000)))
+    found = [int(line.split()[0]) for line in spread_lines(path, 50)]
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] == 4999
+    assert len(found) >= 50 and max(later - sooner for sooner, later in pairwise(found)) < 250
+
+
+# Curves
+
+
+@pytest.mark.parametrize("portion", [1, 7, 1000])
+@pytest.mark.parametrize("count", [1, 5, BUCKETS, BUCKETS + 1, 3001])
+def test_a_curve_keeps_means_and_extremes(count: int, portion: int) -> None:
+    chance = random.Random(count)
+    values = [None if chance.random() < 0.1 else chance.gauss(0, 1) for _ in range(count)]
+    records = [{"kind": "step", "step": number + 1, "a/b": value} for number, value in enumerate(values)]
+    series = Series()
+    for start in range(0, count, portion):
+        series.add(records[start : start + portion])
+    assert series.records == count
+    found = series.curve("a/b")
+    width = series.width
+    assert width == max(1, 2 ** math.ceil(math.log2(count / BUCKETS)))
+    buckets = [(at + 1, [v for v in values[at : at + width] if v is not None]) for at in range(0, count, width)]
+    buckets = [(at, inside) for at, inside in buckets if inside]
+    if not buckets:
+        assert found is None
+        return
+    assert found is not None
+    assert found["mean"] == pytest.approx([sum(inside) / len(inside) for _, inside in buckets], abs=1e-5)
+    assert found["low"] == pytest.approx([min(inside) for _, inside in buckets], abs=1e-5)
+    assert found["high"] == pytest.approx([max(inside) for _, inside in buckets], abs=1e-5)
+    assert found["x"][:-1] == [at for at, _ in buckets[:-1]]
+    few = series.curve("a/b", 10)
+    assert few is not None and len(few["x"]) <= 10
+    assert min(few["low"]) == min(found["low"]) and max(few["high"]) == max(found["high"])
+
+
+def test_what_is_not_a_number_is_not_drawn() -> None:
+    series = Series()
+    series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None}, {"step": 2, "late": 3}, {"a": 5.0}])
+    assert set(series.keys) == {"a", "late"}
+    assert series.curve("late") == {"x": [2.0], "mean": [3.0], "low": [3.0], "high": [3.0]}
+    assert series.curve("b") is None
+
+
+def test_histograms_are_left_out_of_a_line() -> None:
+    line = json.dumps(
+        {"kind": "step", "step": 1, "histograms": {"x": {"edges": [0, 1], "counts": [3]}}}, separators=(",", ":")
+    )
+    assert parsed(line.encode()) == {"kind": "step", "step": 1}
+    assert parsed(b'{"a":",\\"histograms\\":{","b":1}') == {"a": ',"histograms":{', "b": 1}
+    assert parsed(b"[1]") is None and parsed(b"{") is None
+
+
+def append(directory: RunDirectory, steps: range, **more: Any) -> None:
+    for step in steps:
+        directory.append_metrics({"kind": "step", "step": step, "reward/mean": step / 10, **more})
+
+
+def drawn(folder: Folder, *names: str, key: str = "reward/mean", join: bool = False) -> dict[str, Any]:
+    found = curves(folder, names, [key], 300, join)
+    return {each["run"]: each for each in found["curves"]}
+
+
+def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "live")
+    folder = Folder(tmp_path)
+    assert folder.runs() == []
+    directory.write_config("[training]\nseed = 3\nsteps = 9\n")
+    append(directory, range(1, 4))
+    folder._looked = 0.0
+    (run,) = folder.runs()
+    row = run.row()
+    assert (row["step"], row["running"], row["state"]) == (3, True, "running")
+    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3]
+    position = run.metrics.position
+    append(directory, range(4, 6))
+    assert run.row()["version"] != row["version"]
+    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
+    assert run.metrics.position > position
+    with directory.metrics_path.open("ab") as file:
+        file.write(b'{"kind":"step","step":6,"rew')
+    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
+    append(directory, range(6, 7))  # the writer mends what it finds torn
+    directory.append_metrics({"kind": "end", "reason": "all steps done"})
+    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5, 6]
+    assert run.row()["state"] == "all steps done" and not run.row()["running"]
+
+
+def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "resumed")
+    directory.write_config("")
+    append(directory, range(1, 4))
+    position = directory.metrics_position()
+    append(directory, range(4, 8))
+    folder = Folder(tmp_path)
+    assert drawn(folder, "resumed")["resumed"]["mean"][-1] == 0.7
+    directory.truncate_metrics(position)
+    for step in range(4, 12):
+        directory.append_metrics({"kind": "step", "step": step, "reward/mean": -1.0})
+    assert drawn(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8
+
+
+def test_a_long_run_is_looked_at_first_and_then_read_whole(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "long")
+    directory.write_config("")
+    line = json.dumps({"kind": "step", "step": 0, "reward/mean": 0, "padding": "x" * 2000}, separators=(",", ":"))
+    lines = (line.replace(":0,", f":{step},", 1).replace('mean":0', f'mean":{step % 7}') for step in range(1, 3001))
+    directory.metrics_path.write_text("\n".join(lines) + "\n")
+    folder = Folder(tmp_path)
+    first = curves(folder, ["long"], ["reward/mean"], 300, False)
+    assert first["reading"] == ["long"] and 150 < len(first["curves"][0]["x"]) <= 210
+    assert folder._reader is not None
+    folder._reader.join(timeout=20)
+    whole = curves(folder, ["long"], ["reward/mean"], 1000, False)
+    run = folder.run("long")
+    assert whole["reading"] == [] and run.series["step"].records == 3000
+    assert run.metrics.position == directory.metrics_path.stat().st_size
+    assert whole["curves"][0]["x"][-1] == 3000
+
+
+@pytest.mark.parametrize("harm", ["nothing but a folder", "config only", "empty", "zeros", "damaged", "unreadable rollouts"])
+def test_a_torn_run_does_not_stop_the_others(tmp_path: Path, harm: str) -> None:
+    synthetic_run(tmp_path, steps=4, name="whole")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    if harm != "nothing but a folder":
+        (torn / "config.toml").write_text('[training]\nseed = "')
+        (torn / "environment.json").write_text("{")
+    if harm == "empty":
+        (torn / "metrics.jsonl").write_bytes(b"")
+    if harm == "zeros":
+        (torn / "metrics.jsonl").write_bytes(b"\0" * 5000)
+    if harm == "damaged":
+        lines = b'{"kind":"start"}\n{"kind":"step","step":1,"reward/mean":1}\n{"ki\n\xff\xfe\n[]\n{"kind":"step"}\n'
+        (torn / "metrics.jsonl").write_bytes(lines + b'{"kind":"step","step":2,"reward/mean":2}\n{"kind"')
+        (torn / "health.jsonl").write_bytes(b'{"level":"alarm","sentence":"it fell","step":2}\n{"level":"loud"}\n{"le')
+    if harm == "unreadable rollouts":
+        (torn / "metrics.jsonl").write_bytes(b"")
+        (torn / "rollouts").mkdir()
+        (torn / "rollouts" / "step-000001.jsonl.gz").write_bytes(b"\x1f\x8b\x08nonsense")
+    folder = Folder(tmp_path)
+    rows = {row["name"]: row for row in (run.row() for run in folder.runs())}
+    assert set(rows) == {"whole"} | ({"torn"} if harm != "nothing but a folder" else set())
+    assert rows["whole"]["step"] == 4
+    if harm == "nothing but a folder":
+        return
+    found = drawn(folder, "whole", "torn")
+    assert found["whole"]["x"] == [1, 2, 3, 4]
+    assert configs(folder, ["whole", "torn"])["differ"]
+    if harm == "damaged":
+        assert found["torn"]["mean"] == [1, 2] and folder.run("torn").damaged == 3
+        assert (rows["torn"]["health"], rows["torn"]["findings"], rows["torn"]["step"]) == ("alarm", 1, 2)
+    if harm == "unreadable rollouts":
+        directory = folder.run("torn").directory
+        assert "damaged" in listed(directory, [1], Filter())["damaged"][0]
+
+
+def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
+    for seed in range(3):
+        directory = RunDirectory.create(tmp_path, f"gspo-{seed}")
+        directory.write_config(f'[training]\nseed = {seed}\n[output]\nname = "gspo-{seed}"\n')
+        for step in range(1, 6 + seed):
+            directory.append_metrics({"kind": "step", "step": step, "reward/mean": step + seed})
+    other = RunDirectory.create(tmp_path, "grpo")
+    other.write_config('[algorithm]\nname = "grpo"\n[training]\nseed = 0\n')
+    append(other, range(1, 3))
+    found = drawn(Folder(tmp_path), "gspo-0", "gspo-1", "gspo-2", "grpo", join=True)
+    assert set(found) == {"gspo-0", "grpo"}
+    assert found["gspo-0"] | {"key": ""} == {
+        "key": "",
+        "run": "gspo-0",
+        "name": "gspo-0, 3 seeds",
+        "x": [1, 2, 3, 4, 5],
+        "mean": [2, 3, 4, 5, 6],
+        "low": [1, 2, 3, 4, 5],
+        "high": [3, 4, 5, 6, 7],
+    }
+
+
+def test_configs_are_compared_option_by_option(tmp_path: Path) -> None:
+    for name, rate in (("a", "1e-3"), ("b", "1e-4")):
+        synthetic = RunDirectory.create(tmp_path, name)
+        synthetic.write_config(f'[training]\nlr = {rate}\nseed = 0\n[policy]\nmodel = "<i>tiny</i>"\n')
+        append(synthetic, range(1, 2))
+    found = configs(Folder(tmp_path), ["a", "b"])
+    assert found["differ"] == [{"path": "training.lr", "values": ["0.001", "0.0001"]}]
+    assert {row["path"] for row in found["same"]} == {"training.seed", "policy.model"}
+
+
+# Rollouts
+
+
+def stored(parent: Path) -> RunDirectory:
+    directory = RunDirectory.create(parent, "run")
+    rows = [
+        {"prompt": f"{n}+1=", "text": f"answer {n}", "answer": str(n + 1), "reward": float(n % 2), "accuracy": float(n % 2)}
+        | {"tokens": n, "stop": "length" if n == 3 else "end_token", "group": n // 2, "advantage": n - 2.5, "key": "k"}
+        for n in range(6)
+    ]
+    directory.write_rollouts(1, rows)
+    directory.write_rollouts(2, [rows[0] | {"held_out": True, "text": "A\u202eB\x1b[31m" + "x" * 50_000}])
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (Filter(), [0, 1, 2, 3, 4, 5]),
+        (Filter(text="ANSWER 4"), [4]),
+        (Filter(text="3+1"), [3]),
+        (Filter(verdict="right"), [1, 3, 5]),
+        (Filter(verdict="wrong", longest=2), [0, 2]),
+        (Filter(stop="length"), [3]),
+        (Filter(shortest=2, longest=3), [2, 3]),
+        (Filter(group=1), [2, 3]),
+        (Filter(verdict="held-out"), []),
+    ],
+)
+def test_rollouts_are_filtered(tmp_path: Path, asked: Filter, expected: list[int]) -> None:
+    assert [row["index"] for row in listed(stored(tmp_path), [1], asked)["rows"]] == expected
+
+
+def test_rollouts_are_ordered_over_all_steps(tmp_path: Path) -> None:
+    found = listed(stored(tmp_path), [1, 2], Filter(), "length")["rows"]
+    assert [(row["step"], row["index"]) for row in found] == [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (2, 0), (1, 0)]
+
+
+def test_a_rollout_comes_with_its_group_and_in_portions(tmp_path: Path) -> None:
+    directory = stored(tmp_path)
+    found = shown(directory, 1, 2, whole=False)
+    assert [each["index"] for each in found["siblings"]] == [2, 3] and found["left"] == 0
+    long = shown(directory, 2, 0, whole=False)
+    assert long["text"].startswith("A\\u202eB\\x1b[31mx") and long["left"] == 50_000 + 8 - PORTION
+    assert len(shown(directory, 2, 0, whole=True)["text"]) > 50_000
+
+
+def test_a_step_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    directory = stored(tmp_path)
+    assert shown(directory, 2, 0, whole=False)["reward"] == 0
+    directory.write_rollouts(2, [{"text": "new", "reward": 7.0}])
+    os.utime(directory.rollouts_path(2), ns=(1, 1))
+    assert shown(directory, 2, 0, whole=False)["reward"] == 7

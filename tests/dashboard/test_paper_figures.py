@@ -1,0 +1,169 @@
+"""The figures of the report that people draw in papers, against plain accounts of what they show."""
+
+import json
+import math
+import random
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboard.synthetic import synthetic_run
+from legato.dashboard.report import write_report
+from legato.dashboard.several import arms, write_several
+from legato.dashboard.token_figures import measured, token_figures
+from legato.dashboard.traces import Figure
+from legato.diagnostics.format import RunDirectory
+
+BAND = {"kind": "step", "step": 1, "clip/band_low": 3e-4, "clip/band_high": 4e-4}
+
+
+def response(log_ratios: list[float], update: int | None = 1, **more: Any) -> dict[str, Any]:
+    count = len(log_ratios)
+    details = {"pieces": [f"<t{n}>" for n in range(count)], "logprobs": [-1.0] * count, "log_ratios": log_ratios}
+    details |= {"advantages": None, "coefficients": [0.0 if n == 1 else 0.1 for n in range(count)], "update": update}
+    return {
+        "prompt": "p",
+        "text": "t",
+        "reward": 1.0,
+        "tokens": count,
+        "advantage": 1.0,
+        "group": 0,
+        "details": details,
+    } | more
+
+
+def run(parent: Path, rows: list[dict[str, Any]], name: str = "run") -> RunDirectory:
+    directory = RunDirectory.create(parent, name)
+    directory.write_config("")
+    directory.append_metrics(BAND)
+    directory.write_rollouts(1, rows)
+    return directory
+
+
+def figures(directory: RunDirectory) -> dict[str, Figure]:
+    return {each.title: each for each in token_figures(directory, [BAND])}
+
+
+def test_only_responses_that_had_moved_are_measured(tmp_path: Path) -> None:
+    rows = [
+        response([0.1, 0.2]),
+        response([0.1, 0.2], update=0),
+        response([0.1, 0.2], update=None),
+        response([0.0, 0.0]),
+        response([0.1, 0.2], tokens=9),
+        {"prompt": "held out"},
+    ]
+    assert [each.log_s for each in measured(run(tmp_path, rows))] == pytest.approx([0.15])
+
+
+def test_variance_against_length_finds_the_law_it_was_made_by(tmp_path: Path) -> None:
+    """Independent tokens: Var(log s) = sigma^2 / L, slope -1, on the dashed line."""
+    chance, sigma = random.Random(0), 0.01
+    rows = [response([chance.gauss(0, sigma) for _ in range(length)]) for length in (4, 16, 64, 256) for _ in range(300)]
+    seen = figures(run(tmp_path, rows))["Variance against length"]
+    found, even = seen.data
+    assert found["x"] == [4, 16, 64, 256]
+    plain = [
+        statistics.variance(sum(r["details"]["log_ratios"]) / r["tokens"] for r in rows if r["tokens"] == n)
+        for n in found["x"]
+    ]
+    assert found["y"] == pytest.approx(plain, rel=1e-4)
+    assert found["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.25)
+    assert even["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.02)
+    slope = re.search(r"slope (-?[\d.]+)", found["name"])
+    assert slope and float(slope.group(1)) == pytest.approx(-1, abs=0.06)
+
+
+def test_drift_between_responses_flattens_the_slope(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    rows = []
+    for length in (4, 16, 64, 256):
+        for _ in range(100):
+            drift = chance.gauss(0, 0.01)
+            rows.append(response([drift + chance.gauss(0, 0.01) for _ in range(length)]))
+    slope = re.search(r"slope (-?[\d.]+)", figures(run(tmp_path, rows))["Variance against length"].data[0]["name"])
+    assert slope and float(slope.group(1)) > -0.2
+
+
+def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    rows = [response([chance.gauss(0, 0.1) for _ in range(50)]) for _ in range(200)]
+    seen = figures(run(tmp_path, rows))["Ratios of tokens and of responses"]
+    tokens, responses = seen.data
+    for trace, sizes in (
+        (tokens, [abs(value) for row in rows for value in row["details"]["log_ratios"]]),
+        (responses, [abs(statistics.fmean(row["details"]["log_ratios"])) for row in rows]),
+    ):
+        assert sum(trace["y"]) == pytest.approx(1, abs=1e-3)
+        middle = math.exp(sum(share * math.log(x) for x, share in zip(trace["x"], trace["y"], strict=True)))
+        assert middle == pytest.approx(statistics.geometric_mean(sizes), rel=0.1)
+    edges = sorted(shape["x0"] for shape in seen.layout["shapes"])
+    assert edges == pytest.approx([-math.log1p(-3e-4), math.log1p(4e-4)])
+
+
+def test_the_strip_shows_a_response_token_by_token(tmp_path: Path) -> None:
+    seen = figures(run(tmp_path, [response([0.5, -0.25, 0.0])]))["Token strip"]
+    free, silent, whole = seen.data
+    assert (free["x"], free["y"], silent["x"], silent["y"]) == ([1, 3], [0.5, 0.0], [2], [-0.25])
+    assert whole["y"] == pytest.approx([0.25 / 3] * 2, rel=1e-5)
+    assert seen.layout["xaxis"]["ticktext"] == ["&lt;t0&gt;", "&lt;t1&gt;", "&lt;t2&gt;"]
+    assert [shape["y0"] for shape in seen.layout["shapes"]] == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
+
+
+def test_the_report_has_them_and_damage_does_not_stop_it(tmp_path: Path) -> None:
+    directory = synthetic_run(tmp_path, steps=30)
+    rows = [response([0.01 * n, -0.02, 0.001 * n] * (1 + n % 3)) for n in range(1, 60)]
+    directory.write_rollouts(30, rows)
+    titles = [each["title"] for each in drawn(write_report(directory))]
+    for title in (
+        "Clip fraction, logarithmic",
+        "Ratios of tokens and of responses",
+        "Variance against length",
+        "Token strip",
+    ):
+        assert title in titles
+    directory.rollouts_path(30).write_bytes(b"torn")
+    assert "Token strip" not in [each["title"] for each in drawn(write_report(directory))]
+
+
+def drawn(page: Path) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    figures: list[dict[str, Any]] = json.loads(found.group(1))
+    return figures
+
+
+def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -> None:
+    made = []
+    for name, replay, seed, height in (("a", "off", 0, 1.0), ("b", "off", 1, 2.0), ("c", "R2", 0, 5.0)):
+        directory = RunDirectory.create(tmp_path, name)
+        text = f'[algorithm]\nname = "grpo"\n[training]\nseed = {seed}\nrouting_replay = "{replay}"\n'
+        directory.write_config(text + f'[output]\nname = "{name}"\n')
+        for step in range(1, 4):
+            times = {f"time/{phase}_seconds": height * step for phase in ("rollouts", "anchor", "update")}
+            directory.append_metrics({"kind": "step", "step": step, "reward/mean": height, "clip/tokens": 0.0, **times})
+        made.append(directory)
+    found = {each["title"]: each for each in drawn(write_several(made, tmp_path / "page.html"))}
+    assert set(found) == {"Reward", "Cost of a step"}
+    low, high, mean, other = found["Reward"]["data"]
+    assert (low["y"], high["y"], mean["y"], other["y"]) == ([1.0] * 3, [2.0] * 3, [1.5] * 3, [5.0] * 3)
+    assert (mean["name"], other["name"]) == ("grpo, training.routing_replay=off", "grpo, training.routing_replay=R2")
+    # Steps 2 and 3 of seeds 1 and 2: (2.5 + 5) / 2; the first step sets things up.
+    assert [trace["y"] for trace in found["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
+
+
+def test_an_arm_is_called_by_what_sets_it_apart() -> None:
+    options = {
+        "one": {"algorithm.name": "gspo", "training.seed": 0, "training.lr": 1e-3, "algorithm.objective.x": 1},
+        "two": {"algorithm.name": "gspo", "training.seed": 1, "training.lr": 1e-3, "algorithm.objective.x": 1},
+        "three": {"algorithm.name": "grpo", "training.seed": 0, "training.lr": 1e-4, "algorithm.objective.x": 2},
+        "four": {"algorithm.name": "grpo", "training.seed": 0, "training.lr": 1e-4, "algorithm.objective.x": 3},
+    }
+    assert arms(options) == {
+        "gspo, training.lr=0.001": ["one", "two"],
+        "grpo, training.lr=0.0001": ["three"],
+        "grpo, training.lr=0.0001 (four)": ["four"],
+    }
