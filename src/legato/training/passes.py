@@ -6,6 +6,7 @@ same loss; which is cheaper depends on how many rows the trust region leaves wit
 Rows that cannot have a gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,17 @@ BREAK_EVEN = 1 / 3
 
 Prompts are computed as long as one of their responses is, so they count among the tokens and are never saved.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """An update as its objective saw it, before the optimizer moved the policy."""
+
+    update: Update
+    rows: Tensor
+    """On the host: of which rows of the step signals and outcome speak, in their order; silent rows are left out."""
+    signals: Signals
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +78,13 @@ def update_gradient(
     passes: int,
     silent: Tensor | None,
     load_balance: float = 0.0,
+    look: Callable[[Look], None] | None = None,
 ) -> Report:
     """Add the gradient of the loss of this update to the parameters.
 
     `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
-    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None.
+    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None. `look` is
+    called once with what the objective read and decided.
     """
     rows = update.rows
     packs = [p if silent is None else p[~silent[p]] for p in update.packs]
@@ -87,6 +101,7 @@ def update_gradient(
         state=state,
         first=update.index == 0 and update.epoch == 0,
         load_balance=load_balance,
+        look=None if look is None else lambda *seen: look(_looked(update, *seen)),
     )
     if packs:
         sums, dead = (_two_passes if two else _one_pass)(work, packs)
@@ -132,6 +147,7 @@ class _Work:
     first: bool
     """Whether no update of the step has moved the policy yet."""
     load_balance: float
+    look: Callable[[Tensor, Signals, Outcome], None] | None = None
 
     def directions(self, rows: Tensor) -> Directions | None:
         """What the passes over these rows are told about routing."""
@@ -167,6 +183,8 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
     signals, outcome = work.outcome(torch.cat(packs), joined(seen))
+    if work.look is not None:
+        work.look(torch.cat(packs), signals, outcome)
     return measure(signals, outcome) + _replayed(work, gone), ~_alive(outcome.field)
 
 
@@ -175,6 +193,8 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
     rows = torch.cat(packs)
     channels, gone = _first_pass(work, packs)
     signals, outcome = work.outcome(rows, channels)
+    if work.look is not None:
+        work.look(rows, signals, outcome)
     balance, measured = _balance(work, gone, signals)
     dead = ~_alive(outcome.field)
     alive = ~dead.cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
@@ -189,6 +209,10 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
             directions = replace(directions, record=False, balance=balance)
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond, directions)
     return measure(signals, outcome) + _replayed(work, gone) + measured, dead
+
+
+def _looked(update: Update, rows: Tensor, signals: Signals, outcome: Outcome) -> Look:
+    return Look(update=update, rows=rows, signals=signals, outcome=outcome)
 
 
 def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:

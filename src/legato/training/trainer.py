@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from legato.rollouts.engine import Remembering
 from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer
-from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
+from legato.training.passes import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, UnsafeAnchorError, probe
 from legato.training.tables import Tables, needs, needs_router_shift
@@ -111,6 +111,8 @@ class Trainer:
         """Whether the sampler was measured as it is going to be; until then every step measures it."""
         self.skipped: dict[int, float] = {}
         """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
+        self.look: Callable[[Look], None] | None = None
+        """Called in every update with what the objective read and decided; it changes nothing of the training."""
 
     def step(self) -> StepReport:
         started = time.perf_counter()
@@ -221,6 +223,7 @@ class Trainer:
             passes=passes,
             silent=silent,
             load_balance=self.settings.load_balance,
+            look=self.look,
         )
         if isinstance(self.collector.engine, Remembering):
             self.collector.engine.before_update()
