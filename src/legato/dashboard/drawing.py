@@ -291,7 +291,7 @@ def _legend(named: Sequence[Trace]) -> tuple[list[str], int]:
     parts, at, row = [], float(_LEFT), 0
     for trace in named:
         words = re.sub(r"<[^>]*>", "", html.unescape(str(trace["name"])))
-        wide = 26 + 6.6 * len(words)
+        wide = 28 + 7.2 * len(words)
         if at + wide > WIDTH - _RIGHT and at > _LEFT:
             at, row = float(_LEFT), row + 1
         colour = trace.get("fillcolor") or trace.get("line", {}).get("color")

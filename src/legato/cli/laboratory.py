@@ -1,0 +1,82 @@
+"""`legato lab`: the commands of the laboratory, what they print and where they write."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:  # `legato --help` loads nothing
+    from legato.dashboard.experiment import Account
+
+lab = typer.Typer(
+    help="Experiments of the literature on your own model and task: data, figures and a page each.", no_args_is_help=True
+)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TARGET] [PATH=VALUE]...", help="A recipe, a run directory or a model; none: a tiny model."),
+]
+Out = Annotated[Path | None, typer.Option(help="The folder to write to; else lab/NAME.")]
+Png = Annotated[bool, typer.Option("--png/--no-png", help="Figures as PNG too, where a tool for that is found.")]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _written(account: "Account", out: Path | None, png: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from legato.dashboard.experiment import write
+    from legato.dashboard.legible import legible
+
+    files = write(out or Path("lab") / account.name, account, png=png)
+    console = Console(highlight=False)
+    for sentence in account.sentences:
+        console.print(Text(legible(sentence, one_line=True)), soft_wrap=True)
+    checked = account.checked()
+    for each in [checked] if checked is not None else account.tables()[:1]:
+        shown = Table(title=Text(each.title), title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for index, heading in enumerate(each.headings):
+            shown.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
+        for row in each.rows:
+            shown.add_row(*(Text(legible(word, one_line=True)) for word in row))
+        console.print()
+        console.print(shown)
+    folders = f"{files[0].parent / 'tables'}, {files[0].parent / 'figures'}"
+    console.print(Text(f"\npage       {files[0]}\ndata       {files[2]}, {folders}"), soft_wrap=True)
+
+
+@lab.command()
+def equivalence(
+    words: Words = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training; 285 with 4 updates each are 1,140.")] = None,
+    out: Out = None,
+    png: Png = True,
+) -> None:
+    """s = PPL_old / PPL_new = exp(delta H): its errors, what breaks it, and perplexity over a run of 1,140 updates."""
+    from legato.lab import equivalence as experiment
+    from legato.lab.bed import target_of
+
+    target = target_of(words or [])
+    _written(experiment.equivalence(target, steps=steps or experiment.STEPS, say=_say), out, png)
+
+
+@lab.command()
+def variance(
+    words: Words = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training to look at; without it 40.")] = None,
+    responses: Annotated[int, typer.Option(min=100, help="Of each length in the synthetic study.")] = 4000,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="The synthetic study alone.")] = False,
+    out: Out = None,
+    png: Png = True,
+) -> None:
+    """Var(log s) against length: slope, gap, which explanation fits; and the synthetic study of correlation."""
+    from legato.lab import variance as experiment
+    from legato.lab.bed import target_of
+
+    target = None if synthetic else target_of(words or [])
+    _written(experiment.variance(target, steps=steps or experiment.STEPS, rows=responses, say=_say), out, png)
