@@ -80,3 +80,38 @@ def variance(
 
     target = None if synthetic else target_of(words or [])
     _written(experiment.variance(target, steps=steps or experiment.STEPS, rows=responses, say=_say), out, png)
+
+
+@lab.command()
+def walkthrough(
+    run: Annotated[Path | None, typer.Argument(help="A run directory; none: the worked examples.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Of the run; none: the one after its newest checkpoint.")] = None,
+    rollout: Annotated[int | None, typer.Option(min=0, help="Of the step; none: one that moved far.")] = None,
+    out: Out = None,
+    png: Png = True,
+) -> None:
+    """One response through GRPO and GSPO, token by token: worked examples, or any rollout of a run."""
+    from legato.lab import walkthrough as experiment
+
+    if run is None:
+        account = experiment.examples()
+    else:
+        account = experiment.of_run(run, step=step, rollout=rollout, words=words or [], say=_say)
+    _written(account, out, png)
+
+
+@lab.command()
+def failure(
+    words: Words = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each way to train; without it 4.")] = None,
+    constructed: Annotated[bool, typer.Option("--constructed", help="The constructions alone, without a model.")] = False,
+    out: Out = None,
+    png: Png = True,
+) -> None:
+    """Lengths, hidden shifts, correlated tokens, large policy shifts, heavy tails: constructed, and in your model."""
+    from legato.lab import failure as experiment
+    from legato.lab.bed import target_of
+
+    target = None if constructed else target_of(words or [])
+    _written(experiment.failure(target, steps=steps or experiment.STEPS, say=_say), out, png)

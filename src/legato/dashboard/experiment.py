@@ -47,8 +47,8 @@ class Check:
     def difference(self) -> float | None:
         if not _number(self.expected) or not _number(self.measured):
             return None
-        change = float(self.measured) - float(self.expected)  # type: ignore[arg-type]
-        return change / abs(float(self.expected)) if self.relative and self.expected else change  # type: ignore[arg-type]
+        expected, measured = float(self.expected or 0), float(self.measured or 0)
+        return (measured - expected) / abs(expected) if self.relative and expected else measured - expected
 
     @property
     def verdict(self) -> str:

@@ -1,7 +1,7 @@
 """s = PPL_old / PPL_new = exp(H_old - H_new), response by response: an identity, so whatever breaks it is a fault.
 
-H = -(1/L) sum log p of the sampled tokens, PPL = exp(H). It holds for any length and any shift. It does not hold for means over
-a batch: the mean of s is not the quotient of mean perplexities. With H_new - H_old in the exponent the result is 1/s.
+H = -(1/L) sum log p of the sampled tokens, PPL = exp(H). It holds for any length and any shift. It does not hold for means
+over a batch: the mean of s is not the quotient of mean perplexities. With H_new - H_old in the exponent the result is 1/s.
 """
 
 import math

@@ -29,7 +29,9 @@ def named(words: Sequence[str]) -> tuple[str, list[str]]:
     """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
     targets = [word for word in words if "=" not in word]
     if len(targets) > 1:
-        raise ValueError(f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value")
+        raise ValueError(
+            f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
+        )
     return targets[0] if targets else str(DEFAULT), [word for word in words if "=" in word]
 
 

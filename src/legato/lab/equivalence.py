@@ -12,7 +12,7 @@ from legato.core.batch import collate
 from legato.core.rollout import Group
 from legato.dashboard.curves import short
 from legato.dashboard.experiment import Account, Check, Sheet
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, figure, line
+from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.diagnostics.equivalence import Likelihoods, implied_entropy, likelihoods, quotient_of_means, relative_error
 from legato.lab.bed import Bed, Observed, Say, channels_of, facts, make_bed
 from legato.policy.policy import Policy
@@ -57,7 +57,9 @@ def equivalence(target: Target, *, steps: int, say: Say) -> Account:
                 say(f"step {number} of {steps}")
             if pair is None:  # after one step: the shift that a clip sees
                 pair = _pair(bed.policy, first, tokens, at_start)
-            course.append(_point(number, bed.seen, report.metrics) | _since(bed.policy, first, tokens, at_start, number, steps))
+            course.append(
+                _point(number, bed.seen, report.metrics) | _since(bed.policy, first, tokens, at_start, number, steps)
+            )
         last = bed.groups(prompts)
         at_end = channels_of(bed.policy, last)
     assert pair is not None
@@ -165,7 +167,9 @@ def breaks(pair: Pair) -> dict[str, float]:
     }
 
 
-def _account(bed: Bed, pair: Pair, course: Sequence[Mapping[str, float]], ends: Mapping[str, Mapping[str, float]]) -> Account:
+def _account(
+    bed: Bed, pair: Pair, course: Sequence[Mapping[str, float]], ends: Mapping[str, Mapping[str, float]]
+) -> Account:
     exact = likelihoods(pair.new, pair.old, pair.mask)
     broken = breaks(pair)
     mean_s, of_means = quotient_of_means(exact)
@@ -283,7 +287,7 @@ def _sheets(
 def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[Mapping[str, float]]) -> list[Figure]:
     s, quotient = exact.s.tolist(), exact.perplexity_quotient.tolist()
     ends = [min(s), max(s)]
-    scatter = {"type": "scatter", "mode": "markers", "name": "responses", "x": s, "y": quotient}
+    scatter: Trace = {"type": "scatter", "mode": "markers", "name": "responses", "x": s, "y": quotient}
     scatter["marker"] = {"color": BLUE, "size": 7, "opacity": 0.7}
     steps = [point["step"] for point in course]
     kept = [point for point in course if "first_perplexity" in point]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from legato.dashboard.experiment import Account, Check, Sheet
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, figure, line
+from legato.dashboard.experiment import Account, Check, Sheet, Value
+from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.diagnostics.spread import Spread, spread
 from legato.lab import synthetic
 from legato.lab.bed import Bed, Observed, Say, facts, make_bed
@@ -36,7 +36,9 @@ def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Accou
                     say(f"step {number} of {steps}")
         moved = [each for each in bed.seen if each.index > 0]
         if not moved:
-            raise ValueError("training.updates_per_step = 1: every ratio is 1; the spread of log s needs several updates a step")
+            raise ValueError(
+                "training.updates_per_step = 1: every ratio is 1; the spread of log s needs several updates a step"
+            )
         found = measured(moved)
         by_index = [
             (index, measured([each for each in moved if each.index == index]))
@@ -99,9 +101,9 @@ def _account(
         + "."
     )
     sentences.append(
-        "A slope near -1 with a gap above 1 is correlation of short range; a flatter slope is drift between responses or long"
-        " memory, and then the variance does not fall as 1/L for long responses. Equal correlation and a random effect are"
-        " one thing under two names: both have the same slope."
+        "A slope near -1 with a gap above 1 is correlation of short range; a flatter slope is drift between responses or"
+        " long memory, and then the variance does not fall as 1/L for long responses. Equal correlation and a random effect"
+        " are one thing under two names: both have the same slope."
     )
     return Account(
         name="variance",
@@ -157,14 +159,10 @@ def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> l
 
 def _synthetic_sheets(made: Sequence[Simulated]) -> list[Sheet]:
     lengths = made[0].lengths
-    rows = tuple(
-        row
-        for each in made
-        for row in (
-            (f"{each.name}, expected", *each.expected_gaps, each.expected_slope, None, None),
-            (f"{each.name}, simulated", *each.gaps, each.slope, each.kappa, each.first),
-        )
-    )
+    rows = list[tuple[Value, ...]]()
+    for each in made:
+        rows.append((f"{each.name}, expected", *each.expected_gaps, each.expected_slope, None, None))
+        rows.append((f"{each.name}, simulated", *each.gaps, each.slope, each.kappa, each.first))
     return [
         Sheet(
             name="synthetic",
@@ -173,7 +171,7 @@ def _synthetic_sheets(made: Sequence[Simulated]) -> list[Sheet]:
             " tokens. kappa: estimated within 40 lags, so that drift and long memory escape it: a kappa far below the gap"
             " points to them.",
             headings=("tokens", *map(str, lengths), "slope", "kappa", "r_1"),
-            rows=rows,
+            rows=tuple(rows),
             digits=4,
         )
     ]
@@ -189,7 +187,7 @@ def _logs(x: str, y: str) -> dict[str, Any]:
 
 def _measured_figures(found: Spread) -> list[Figure]:
     x = [each.length for each in found.bins]
-    points = {"type": "scatter", "mode": "markers", "name": "measured", "x": x, "y": [b.variance for b in found.bins]}
+    points: Trace = {"type": "scatter", "mode": "markers", "name": "measured", "x": x, "y": [b.variance for b in found.bins]}
     points["marker"] = {"color": BLUE, "size": 10}
     points["error_y"] = {"type": "data", "array": [b.variance * b.gap_error / b.gap for b in found.bins]}
     data = [points, line(x, [b.independent for b in found.bins], "independent tokens", GREY, dash="dash")]
@@ -201,10 +199,11 @@ def _measured_figures(found: Spread) -> list[Figure]:
     gaps["error_y"] = {"type": "data", "array": [b.gap_error for b in found.bins]}
     layout = {"xaxis": {"title": {"text": "tokens"}, "type": "log"}, "hovermode": "closest",
               "yaxis": {"title": {"text": "gap"}, "rangemode": "tozero"}}  # fmt: skip
+    one = line(x, [1.0] * len(x), "independent", GREY, dash="dash")
     made = [
         figure("Var(log s) against length", "Bins of responses with their standard errors, and the explanations.", data,
                _logs("tokens (harmonic mean of the bin)", "Var(log s)"), wide=True),
-        figure("Gap against length", "1 would be independent tokens.", [gaps, line(x, [1.0] * len(x), "1", GREY, dash="dash")],
+        figure("Gap against length", "1 would be independent tokens.", [gaps, one],
                layout),
     ]  # fmt: skip
     return [each for each in made if each is not None]
