@@ -154,7 +154,7 @@ def _lengths_sheet(found: Sequence[Quintile]) -> Sheet:
     return Sheet(
         name="lengths",
         title="Constructed: length heterogeneity",
-        note="Log-normal lengths (median 1,000, sigma 1), independent tokens of deviation 0.015; both bands clip 15 % of all.",
+        note="Log-normal lengths (median 1,000, sigma 1), independent tokens, deviation 0.015; both bands clip 15 % of all.",
         headings=("tokens", "responses", "expected, one band", "one band", "expected, c / sqrt(L)", "c / sqrt(L)"),
         rows=rows,
         shares=("expected, one band", "one band", "expected, c / sqrt(L)", "c / sqrt(L)"),

@@ -101,12 +101,13 @@ def update_gradient(
         state=state,
         first=update.index == 0 and update.epoch == 0,
         load_balance=load_balance,
-        look=None if look is None else lambda *seen: look(_looked(update, *seen)),
     )
+    sums, dead = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device)
     if packs:
-        sums, dead = (_two_passes if two else _one_pass)(work, packs)
-    else:
-        sums, dead = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device)
+        signals, outcome, more = (_two_passes if two else _one_pass)(work, packs)
+        sums, dead = measure(signals, outcome) + more, ~_alive(outcome.field)
+        if look is not None:
+            look(Look(update=update, rows=torch.cat(packs), signals=signals, outcome=outcome))
     lengths = tables.mask[sent(torch.cat(packs), tables.device)].sum(1) if packs else dead
     return Report(
         sums=sums,
@@ -147,7 +148,6 @@ class _Work:
     first: bool
     """Whether no update of the step has moved the policy yet."""
     load_balance: float
-    look: Callable[[Tensor, Signals, Outcome], None] | None = None
 
     def directions(self, rows: Tensor) -> Directions | None:
         """What the passes over these rows are told about routing."""
@@ -170,8 +170,8 @@ class _Work:
         return signals, self.algorithm.evaluate(signals, self.counts, self.state)
 
 
-def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
-    """Measures, and [rows] bool: which had no gradient."""
+def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
+    """What the objective read and decided over all rows of the packs, and measures beside it."""
     width, seen, gone = int(work.tables.texts.lengths.max()), list[Channels](), list[Traffic | None]()
     for rows in packs:
 
@@ -183,21 +183,16 @@ def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
     # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
     signals, outcome = work.outcome(torch.cat(packs), joined(seen))
-    if work.look is not None:
-        work.look(torch.cat(packs), signals, outcome)
-    return measure(signals, outcome) + _replayed(work, gone), ~_alive(outcome.field)
+    return signals, outcome, _replayed(work, gone)
 
 
-def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
+def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
     tables, device = work.tables, work.tables.device
     rows = torch.cat(packs)
     channels, gone = _first_pass(work, packs)
     signals, outcome = work.outcome(rows, channels)
-    if work.look is not None:
-        work.look(rows, signals, outcome)
     balance, measured = _balance(work, gone, signals)
-    dead = ~_alive(outcome.field)
-    alive = ~dead.cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
+    alive = _alive(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
     for numbers in _refilled(work, rows, packs, alive):
 
         def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
@@ -208,11 +203,7 @@ def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Sums, Tensor]:
         if directions is not None:
             directions = replace(directions, record=False, balance=balance)
         work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond, directions)
-    return measure(signals, outcome) + _replayed(work, gone) + measured, dead
-
-
-def _looked(update: Update, rows: Tensor, signals: Signals, outcome: Outcome) -> Look:
-    return Look(update=update, rows=rows, signals=signals, outcome=outcome)
+    return signals, outcome, _replayed(work, gone) + measured
 
 
 def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
