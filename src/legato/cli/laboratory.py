@@ -115,3 +115,36 @@ def failure(
 
     target = None if constructed else target_of(words or [])
     _written(experiment.failure(target, steps=steps or experiment.STEPS, say=_say), out, png)
+
+
+@lab.command()
+def clipping(
+    words: Words = None,
+    epsilons: Annotated[
+        str | None, typer.Option(help="Half-widths to sweep, as in 1e-4,1e-3; without it ten from 1e-6 to 0.2.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="As in 0,1,2 or 0-4.")] = "0",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run; without it the recipe's.")] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+    out: Out = None,
+    png: Png = True,
+) -> None:
+    """The width of the clip from 1e-6 to 0.2: measured and predicted share, reward, drift, lengths, updates.
+
+    The same command again goes on where it was stopped.
+    """
+    from legato.compare.definition import read_seeds
+    from legato.lab import clipping as experiment
+    from legato.lab.sweep import EPSILONS, read_epsilons
+
+    folder = out or Path("lab") / "clipping"
+    account = experiment.clipping(
+        words or [],
+        epsilons=EPSILONS if epsilons is None else read_epsilons(epsilons),
+        seeds=read_seeds(seeds),
+        steps=steps,
+        folder=folder,
+        parallel=parallel,
+        say=_say,
+    )
+    _written(account, folder, png)

@@ -51,14 +51,7 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
             f"--step {wanted} is asked for; the earliest checkpoint of {path} is of step {kept[0]}, so steps from"
             f" {kept[0] + 1} can be done again; output.keep_last and output.checkpoint_every_steps keep more of a run"
         )
-    target = find(str(path), words, before[-1])
-    policy, source = target.ready(say)
-    bed = bed_of(target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows)
-    folder = directory.checkpoint_path(before[-1])
-    memory = checkpoint.read_memory(folder)
-    checkpoint.restore(folder, policy, bed.trainer.optimizer, memory)
-    bed.trainer.load_sampler(checkpoint.sampler_state(folder))
-    bed.trainer.remember(memory["trainer"])
+    bed = restored(directory, before[-1], words)
     while bed.trainer.steps_done < wanted - 1:
         bed.trainer.step()
         say(f"step {bed.trainer.steps_done} again")
@@ -69,6 +62,19 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
         raise ValueError(f"step {wanted} had nothing to train on: too few of its rollouts could be scored")
     note = _compared(directory, wanted, report)
     return Replayed(bed=bed, step=wanted, report=report, seen=tuple(bed.seen), note=note)
+
+
+def restored(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> Bed:
+    """The trainer of a run as the checkpoint of a step has it."""
+    target = find(str(directory.path), words, step)
+    policy, source = target.ready()
+    bed = bed_of(target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows)
+    folder = directory.checkpoint_path(step)
+    memory = checkpoint.read_memory(folder)
+    checkpoint.restore(folder, policy, bed.trainer.optimizer, memory)
+    bed.trainer.load_sampler(checkpoint.sampler_state(folder))
+    bed.trainer.remember(memory["trainer"])
+    return bed
 
 
 def _compared(directory: RunDirectory, step: int, report: StepReport) -> str:

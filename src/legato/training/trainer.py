@@ -326,6 +326,7 @@ PER_UPDATE = (
     "clip/tokens",
     "clip/outside_sequences",
     "ratio/sequence_mean",
+    "ratio/sequence_std",
     "ratio/sequence_max",
     "loss/total",
     "router/flip_mean",
