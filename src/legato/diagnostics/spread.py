@@ -90,7 +90,7 @@ class Spread:
         """In words, by slope and gap together."""
         if len(self.bins) < 3:
             return "too few lengths to tell explanations apart"
-        spread = [abs(each.gap - 1) <= 2 * each.gap_error for each in self.bins]
+        spread = [abs(each.gap - 1) <= 3 * each.gap_error for each in self.bins]
         if all(spread):
             return "independent tokens: the gap is 1 at every length, within its error"
         best, second = self.fits[0], self.fits[1]

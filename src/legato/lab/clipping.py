@@ -81,8 +81,8 @@ def account(found: Sequence[Found], results: Mapping[str, Any]) -> Account:
         name="clipping",
         title="The width of the clip",
         about="GSPO trained from the same weights with the band 1 - epsilon to 1 + epsilon for each epsilon, beside the"
-        " share that a normal log s of the measured spread would have clipped: one half as epsilon goes to 0, since a response"
-        " that moved against its advantage is never clipped, and 0 where epsilon is far above the spread.",
+        " share that a normal log s of the measured spread would have clipped: one half as epsilon goes to 0, since a"
+        " response that moved against its advantage is never clipped, and 0 where epsilon is far above the spread.",
         facts={
             "model": str(results["model"]),
             "task": str(results["task"]),
