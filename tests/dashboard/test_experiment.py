@@ -10,7 +10,7 @@ import pytest
 
 from legato.dashboard import drawing
 from legato.dashboard.drawing import drawn, rasterised
-from legato.dashboard.experiment import Account, Check, Sheet, markdown, write
+from legato.dashboard.experiment import Account, Check, Sheet, markdown, read, write
 from legato.dashboard.traces import BLUE, Figure, band, figure, line
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -61,7 +61,8 @@ def test_everything_is_written_and_nothing_of_it_is_markup(tmp_path: Path) -> No
     assert "A &lt;trial&gt;" in page and "It &lt;b&gt;held&lt;/b&gt;." in page and "as expected" in page
     stored = json.loads(files[2].read_text())
     assert stored["checks"][0]["difference"] == pytest.approx(0.02)
-    assert stored["tables"]["rows"] == [{"of": "a|b", "share": 0.123456}, {"of": "c", "share": None}]
+    assert stored["tables"]["rows"]["rows"] == [["a|b", 0.123456], ["c", None]]
+    assert markdown(read(stored), figures="") == markdown(account(), figures="")
     assert list(csv.reader(files[3].read_text().splitlines())) == [["of", "share"], ["a|b", "0.123456"], ["c", ""]]
     assert "| a\\|b | 12.3 % |" in files[1].read_text() and "figures/a-figure.svg" in files[1].read_text()
 
@@ -88,7 +89,11 @@ def test_every_kind_of_trace_is_drawn_in_its_place() -> None:
     made = figure(
         "All",
         "",
-        [points, *band([1.0, 10.0, 100.0], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0], "band", BLUE), line([1, 100], [0, 4], "l", BLUE)],
+        [
+            points,
+            *band([1.0, 10.0, 100.0], [1.0, 1.0, 1.0], [2.0, 2.0, 2.0], "band", BLUE),
+            line([1, 100], [0, 4], "l", BLUE),
+        ],
         {"xaxis": {"title": {"text": "x"}, "type": "log"}, "shapes": [shape]},
     )
     assert made is not None

@@ -1,4 +1,4 @@
-"""Tokens made to order, the spread of log s over lengths, and the identity of ratio and perplexities, against plain accounts."""
+"""Tokens made to order, the spread of log s over lengths, the identity of ratio and perplexities, beside plain accounts."""
 
 import math
 

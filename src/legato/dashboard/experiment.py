@@ -180,6 +180,8 @@ def content(account: Account) -> dict[str, Any]:
     """What NAME.json holds."""
     return {
         "experiment": account.name,
+        "title": account.title,
+        "about": account.about,
         "facts": dict(account.facts),
         "sentences": list(account.sentences),
         "checks": [
@@ -196,10 +198,44 @@ def content(account: Account) -> dict[str, Any]:
             for check in account.checks
         ],
         "tables": {
-            sheet.name: [dict(zip(sheet.headings, row, strict=True)) for row in sheet.rows] for sheet in account.sheets
+            sheet.name: {
+                "title": sheet.title,
+                "note": sheet.note,
+                "headings": list(sheet.headings),
+                "rows": [list(row) for row in sheet.rows],
+                "shares": list(sheet.shares),
+                "digits": sheet.digits,
+            }
+            for sheet in account.sheets
         },
         "data": dict(account.data),
     }
+
+
+def read(stored: Mapping[str, Any]) -> Account:
+    """The account that NAME.json holds, without its figures."""
+    kept = ("what", "expected", "measured", "tolerance", "relative", "source")
+    return Account(
+        name=stored["experiment"],
+        title=stored["title"],
+        about=stored["about"],
+        facts=stored["facts"],
+        sentences=stored["sentences"],
+        checks=[Check(**{key: check[key] for key in kept}) for check in stored["checks"]],
+        sheets=[
+            Sheet(
+                name=name,
+                title=sheet["title"],
+                note=sheet["note"],
+                headings=tuple(sheet["headings"]),
+                rows=tuple(map(tuple, sheet["rows"])),
+                shares=tuple(sheet["shares"]),
+                digits=sheet["digits"],
+            )
+            for name, sheet in stored["tables"].items()
+        ],
+        data=stored["data"],
+    )
 
 
 def markdown(account: Account, figures: str = "figures") -> str:
