@@ -102,7 +102,7 @@ def test_what_updates_have_in_common_is_no_spread() -> None:
 
 def bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bin]:
     return [
-        Bin(shortest=int(n), longest=int(n), length=n, responses=1000, variance=v, independent=sigma2 / n)
+        Bin(shortest=int(n), longest=int(n), length=n, responses=1000, distinct=1000, variance=v, independent=sigma2 / n)
         for v, n in zip(variances, lengths, strict=True)
     ]
 
@@ -118,6 +118,18 @@ def test_fits_find_the_parameters_of_exact_variances() -> None:
     long = bins([sigma2 * n ** (2 * 0.6 - 2) for n in lengths], lengths, sigma2)
     assert fitted(long, sigma2)[0].parameter == pytest.approx(0.6, rel=1e-4)
     assert weighted_slope(long)[0] == pytest.approx(-0.8, abs=1e-9)
+
+
+def test_errors_know_of_heavy_tails_and_of_responses_that_are_the_same() -> None:
+    plain = bins([1e-4], [16.0], 4e-4)[0]
+    assert plain.relative_error == pytest.approx(math.sqrt(2 / 999))
+    ratios, mask, batch = responses("independent", rows=100)
+    twice = spread(*(torch.cat([table, table]) for table in (ratios, mask, batch)))
+    once = spread(ratios, mask, batch)
+    assert [each.distinct for each in twice.bins] == [each.distinct for each in once.bins]
+    assert twice.slope_error == pytest.approx(once.slope_error, rel=0.01)
+    ratios[3, 0] = 5.0  # one token moved far
+    assert max(each.kurtosis for each in spread(ratios, mask, batch).bins) > 30
 
 
 def test_the_ratio_is_the_quotient_of_perplexities_of_each_response() -> None:

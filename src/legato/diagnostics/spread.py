@@ -35,6 +35,15 @@ class Bin:
     """Of log s."""
     independent: float
     """sigma^2 / L"""
+    distinct: int
+    """Different values of log s among them: responses that are the same text count once for what is certain."""
+    kurtosis: float = 3.0
+    """Of log s; 3 were it normal. A few tokens that moved far make it large, and the variance uncertain."""
+
+    @property
+    def relative_error(self) -> float:
+        """The standard error of the variance, as a share of it."""
+        return math.sqrt((max(self.kurtosis, 3.0) - 1) / max(1, self.distinct - 1))
 
     @property
     def gap(self) -> float:
@@ -47,8 +56,8 @@ class Bin:
 
     @property
     def gap_error(self) -> float:
-        """The standard error of the gap, were log s normal."""
-        return self.gap * math.sqrt(2 / max(1, self.responses - 1))
+        """Its standard error."""
+        return self.gap * self.relative_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +159,8 @@ def _bin(low: int, high: int, lengths: Tensor, log_s: Tensor, sigma2: float) -> 
         responses=len(lengths),
         variance=float(log_s.square().sum() / max(1, len(lengths) - 1)),
         independent=sigma2 / harmonic,
+        distinct=len(set(log_s.tolist())),
+        kurtosis=float(log_s.pow(4).mean() / log_s.square().mean().square().clamp(min=1e-300)),
     )
 
 
@@ -173,7 +184,7 @@ def fitted(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
 
 def _misfit(bins: Sequence[Bin], predicted: Sequence[float]) -> float:
     return sum(
-        (each.responses - 1) / 2 * (math.log(each.variance) - math.log(value)) ** 2
+        ((math.log(each.variance) - math.log(value)) / each.relative_error) ** 2
         for each, value in zip(bins, predicted, strict=True)
     )
 
@@ -191,10 +202,10 @@ def _least(cost: Callable[[float], float], low: float, high: float) -> float:
 
 
 def weighted_slope(bins: Sequence[Bin]) -> tuple[float, float]:
-    """The slope of log variance against log length, and its standard error, were log s normal."""
+    """The slope of log variance against log length, and its standard error."""
     if len(bins) < 2:
         return math.nan, math.nan
-    weights = [(each.responses - 1) / 2 for each in bins]
+    weights = [each.relative_error**-2 for each in bins]
     x, y = [math.log(each.length) for each in bins], [math.log(each.variance) for each in bins]
     total = sum(weights)
     middle = sum(w * a for w, a in zip(weights, x, strict=True)) / total
@@ -210,7 +221,7 @@ def intercept(bins: Sequence[Bin]) -> float:
     """tau^2 of the line tau^2 + c / L through the bins; each weighted by its responses over its variance squared."""
     if len(bins) < 2:
         return math.nan
-    weights = [each.responses / each.variance**2 for each in bins]
+    weights = [(each.relative_error * each.variance) ** -2 for each in bins]
     x, y = [1 / each.length for each in bins], [each.variance for each in bins]
     total = sum(weights)
     middle = sum(w * a for w, a in zip(weights, x, strict=True)) / total

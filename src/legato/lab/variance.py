@@ -121,7 +121,7 @@ def _account(
 
 def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> list[Sheet]:
     bins = tuple(
-        (f"{b.shortest} to {b.longest}", b.responses, b.length, b.variance, b.independent, b.gap, b.gap_error,
+        (f"{b.shortest} to {b.longest}", b.responses, b.distinct, b.length, b.variance, b.independent, b.gap, b.gap_error,
          b.effective_tokens)
         for b in found.bins
     )  # fmt: skip
@@ -134,9 +134,9 @@ def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> l
         Sheet(
             name="bins",
             title="Measured, by length",
-            note="Updates after the first of each step (there s = 1); the mean of each update is removed. Responses of one"
-            " group are often alike, so errors that take them for independent are too small.",
-            headings=("tokens", "responses", "harmonic mean L", "Var(log s)", "sigma^2 / L", "gap", "s.e. of the gap",
+            note="Updates after the first of each step (there s = 1); the mean of each update is removed. Errors allow for"
+            " the heavy tails of log s; responses with the same log s count once.",
+            headings=("tokens", "responses", "distinct", "harmonic mean L", "Var(log s)", "sigma^2 / L", "gap", "s.e.",
                       "effective tokens"),
             rows=bins,
         ),
