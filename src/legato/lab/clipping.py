@@ -109,9 +109,10 @@ def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
         more, less = gspo.mean("clipped_tokens"), grpo.mean("clipped_tokens")
         times = f"{more / less:.0f} times as many" if less > 0 else "while GRPO clipped none"
         said.append(
-            f"GSPO as published left {more:.1%} of the tokens without a gradient, GRPO {less:.3%}: {times}. Accuracy went"
-            f" from {gspo.start:.0%} to {gspo.accuracy:.0%} with GSPO and to {grpo.accuracy:.0%} with GRPO, reward at the"
-            f" end {gspo.mean('reward'):.2f} and {grpo.mean('reward'):.2f}."
+            f"GSPO as published left {more:.1%} of the tokens without a gradient, GRPO {less:.3%}: {times}. The reward went"
+            f" from {gspo.mean('reward_start'):.2f} in the first fifth of the run to {gspo.mean('reward'):.2f} in the last"
+            f" with GSPO, from {grpo.mean('reward_start'):.2f} to {grpo.mean('reward'):.2f} with GRPO; held-out accuracy from"
+            f" {gspo.start:.0%} to {gspo.accuracy:.0%} and {grpo.accuracy:.0%}."
         )
     if sweep:
         off = max(sweep, key=lambda each: abs(each.mean("clipped") - each.mean("predicted")))
@@ -164,7 +165,10 @@ def _main(found: Sequence[Found]) -> Sheet:
         (
             each.arm.name,
             f"{each.arm.low:g}/{each.arm.high:g}",
-            *(_known(each.mean(key)) for key in ("clipped", "predicted", "clipped_tokens", "reward")),
+            _known(each.mean("clipped")),
+            # The formula is of s; a band on token ratios is another thing.
+            _known(each.mean("predicted")) if each.arm.algorithm == "gspo" else None,
+            *(_known(each.mean(key)) for key in ("clipped_tokens", "reward_start", "reward")),
             _known(each.accuracy),
             *(_known(each.mean(key)) for key in ("k3", "spread", "furthest", "gradient", "entropy", "length")),
             each.collapsed,
@@ -177,8 +181,8 @@ def _main(found: Sequence[Found]) -> Sheet:
         note="Means over seeds. Clipped: responses with an advantage left without a gradient, in the updates after the first"
         " of a step; under a token ratio those all of whose tokens are. Tokens: of all updates. Reward, entropy, length: the"
         " last fifth of the run. Accuracy: held-out, at the end.",
-        headings=("arm", "band", "clipped", "predicted", "tokens clipped", "reward", "accuracy", "k3", "sd of s", "max |lw|",
-                  "gradient norm", "entropy", "length", "collapsed"),
+        headings=("arm", "band", "clipped", "predicted", "tokens clipped", "reward at first", "reward", "accuracy", "k3",
+                  "sd of s", "max |lw|", "gradient norm", "entropy", "length", "collapsed"),
         rows=rows,
         shares=("clipped", "predicted", "tokens clipped", "accuracy"),
     )  # fmt: skip
@@ -316,7 +320,19 @@ def _smoothed(points: Sequence[tuple[float, float]], window: int = 9) -> list[tu
 
 
 def _told(each: Found) -> dict[str, Any]:
-    keys = ("clipped", "predicted", "clipped_tokens", "reward", "k3", "spread", "furthest", "gradient", "entropy", "length")
+    keys = (
+        "clipped",
+        "predicted",
+        "clipped_tokens",
+        "reward_start",
+        "reward",
+        "k3",
+        "spread",
+        "furthest",
+        "gradient",
+        "entropy",
+        "length",
+    )
     return {
         "arm": each.arm.name,
         "algorithm": each.arm.algorithm,

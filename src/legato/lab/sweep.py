@@ -120,6 +120,8 @@ class Course:
     by_update: tuple[float, ...]
     reward: float
     """Mean over the last fifth of the steps."""
+    reward_start: float
+    """Over the first fifth."""
     rewards: tuple[tuple[float, float], ...]
     k3: float
     spread: float
@@ -143,7 +145,8 @@ def course(records: Sequence[Mapping[str, Any]], arm: Arm) -> Course:
         if (clipped := number(record, f"clip/sequences@{index}")) is not None
         and (spread := number(record, f"ratio/sequence_std@{index}")) is not None
     ]
-    last = steps[-max(1, len(steps) // 5) :]
+    fifth = max(1, len(steps) // 5)
+    first, last = steps[:fifth], steps[-fifth:]
     rewards = [(number(record, "step"), number(record, "reward/mean")) for record in steps]
     return Course(
         clipped=_average([clipped for clipped, _ in later]),
@@ -151,6 +154,7 @@ def course(records: Sequence[Mapping[str, Any]], arm: Arm) -> Course:
         predicted=_average([predicted_clip_fraction(arm.low, arm.high, spread) for _, spread in later if spread > 0]),
         by_update=by_update,
         reward=_mean(last, "reward/mean"),
+        reward_start=_mean(first, "reward/mean"),
         rewards=tuple((step, reward) for step, reward in rewards if step is not None and reward is not None),
         k3=_mean(steps, "drift/k3"),
         spread=_average([spread for _, spread in later]),
