@@ -111,8 +111,8 @@ def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
         said.append(
             f"GSPO as published left {more:.1%} of the tokens without a gradient, GRPO {less:.3%}: {times}. The reward went"
             f" from {gspo.mean('reward_start'):.2f} in the first fifth of the run to {gspo.mean('reward'):.2f} in the last"
-            f" with GSPO, from {grpo.mean('reward_start'):.2f} to {grpo.mean('reward'):.2f} with GRPO; held-out accuracy from"
-            f" {gspo.start:.0%} to {gspo.accuracy:.0%} and {grpo.accuracy:.0%}."
+            f" with GSPO, from {grpo.mean('reward_start'):.2f} to {grpo.mean('reward'):.2f} with GRPO; held-out accuracy"
+            f" from {gspo.start:.0%} to {gspo.accuracy:.0%} and {grpo.accuracy:.0%}."
         )
     if sweep:
         off = max(sweep, key=lambda each: abs(each.mean("clipped") - each.mean("predicted")))
