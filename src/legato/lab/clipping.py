@@ -11,7 +11,7 @@ from legato.dashboard.experiment import Account, Check, Sheet, Value
 from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
 from legato.diagnostics.clipping import predicted_clip_fraction
 from legato.diagnostics.format import RunDirectory
-from legato.lab.bed import Say
+from legato.lab.bed import Say, target_of
 from legato.lab.sweep import LOOK, Arm, Course, arms, course, looked, trained
 
 TOLERANCE = 0.1
@@ -53,7 +53,8 @@ def clipping(
     listed = arms(epsilons)
     results = trained(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
     found = [_found(arm, results, folder, seeds, say) for arm in listed]
-    return account(found, results)
+    # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
+    return account(found, {**results, "model": target_of(words).resolved.config.policy.model})
 
 
 def _found(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> Found:
