@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,11 @@ def _axes(figure: Figure, x: _Scale, y: _Scale, top: float) -> list[str]:
         if at is None:
             continue
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}" stroke="{_DIM}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{base + 18}" text-anchor="middle" fill="{_DIM}">{html.escape(word)}</text>')
+        # Names share the width of the axis; what does not fit in a line goes on in the next.
+        room = int((WIDTH - _LEFT - _RIGHT) / max(1, len(x.names)) / 6.4) if x.kind == "category" else 40
+        for number, piece in enumerate(textwrap.wrap(word, max(4, room), break_long_words=False)[:3]):
+            place = f'x="{at:.1f}" y="{base + 17 + 13 * number}"'
+            parts.append(f'<text {place} text-anchor="middle" fill="{_DIM}">{html.escape(piece)}</text>')
     titles = [figure.layout.get(f"{name}axis", {}).get("title", {}).get("text", "") for name in "xy"]
     middle = (top + base) / 2
     return [

@@ -308,6 +308,7 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
               "marker": {"color": colours, "size": 12}}],
             {"xaxis": {"title": {"text": ""}, "type": "category"},
              "yaxis": {"title": {"text": "relative error"}, "type": "log", "exponentformat": "power"}},
+            wide=True,
         ),
         figure(
             "Perplexity over the run",
