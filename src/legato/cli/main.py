@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from legato import __version__
+from legato.cli.laboratory import lab
 
 app = typer.Typer(
     name="legato",
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(lab, name="lab")
 
 
 def _version(asked: bool) -> None:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from legato.dashboard.mismatch import Rows, floor_rows, gaps, page, share, verdicts
-from legato.run.mismatch import KINDS, compare_samplers, finite, samplers
+from legato.diagnostics.format import finite
+from legato.run.mismatch import KINDS, compare_samplers, samplers
 from legato.run.target import find
 
 

@@ -95,7 +95,7 @@ def from_arguments(
     return Definition(
         recipes=tuple(files),
         arms=dict(named),
-        seeds=_seeds("0,1,2" if seeds is None else seeds),
+        seeds=read_seeds("0,1,2" if seeds is None else seeds),
         options=options,
         sweep=dict(map(_axis, sweep)),
         unequal=unequal,
@@ -159,7 +159,7 @@ def _arm(text: str) -> tuple[str, Options]:
     return name, {"algorithm": name}
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def read_seeds(text: str) -> tuple[int, ...]:
     """`0,1,5` or `0-4`."""
     found: list[int] = []
     for piece in text.split(","):

@@ -151,7 +151,7 @@ class RunDirectory:
 
     def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """One line at the end; with `sync` it is on the disk when this returns."""
-        line = json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with _told(self.metrics_path, "write"), self.metrics_path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             if end and not _ends_a_line(file, end):
@@ -208,7 +208,7 @@ class RunDirectory:
         with _told(path, "write"), _beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
             with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
                 for record in records:
-                    file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+                    file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
         return path
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ class RunDirectory:
             **extra,
             "hardware": hardware | dict(extra.get("hardware", {})),
         }
-        self._write(self.environment_path, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+        self._write(self.environment_path, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
 
     def environment(self) -> dict[str, Any]:
         """What `write_environment` wrote; empty if it did not get to that."""
@@ -300,14 +300,14 @@ def _beside(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same with null for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
+        return {str(key): finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return value
 
 

@@ -84,21 +84,11 @@ def compare_samplers(
 ) -> dict[str, Any]:
     """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
     resolved, config = target.resolved, target.resolved.config
-    if "problems" in target.given:
-        raise ValueError(
-            "this run was given its problems in Python, which its configuration does not hold; name a task with task.kind="
-        )
-    policy, source = target.policy(), wire.source_of(config, wire.Given())
-    if target.saved is None and config.policy.warm_up is not None:
-        say("the warm-up of the recipe")
-        reward = wire.reward_of(config, wire.Given())
-        collector = wire.collector_of(config, policy, source, reward)
-        examples = wire.warm_up_examples(config, policy, source, collector)
-        wire.warm_up(config, policy, examples, lambda step, loss: None)
+    policy, source = target.ready(say)
     found = {}
     for sampler in chosen:
         say(sampler.name)
-        with _unchanged(policy):
+        with unchanged(policy):
             groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
             tables = scored(policy, groups, config.training.tokens_per_pack)
             found[sampler.name] = study(resolved.algorithm, signals_of(tables))
@@ -141,7 +131,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
 
 
 @contextmanager
-def _unchanged(policy: Policy) -> Iterator[None]:
+def unchanged(policy: Policy) -> Iterator[None]:
     """Whatever is trained inside is put back."""
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
     try:
@@ -151,12 +141,3 @@ def _unchanged(policy: Policy) -> Iterator[None]:
             for name, weight in policy.parameters().items():
                 weight.copy_(before[name])
                 weight.grad = None
-
-
-def finite(found: Any) -> Any:
-    """The same without NaN and infinities, which JSON does not have."""
-    if isinstance(found, dict):
-        return {key: finite(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [finite(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found

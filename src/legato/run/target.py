@@ -1,6 +1,6 @@
 """What `eval`, `sample` and `export` are pointed at: a run directory, a recipe, or a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.load import load
 from legato.run.resolved import Resolved
+from legato.tasks.source import Source
 from legato.training import checkpoint
 
 
@@ -27,6 +28,21 @@ class Target:
         if "model" in self.given and self.resolved.config.policy.lora is not None:
             raise ValueError("this run trained adapters on a module given in Python; load that module with peft instead")
         return wire.policy_of(self.resolved, wire.Given(), self.saved)
+
+    def ready(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
+        """The policy as training would begin with it, the warm-up of a recipe done, and its problems."""
+        if "problems" in self.given:
+            raise ValueError(
+                "this run was given its problems in Python, which its configuration does not hold; name a task with"
+                " task.kind="
+            )
+        config = self.resolved.config
+        policy, source = self.policy(), wire.source_of(config, wire.Given())
+        if self.saved is None and config.policy.warm_up is not None:
+            say("the warm-up of the recipe")
+            collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+            wire.warm_up(config, policy, wire.warm_up_examples(config, policy, source, collector), lambda step, loss: None)
+        return policy, source
 
 
 def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Target:

@@ -6,6 +6,7 @@ same loss; which is cheaper depends on how many rows the trust region leaves wit
 Rows that cannot have a gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +32,17 @@ BREAK_EVEN = 1 / 3
 
 Prompts are computed as long as one of their responses is, so they count among the tokens and are never saved.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """An update as its objective saw it, before the optimizer moved the policy."""
+
+    update: Update
+    rows: Tensor
+    """On the host: of which rows of the step signals and outcome speak, in their order; silent rows are left out."""
+    signals: Signals
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +82,13 @@ def update_gradient(
     silent: Tensor | None,
     load_balance: float = 0.0,
     marked: bool = False,
+    look: Callable[[Look], None] | None = None,
 ) -> Report:
     """Add the gradient of the loss of this update to the parameters; `marked`: the report says what each token had.
 
     `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
-    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None.
+    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None. `look` is
+    called once with what the objective read and decided.
     """
     rows = update.rows
     packs = [p if silent is None else p[~silent[p]] for p in update.packs]
@@ -97,6 +111,8 @@ def update_gradient(
         signals, outcome, more = (_two_passes if two else _one_pass)(work, packs)
         sums, dead = measure(signals, outcome) + more, ~_alive(outcome.field)
         marks = Marks.of(torch.cat(packs), signals, outcome) if marked else None
+        if look is not None:
+            look(Look(update=update, rows=torch.cat(packs), signals=signals, outcome=outcome))
     lengths = tables.mask[sent(torch.cat(packs), tables.device)].sum(1) if packs else dead
     return Report(
         sums=sums,

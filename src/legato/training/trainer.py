@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from legato.training.anchor import anchor, estimator_reads_anchor, first_update_
 from legato.training.collect import Collector, Tally
 from legato.training.details import details
 from legato.training.optimizer import Optimizer
-from legato.training.passes import BREAK_EVEN, Report, count_update, silent_rows, update_gradient
+from legato.training.passes import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, UnsafeAnchorError, probe
 from legato.training.tables import Tables, needs, needs_router_shift
@@ -114,6 +114,8 @@ class Trainer:
         """Whether the sampler was measured as it is going to be; until then every step measures it."""
         self.skipped: dict[int, float] = {}
         """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
+        self.look: Callable[[Look], None] | None = None
+        """Called in every update with what the objective read and decided; it changes nothing of the training."""
 
     def step(self, detailed: int | None = None) -> StepReport:
         """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
@@ -235,6 +237,7 @@ class Trainer:
             silent=silent,
             load_balance=self.settings.load_balance,
             marked=marked,
+            look=self.look,
         )
         if isinstance(self.collector.engine, Remembering):
             self.collector.engine.before_update()
@@ -337,6 +340,7 @@ PER_UPDATE = (
     "clip/tokens",
     "clip/outside_sequences",
     "ratio/sequence_mean",
+    "ratio/sequence_std",
     "ratio/sequence_max",
     "loss/total",
     "router/flip_mean",

@@ -1,0 +1,177 @@
+"""What an experiment stands on: the user's policy and task made ready, a trainer, and eyes on every update."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.core.batch import collate
+from legato.core.rollout import Group
+from legato.policy.policy import Policy
+from legato.policy.reference import Reference
+from legato.run import wire
+from legato.run.resolved import Resolved
+from legato.run.target import Target, find
+from legato.training.passes import Look
+from legato.training.plan import plan
+from legato.training.tables import Tables
+from legato.training.trainer import StepReport, Trainer
+
+DEFAULT = Path(__file__).parent / "default.toml"
+
+Say = Callable[[str], None]
+
+
+def named(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
+    targets = [word for word in words if "=" not in word]
+    if len(targets) > 1:
+        raise ValueError(
+            f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
+        )
+    return targets[0] if targets else str(DEFAULT), [word for word in words if "=" in word]
+
+
+def target_of(words: Sequence[str]) -> Target:
+    """What a command of the laboratory was pointed at."""
+    return find(*named(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """One update as its objective saw it, in float64 on the CPU; its rows are responses that have a token."""
+
+    step: int
+    index: int
+    """k: the number of the update within its step, from 0."""
+    rows: Tensor
+    """Which rows of the step they are."""
+    new: Tensor
+    old: Tensor
+    mask: Tensor
+    advantages: Tensor
+    """[n]: of a response, its mean where it varies."""
+    clipped: Tensor
+    """[n] bool: the response has an advantage and no coefficient."""
+    clipped_tokens: Tensor
+    """[n]: how many of its tokens the trust region left without one."""
+    precision: torch.dtype
+    """In which they were trained."""
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """new - old, 0 outside the mask."""
+        return torch.where(self.mask, self.new - self.old, 0.0)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(1)
+
+    @property
+    def log_s(self) -> Tensor:
+        return self.log_ratios.sum(1) / self.lengths
+
+
+def observed(look: Look, step: int) -> Observed:
+    """What can be kept of a look."""
+    signals = look.signals
+    tokens = signals.mask.tokens.cpu()
+    counted = tokens.any(1)
+    new = signals.logprobs.detach().cpu()
+    old = new if signals.old_logprobs is None else signals.old_logprobs.detach().cpu()
+    advantages = signals.advantages.detach().cpu().double().expand(tokens.shape)
+    silent = (look.outcome.coefficients.detach().cpu() == 0) & tokens & (advantages != 0)
+    return Observed(
+        step=step,
+        index=look.update.index,
+        rows=look.rows[counted],
+        new=torch.where(tokens, new.double(), 0.0)[counted],
+        old=torch.where(tokens, old.double(), 0.0)[counted],
+        mask=tokens[counted],
+        advantages=(torch.where(tokens, advantages, 0.0).sum(1) / tokens.sum(1).clamp(min=1))[counted],
+        clipped=((silent.sum(1) == tokens.sum(1)) & tokens.any(1))[counted],
+        clipped_tokens=silent.sum(1)[counted],
+        precision=new.dtype,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Bed:
+    """A policy in training whose updates are seen."""
+
+    resolved: Resolved
+    policy: Policy
+    trainer: Trainer
+    seen: list[Observed] = field(default_factory=list)
+
+    def step(self) -> StepReport:
+        """Train one step; what its updates saw is added to `seen`."""
+        number = self.trainer.steps_done + 1
+        self.trainer.look = lambda look: self.seen.append(observed(look, number))
+        try:
+            return self.trainer.step()
+        finally:
+            self.trainer.look = None
+
+    def groups(self, prompts: int) -> list[Group]:
+        """Fresh responses of the policy as it is, on problems that training comes to later."""
+        groups, tally = self.trainer.collector.next(prompts)
+        if not groups:
+            reasons = "; ".join(tally.reasons) or "no group had two scored responses"
+            raise ValueError(f"nothing was sampled that could be scored: {reasons}")
+        return groups
+
+
+def make_bed(target: Target, say: Say, **training: Any) -> Bed:
+    """The bed of a target; `training` are options of that section that win over the configuration's."""
+    policy, source = target.ready(say)
+    return bed_of(target.resolved, policy, source, **training)
+
+
+def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> Bed:
+    """The same for a policy that is there."""
+    # Responses without an advantage are not trained on, but their ratios are measured like all others.
+    given = {"skip_silent_rows": False, **training}
+    config = replace(resolved.config, training=replace(resolved.config.training, **given))
+    resolved = replace(resolved, config=config)
+    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+    reference = Reference.of(policy) if wire.wants_reference(resolved) else None
+    return Bed(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
+
+
+def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | None = None) -> tuple[Tensor, Tensor]:
+    """[B, T] log-probs and entropies of responses under the policy as it is, float64; at another temperature if given."""
+    batch = collate(groups, policy.dtype)
+    tables = Tables.of(batch, policy.device)
+    texts = tables.texts
+    if temperature is not None:
+        texts = replace(texts, temperature=torch.full_like(texts.temperature, temperature))
+    shape = batch.tokens.shape
+    logprobs, entropy = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    updates = plan(batch, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=policy.packing)
+    for pack in updates[0].packs:
+        channels = policy.score(texts, pack)
+        width = channels.logprobs.shape[1]
+        logprobs[pack, :width] = channels.logprobs.cpu().double()
+        entropy[pack, :width] = channels.entropy.cpu().double()
+    return logprobs, entropy
+
+
+def facts(bed: Bed) -> dict[str, str]:
+    """What a page says of where an experiment ran."""
+    config = bed.resolved.config
+    training = config.training
+    weights = str(bed.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    return {
+        "model": bed.policy.name,
+        "weights": f"{weights} on {bed.policy.device.type}",
+        "task": config.task.kind,
+        "algorithm": bed.resolved.algorithm.name,
+        "lr": f"{training.lr:g}",
+        "a step": f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt},"
+        f" {training.updates_per_step * training.epochs_per_step} updates",
+        "seed": str(training.seed),
+    }

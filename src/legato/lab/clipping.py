@@ -1,0 +1,349 @@
+"""`legato lab clipping`: epsilon from 1e-6 to 0.2, measured beside what a normal log s would give, and what it does to
+training: reward, drift, lengths, updates, token against sequence ratios."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.dashboard.experiment import Account, Check, Sheet, Value
+from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
+from legato.diagnostics.clipping import predicted_clip_fraction
+from legato.diagnostics.format import RunDirectory
+from legato.lab.bed import Say, target_of
+from legato.lab.sweep import LOOK, Arm, Course, arms, course, looked, trained
+
+TOLERANCE = 0.1
+"""How far measured and predicted share may differ before the page says that log s is not as the formula has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an arm came to, over its seeds."""
+
+    arm: Arm
+    courses: tuple[Course, ...]
+    accuracy: float
+    start: float
+    collapsed: int
+    quintiles: tuple[Mapping[str, Any], ...]
+    """Of the first seed."""
+
+    def mean(self, key: str) -> float:
+        values = [value for each in self.courses if math.isfinite(value := getattr(each, key))]
+        return sum(values) / len(values) if values else math.nan
+
+    def by_update(self) -> list[float]:
+        columns = zip(*(each.by_update for each in self.courses), strict=False)
+        return [sum(values) / len(values) for values in columns]
+
+
+def clipping(
+    words: Sequence[str],
+    *,
+    epsilons: Sequence[float],
+    seeds: Sequence[int],
+    steps: int | None,
+    folder: Path,
+    parallel: int,
+    say: Say,
+) -> Account:
+    """Train all arms (or go on where that was stopped), look at each, and tell."""
+    listed = arms(epsilons)
+    results = trained(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
+    found = [_found(arm, results, folder, seeds, say) for arm in listed]
+    # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
+    return account(found, {**results, "model": target_of(words).resolved.config.policy.model})
+
+
+def _found(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> Found:
+    runs = [run for run in results["runs"] if run["arm"] == arm.name]
+    paths = {run["seed"]: folder / "sweep" / "runs" / run["name"] for run in runs if run["status"] in ("done", "collapsed")}
+    scores = [run["score"] for run in runs if run["score"] is not None]
+    starts = [run["start"] for run in runs if run["start"] is not None]
+    first = paths.get(seeds[0])
+    look = {} if first is None else looked(first, folder / "looks" / f"{first.name}.json", say)
+    return Found(
+        arm=arm,
+        courses=tuple(course(RunDirectory.open(path).metrics(), arm) for path in paths.values()),
+        accuracy=sum(scores) / len(scores) if scores else math.nan,
+        start=sum(starts) / len(starts) if starts else math.nan,
+        collapsed=sum(run["status"] in ("collapsed", "failed") for run in runs),
+        quintiles=tuple(look.get("quintiles", ())),
+    )
+
+
+def account(found: Sequence[Found], results: Mapping[str, Any]) -> Account:
+    """The page of a sweep."""
+    sweep = [each for each in found if each.arm.name.startswith("sequence-")]
+    steps = max((run["steps"] for run in results["runs"]), default=0)
+    return Account(
+        name="clipping",
+        title="The width of the clip",
+        about="GSPO trained from the same weights with the band 1 - epsilon to 1 + epsilon for each epsilon, beside the"
+        " share that a normal log s of the measured spread would have clipped: one half as epsilon goes to 0, since a"
+        " response that moved against its advantage is never clipped, and 0 where epsilon is far above the spread.",
+        facts={
+            "model": str(results["model"]),
+            "task": str(results["task"]),
+            "recipe": ", ".join(Path(each).name for each in results["recipes"]) or "defaults",
+            "steps": str(steps),
+            "seeds": ", ".join(map(str, results["seeds"])),
+        },
+        sentences=_sentences(found, sweep),
+        checks=_checks(found, sweep),
+        sheets=[_main(found), _updates(found), _quintiles(found), _granularity(found)],
+        figures=_figures(found, sweep),
+        data={"arms": [_told(each) for each in found]},
+    )
+
+
+def _named(found: Sequence[Found], name: str) -> Found | None:
+    return next((each for each in found if each.arm.name == name), None)
+
+
+def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
+    said = []
+    gspo, grpo = _named(found, "gspo"), _named(found, "grpo")
+    if gspo is not None and grpo is not None:
+        more, less = gspo.mean("clipped_tokens"), grpo.mean("clipped_tokens")
+        times = f"{more / less:.0f} times as many" if less > 0 else "while GRPO clipped none"
+        said.append(
+            f"GSPO as published left {more:.1%} of the tokens without a gradient, GRPO {less:.3%}: {times}. The reward went"
+            f" from {gspo.mean('reward_start'):.2f} in the first fifth of the run to {gspo.mean('reward'):.2f} in the last"
+            f" with GSPO, from {grpo.mean('reward_start'):.2f} to {grpo.mean('reward'):.2f} with GRPO; held-out accuracy"
+            f" from {gspo.start:.0%} to {gspo.accuracy:.0%} and {grpo.accuracy:.0%}."
+        )
+    if sweep:
+        off = max(sweep, key=lambda each: abs(each.mean("clipped") - each.mean("predicted")))
+        said += [
+            "Clipped after the first update of a step, measured (and predicted): "
+            + ", ".join(f"{e.arm.low:g}: {e.mean('clipped'):.1%} ({e.mean('predicted'):.1%})" for e in sweep)
+            + ".",
+            f"The largest difference is {off.mean('clipped') - off.mean('predicted'):+.1%} at {off.arm.low:g}: log s is"
+            " neither normal nor independent of the advantage.",
+            f"The spread of s in those updates was {min(e.mean('spread') for e in sweep):.2g} to"
+            f" {max(e.mean('spread') for e in sweep):.2g}: bands far above it never act, and are no clip.",
+        ]
+        best, worst = max(sweep, key=lambda e: e.mean("reward")), min(sweep, key=lambda e: e.mean("reward"))
+        said.append(
+            f"Reward at the end was highest at {best.arm.low:g} ({best.mean('reward'):.2f}) and lowest at {worst.arm.low:g}"
+            f" ({worst.mean('reward'):.2f}); drift (k3) went from {min(e.mean('k3') for e in sweep):.2g} to"
+            f" {max(e.mean('k3') for e in sweep):.2g}."
+        )
+        seeds = len(sweep[0].courses)
+        if seeds < 3:
+            said.append(f"{seeds} seed(s): differences of reward of a few hundredths say nothing. --seeds gives more.")
+    return said
+
+
+def _checks(found: Sequence[Found], sweep: Sequence[Found]) -> list[Check]:
+    made = [
+        Check(what=f"clipped at epsilon {each.arm.low:g}", expected=_known(each.mean("predicted")),
+              measured=_known(each.mean("clipped")), tolerance=TOLERANCE, source="normal log s of the measured spread")
+        for each in sweep
+    ]  # fmt: skip
+    firsts = [by[0] for each in found if (by := each.by_update())]
+    if firsts:
+        made.append(
+            Check(what="clipped in the first update of a step, any arm", expected=0.0, measured=max(firsts), tolerance=0)
+        )
+    if sweep:
+        made.append(
+            Check(what=f"clipped at the narrowest band, {sweep[0].arm.low:g}", expected=0.5,
+                  measured=_known(sweep[0].mean("clipped")), tolerance=TOLERANCE, source="one half, not all")
+        )  # fmt: skip
+    return made
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _main(found: Sequence[Found]) -> Sheet:
+    rows = tuple(
+        (
+            each.arm.name,
+            f"{each.arm.low:g}/{each.arm.high:g}",
+            _known(each.mean("clipped")),
+            # The formula is of s; a band on token ratios is another thing.
+            _known(each.mean("predicted")) if each.arm.algorithm == "gspo" else None,
+            *(_known(each.mean(key)) for key in ("clipped_tokens", "reward_start", "reward")),
+            _known(each.accuracy),
+            *(_known(each.mean(key)) for key in ("k3", "spread", "furthest", "gradient", "entropy", "length")),
+            each.collapsed,
+        )
+        for each in found
+    )
+    return Sheet(
+        name="sweep",
+        title="The sweep",
+        note="Means over seeds. Clipped: responses with an advantage left without a gradient, in the updates after the first"
+        " of a step; under a token ratio those all of whose tokens are. Tokens: of all updates. Reward, entropy, length: the"
+        " last fifth of the run. Accuracy: held-out, at the end.",
+        headings=("arm", "band", "clipped", "predicted", "tokens clipped", "reward at first", "reward", "accuracy", "k3",
+                  "sd of s", "max |lw|", "gradient norm", "entropy", "length", "collapsed"),
+        rows=rows,
+        shares=("clipped", "predicted", "tokens clipped", "accuracy"),
+    )  # fmt: skip
+
+
+def _updates(found: Sequence[Found]) -> Sheet:
+    width = max((len(each.by_update()) for each in found), default=0)
+    rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in found)
+    headings = tuple(f"update {number + 1}" for number in range(width))
+    return Sheet(
+        name="by-update",
+        title="Clipped by update within a step",
+        note="Responses clipped as a whole. The published 15 % are a mean over the updates; the first clips none.",
+        headings=("arm", *headings),
+        rows=rows,
+        shares=headings,
+    )
+
+
+def _quintiles(found: Sequence[Found]) -> Sheet:
+    rows = list[tuple[Value, ...]]()
+    for each in found:
+        if each.arm.algorithm == "gspo" and each.quintiles:
+            rows.append((each.arm.name, *(q["clipped"] for q in each.quintiles)))
+    known = next((each.quintiles for each in found if each.quintiles), ())
+    headings = tuple(f"fifth {number + 1}" for number in range(len(known)))
+    lengths = ", ".join(f"{q['shortest']} to {q['longest']}" for q in known)
+    return Sheet(
+        name="by-length",
+        title="Clipped by length",
+        note=f"{LOOK} further steps of each run, responses in fifths by length, short to long (in the first arm: {lengths}"
+        " tokens).",
+        headings=("arm", *headings),
+        rows=tuple(row for row in rows if len(row) == len(headings) + 1),
+        shares=headings,
+    )
+
+
+def _granularity(found: Sequence[Found]) -> Sheet:
+    rows = []
+    for token in (each for each in found if each.arm.algorithm == "grpo"):
+        other = _named(found, f"sequence-{token.arm.low:g}")
+        if other is None:
+            continue
+        for word, each in (("sequence", other), ("token", token)):
+            values = (each.mean("clipped_tokens"), each.mean("reward"), each.accuracy, each.mean("k3"))
+            rows.append((f"{each.arm.low:g}", word, *map(_known, values)))
+    return Sheet(
+        name="granularity",
+        title="The same band on token and on sequence ratios",
+        note="A token ratio scatters about sqrt(L) times as far as s, so one number for both is two different clips.",
+        headings=("epsilon", "ratio", "tokens clipped", "reward", "accuracy", "k3"),
+        rows=tuple(rows),
+        shares=("tokens clipped", "accuracy"),
+    )
+
+
+def _log(title: str) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": title}, "type": "log", "exponentformat": "power"}}
+
+
+def _figures(found: Sequence[Found], sweep: Sequence[Found]) -> list[Figure]:
+    x = [each.arm.low for each in sweep]
+    spread = [each.mean("spread") for each in sweep if math.isfinite(each.mean("spread"))]
+    made: list[Figure | None] = []
+    if spread:
+        typical = sorted(spread)[len(spread) // 2]
+        fine = [10 ** (-6 + 5.5 * place / 80) for place in range(81)]
+        curve = [predicted_clip_fraction(e, e, typical) for e in fine]
+        data = [
+            line(fine, curve, f"normal, sd {typical:.2g}", GREY, dash="dash"),
+            _points(sweep, "predicted", "predicted with the measured spread", AMBER),
+            _points(sweep, "clipped", "measured", BLUE),
+        ]
+        caption = "Responses with an advantage, updates after the first of a step. One half is the limit, not all."
+        made.append(
+            figure("Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log("epsilon"), wide=True)
+        )
+    for title, key, colour in (("Reward against epsilon", "reward", GREEN), ("Drift against epsilon", "k3", VIOLET)):
+        axis = {"title": {"text": key}} | (
+            {"type": "log", "exponentformat": "power"} if key == "k3" else {"rangemode": "tozero"}
+        )
+        caption = "Mean reward of the last fifth of the run." if key == "reward" else "k3 between old and new policy, mean."
+        made.append(figure(title, caption, [_points(sweep, key, key, colour)], _log("epsilon") | {"yaxis": axis}))
+    chosen = [each for each in found if each.by_update()]
+    updates = [
+        line(
+            [float(n + 1) for n in range(len(each.by_update()))], each.by_update(), each.arm.name, UPDATES[i % len(UPDATES)]
+        )
+        for i, each in enumerate(chosen)
+    ]
+    at = {"xaxis": {"title": {"text": "update within the step"}}}
+    made.append(
+        figure("Clipped by update index", "Responses clipped as a whole.", updates, shares("clipped", whole=False) | at)
+    )
+    made.append(_by_length(found))
+    made.append(_learning(found, x))
+    return [each for each in made if each is not None]
+
+
+def _points(sweep: Sequence[Found], key: str, name: str, colour: str) -> Trace:
+    known = [(each.arm.low, value) for each in sweep if math.isfinite(value := each.mean(key))]
+    drawn = line([a for a, _ in known], [b for _, b in known], name, colour)
+    return drawn | {"mode": "lines+markers", "marker": {"color": colour, "size": 9}}
+
+
+def _by_length(found: Sequence[Found]) -> Figure | None:
+    data: list[Trace] = []
+    for each, colour in zip((e for e in found if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False):
+        x = [float(number + 1) for number in range(len(each.quintiles))]
+        data.append(line(x, [q["clipped"] for q in each.quintiles], each.arm.name, colour))
+    layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "fifth of the responses, short to long"}}}
+    return figure("Clipped by length", "At the end of each run, of responses with an advantage.", data, layout)
+
+
+def _learning(found: Sequence[Found], epsilons: Sequence[float]) -> Figure | None:
+    wanted = ["gspo", "grpo", *(f"sequence-{e:g}" for e in (epsilons[0], epsilons[-1]))] if epsilons else ["gspo", "grpo"]
+    data = []
+    for name, colour in zip(wanted, (BLUE, RED, AMBER, GREY), strict=False):
+        each = _named(found, name)
+        if each is not None and each.courses:
+            points = _smoothed(each.courses[0].rewards)
+            data.append(line([a for a, _ in points], [b for _, b in points], name, colour))
+    caption = "Reward of each step, mean of nine steps, first seed."
+    return figure("Learning", caption, data, {"yaxis": {"title": {"text": "reward"}, "rangemode": "tozero"}})
+
+
+def _smoothed(points: Sequence[tuple[float, float]], window: int = 9) -> list[tuple[float, float]]:
+    half = window // 2
+    found = []
+    for place, (step, _) in enumerate(points):
+        near = [value for _, value in points[max(0, place - half) : place + half + 1]]
+        found.append((step, sum(near) / len(near)))
+    return found
+
+
+def _told(each: Found) -> dict[str, Any]:
+    keys = (
+        "clipped",
+        "predicted",
+        "clipped_tokens",
+        "reward_start",
+        "reward",
+        "k3",
+        "spread",
+        "furthest",
+        "gradient",
+        "entropy",
+        "length",
+    )
+    return {
+        "arm": each.arm.name,
+        "algorithm": each.arm.algorithm,
+        "low": each.arm.low,
+        "high": each.arm.high,
+        **{key: each.mean(key) for key in keys},
+        "accuracy": each.accuracy,
+        "start": each.start,
+        "collapsed": each.collapsed,
+        "by_update": each.by_update(),
+        "quintiles": [dict(q) for q in each.quintiles],
+        "seeds": len(each.courses),
+    }

@@ -1,0 +1,91 @@
+"""Large policy shifts on a real policy: the learning rate times ten, or many updates a step, beside training as it is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.diagnostics.gaps import effective_share
+from legato.lab.bed import Bed, Observed, Say, bed_of
+from legato.policy.policy import Policy
+from legato.run.mismatch import unchanged
+from legato.run.resolved import Resolved
+
+FASTER, MANY = 10.0, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one update of a step saw of the policy's movement, over several steps."""
+
+    index: int
+    responses: int
+    mean: float
+    """Of s."""
+    deviation: float
+    """Of log s."""
+    effective: float
+    """ESS / N of s as weights."""
+    clipped: float
+    """Among responses with an advantage."""
+
+
+def moved(seen: Sequence[Observed]) -> list[Moved]:
+    """Update by update, the first included: there nothing has moved."""
+    found = []
+    for index in sorted({each.index for each in seen}):
+        mine = [each for each in seen if each.index == index]
+        log_s = torch.cat([each.log_s for each in mine])
+        found.append(
+            Moved(
+                index=index,
+                responses=len(log_s),
+                mean=float(log_s.exp().mean()),
+                deviation=float(log_s.std(correction=0)),
+                effective=effective_share(log_s.exp()),
+                clipped=clipped_share(mine),
+            )
+        )
+    return found
+
+
+def clipped_share(seen: Sequence[Observed]) -> float:
+    """Responses clipped as a whole among those with an advantage."""
+    counted = torch.cat([each.advantages != 0 for each in seen])
+    clipped: Tensor = torch.cat([each.clipped for each in seen])
+    return float(clipped[counted].double().mean()) if bool(counted.any()) else float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """One way to train."""
+
+    name: str
+    changes: Mapping[str, Any]
+    seen: tuple[Observed, ...]
+    updates: tuple[Moved, ...]
+    rewards: tuple[float, ...]
+
+
+def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: Say) -> list[Shift]:
+    """Each way from the same weights on the same problems, and the weights put back."""
+    training = resolved.config.training
+    # Whole groups are dealt to updates: as many updates need as many prompts.
+    prompts = max(training.prompts_per_step, MANY)
+    ways: dict[str, dict[str, Any]] = {
+        "as configured": {},
+        f"lr x {FASTER:g}": {"lr": FASTER * training.lr},
+        f"{MANY} updates a step": {"updates_per_step": MANY},
+    }
+    found = []
+    for name, changes in ways.items():
+        say(f"{name}, {steps} steps of {prompts} prompts")
+        bed: Bed = bed_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
+        with unchanged(policy):
+            rewards = [bed.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
+        found.append(
+            Shift(name=name, changes=changes, seen=tuple(bed.seen), updates=tuple(moved(bed.seen)), rewards=tuple(rewards))
+        )
+    return found

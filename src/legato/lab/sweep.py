@@ -1,0 +1,218 @@
+"""The sweep of the clip: arms over epsilon through `legato compare`, all from one start, and what each run tells."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.compare.compare import compare
+from legato.compare.definition import Definition
+from legato.compare.processes import Machine
+from legato.dashboard.summary import number
+from legato.diagnostics.clipping import predicted_clip_fraction
+from legato.diagnostics.format import RunDirectory, finite
+from legato.lab.bed import Say, named
+from legato.lab.constructed import SHARE, quintiles
+from legato.lab.replay import restored
+from legato.run.layers import read_word
+from legato.run.target import find
+from legato.training.checkpoint import save_model
+
+EPSILONS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 0.2)
+TOKEN_EPSILONS = (3e-4, 1e-2, 0.2)
+"""The same bands on token ratios: what granularity does."""
+LOOK = 6
+"""Steps that are looked at after a run has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One band on one kind of ratio."""
+
+    name: str
+    algorithm: str
+    low: float
+    high: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        path = "algorithm.objective.trust.clip"
+        return {"algorithm": self.algorithm, f"{path}.low": self.low, f"{path}.high": self.high}
+
+
+def arms(epsilons: Sequence[float]) -> list[Arm]:
+    """GSPO as published, each epsilon on the sequence ratio, some on the token ratio; the last of those is GRPO."""
+    found = [Arm(name="gspo", algorithm="gspo", low=3e-4, high=4e-4)]
+    found += [Arm(name=f"sequence-{e:g}", algorithm="gspo", low=e, high=e) for e in epsilons]
+    found += [Arm(name=f"token-{e:g}" if e != 0.2 else "grpo", algorithm="grpo", low=e, high=e) for e in TOKEN_EPSILONS]
+    return found
+
+
+def read_epsilons(text: str) -> list[float]:
+    """`1e-4,1e-3`, ascending; ValueError where one is no half-width."""
+    try:
+        found = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 < each < 1 for each in found):
+        raise ValueError(f"--epsilons {text!r} is not allowed; numbers above 0 and below 1 are, as in 1e-4,1e-3")
+    return found
+
+
+def trained(
+    words: Sequence[str],
+    found: Sequence[Arm],
+    *,
+    folder: Path,
+    seeds: Sequence[int],
+    steps: int | None,
+    parallel: int,
+    say: Say,
+) -> dict[str, Any]:
+    """Train every arm with every seed; what is finished in `folder` is not done again. Returns compare.json's content."""
+    recipes, options = start(words, folder, say)
+    if steps is not None:
+        options["training.steps"] = steps
+    definition = Definition(
+        recipes=recipes, arms={arm.name: arm.options for arm in found}, seeds=tuple(seeds), options=options
+    )
+    compared = compare(definition, folder=folder / "sweep", machine=Machine(parallel=parallel), say=say)
+    if compared.exit_code:
+        raise KeyboardInterrupt
+    return compared.results
+
+
+def start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...], dict[str, Any]]:
+    """Recipes and options with which every run begins at the same weights; a warm-up is done once and kept."""
+    name, given = named(words)
+    options: dict[str, Any] = dict(read_word(word) for word in given)
+    target = find(name, given)
+    if Path(name).suffix == ".toml":
+        recipes: tuple[Path, ...] = (Path(name),)
+    elif target.saved is not None:
+        recipes = (RunDirectory.open(Path(name)).config_path,)
+        options |= {"policy.model": str(target.saved.resolve()), "policy.warm_up": False}
+    else:
+        recipes, options = (), {"policy.model": name, **options}
+    if target.saved is None and target.resolved.config.policy.warm_up is not None:
+        kept = folder / "start"
+        if not (kept / "config.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(target.ready(say)[0], kept)
+        options |= {"policy.model": str(kept.resolve()), "policy.warm_up": False}
+    return recipes, options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What the records of one run say of its clip and of its training."""
+
+    clipped: float
+    """Of responses with an advantage, over the updates after the first of each step."""
+    clipped_tokens: float
+    """Of all tokens, over all updates: what compares token and sequence ratios."""
+    predicted: float
+    """By the formula, with the spread of s measured in each of those updates."""
+    by_update: tuple[float, ...]
+    reward: float
+    """Mean over the last fifth of the steps."""
+    reward_start: float
+    """Over the first fifth."""
+    rewards: tuple[tuple[float, float], ...]
+    k3: float
+    spread: float
+    """Of s, mean over the updates after the first."""
+    furthest: float
+    """The largest |lw| of a token."""
+    gradient: float
+    entropy: float
+    length: float
+
+
+def course(records: Sequence[Mapping[str, Any]], arm: Arm) -> Course:
+    """From the lines of metrics.jsonl."""
+    steps = [record for record in records if record.get("kind") == "step"]
+    indices = sorted({int(key.rpartition("@")[2]) for record in steps for key in record if "@" in key})
+    by_update = tuple(_mean(steps, f"clip/sequences@{index}") for index in indices)
+    later = [
+        (clipped, spread)
+        for record in steps
+        for index in indices[1:]
+        if (clipped := number(record, f"clip/sequences@{index}")) is not None
+        and (spread := number(record, f"ratio/sequence_std@{index}")) is not None
+    ]
+    fifth = max(1, len(steps) // 5)
+    first, last = steps[:fifth], steps[-fifth:]
+    rewards = [(number(record, "step"), number(record, "reward/mean")) for record in steps]
+    return Course(
+        clipped=_average([clipped for clipped, _ in later]),
+        clipped_tokens=_mean(steps, "clip/tokens"),
+        predicted=_average([predicted_clip_fraction(arm.low, arm.high, spread) for _, spread in later if spread > 0]),
+        by_update=by_update,
+        reward=_mean(last, "reward/mean"),
+        reward_start=_mean(first, "reward/mean"),
+        rewards=tuple((step, reward) for step, reward in rewards if step is not None and reward is not None),
+        k3=_mean(steps, "drift/k3"),
+        spread=_average([spread for _, spread in later]),
+        furthest=max((number(record, "ratio/token_log_max") or 0.0 for record in steps), default=math.nan),
+        gradient=_mean(steps, "gradient/norm"),
+        entropy=_mean(last, "entropy/mean"),
+        length=_mean(last, "length/mean"),
+    )
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    return _average([value for record in records if (value := number(record, key)) is not None])
+
+
+def _average(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def looked(run: Path, kept: Path, say: Say) -> dict[str, Any]:
+    """Some steps more of a finished run, seen response by response; kept in a file, so that it is done once."""
+    if kept.is_file():
+        found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        return found
+    directory = RunDirectory.open(run)
+    bed = restored(directory, directory.checkpoint_steps()[-1])
+    say(f"a look at {run.name}")
+    for _ in range(LOOK):
+        bed.step()
+    later = [each for each in bed.seen if each.index > 0]
+    moved = [each.advantages != 0 for each in later]
+    if not any(bool(each.any()) for each in moved):
+        return {"responses": 0, "quintiles": []}
+    lengths, clipped, log_s, advantages = (
+        torch.cat([values[keep] for values, keep in zip(column, moved, strict=True)])
+        for column in (
+            [each.lengths for each in later],
+            [each.clipped for each in later],
+            [each.log_s for each in later],
+            [each.advantages for each in later],
+        )
+    )
+    order = lengths.argsort(stable=True)
+    own = [
+        {
+            "shortest": int(lengths[part].min()),
+            "longest": int(lengths[part].max()),
+            "responses": len(part),
+            "clipped": float(clipped[part].double().mean()),
+        }
+        for part in order.tensor_split(5)
+        if len(part)
+    ]
+    fair = quintiles(log_s, advantages, lengths, SHARE)
+    found = {
+        "responses": len(lengths),
+        "quintiles": own,
+        "calibrated": [{"one_band": each.one_band, "by_length": each.by_length} for each in fair],
+    }
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps(finite(found), indent=1) + "\n", encoding="utf-8")
+    return found

@@ -1,0 +1,72 @@
+"""The synthetic study of correlation: tokens made to order, so that every explanation shows its slope and its gap."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from legato.diagnostics.correlation import processes
+from legato.diagnostics.variance import integrated_autocorrelation, log_slope
+
+GAP, AT, SIGMA = 3.6, 512, 0.02
+"""The published gap, the length at which every explanation has it, and the token deviation."""
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+ROWS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """One explanation, over lengths."""
+
+    name: str
+    lengths: tuple[int, ...]
+    expected_gaps: tuple[float, ...]
+    gaps: tuple[float, ...]
+    expected_slope: float
+    slope: float
+    kappa: float
+    """Estimated from the tokens of length 512 within 40 lags."""
+    first: float
+
+    @property
+    def variances(self) -> tuple[float, ...]:
+        return tuple(gap * SIGMA**2 / length for gap, length in zip(self.gaps, self.lengths, strict=True))
+
+
+def gap_error(rows: int) -> float:
+    """The relative standard error of a variance over so many responses."""
+    return float((2 / rows) ** 0.5)
+
+
+def slope_error(rows: int, lengths: Sequence[int]) -> float:
+    """The standard error of the slope that these errors leave."""
+    x = torch.tensor(lengths, dtype=torch.float64).log()
+    return gap_error(rows) / float((x - x.mean()).square().sum().sqrt())
+
+
+def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Simulated]:
+    """Every explanation at every length, each length with responses of its own."""
+    found = []
+    sizes = torch.tensor(lengths, dtype=torch.float64)
+    for process in processes(GAP, AT).values():
+        generator = torch.Generator().manual_seed(seed)
+        gaps, kappa, first = [], float("nan"), float("nan")
+        for length in lengths:
+            tokens = process.tokens(rows, length, SIGMA, generator)
+            gaps.append(float(tokens.mean(1).var() / (SIGMA**2 / length)))
+            if length == AT:
+                kappa, first = integrated_autocorrelation(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        expected = [process.gap(length) for length in lengths]
+        found.append(
+            Simulated(
+                name=process.name,
+                lengths=tuple(lengths),
+                expected_gaps=tuple(expected),
+                gaps=tuple(gaps),
+                expected_slope=log_slope(sizes, torch.tensor(expected) / sizes),
+                slope=log_slope(sizes, torch.tensor(gaps) / sizes),
+                kappa=kappa,
+                first=first,
+            )
+        )
+    return found

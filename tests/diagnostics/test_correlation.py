@@ -1,0 +1,157 @@
+"""Tokens made to order, the spread of log s over lengths, the identity of ratio and perplexities, beside plain accounts."""
+
+import math
+
+import pytest
+import torch
+
+from legato.diagnostics.correlation import processes
+from legato.diagnostics.equivalence import implied_entropy, likelihoods, quotient_of_means
+from legato.diagnostics.spread import Bin, fitted, intercept, spread, weighted_slope
+
+GAP, AT = 3.6, 512
+
+
+def covariance_gap(name: str, length: int) -> float:
+    """1' C 1 / L of the correlation matrix C, written out."""
+    phi, rho, block = 2.6 / 4.6, 2.6 / 511, 2.6 / 15
+    hurst, drift = 0.5 + math.log(3.6) / (2 * math.log(512)), 2.6 / 512
+    total = 0.0
+    for a in range(length):
+        for b in range(length):
+            k = abs(a - b)
+            total += {
+                "independent": float(k == 0),
+                "AR(1)": phi**k,
+                "equicorrelated": 1.0 if k == 0 else rho,
+                "blocks of 16": 1.0 if k == 0 else block * (a // 16 == b // 16),
+                "long memory": 0.5 * ((k + 1) ** (2 * hurst) - 2 * k ** (2 * hurst) + abs(k - 1) ** (2 * hurst)),
+                "random effect": float(k == 0) + drift,
+            }[name]
+    return total / length
+
+
+@pytest.mark.parametrize("name", list(processes(GAP, AT)))
+def test_the_gap_of_every_process_is_the_sum_of_its_correlations(name: str) -> None:
+    process = processes(GAP, AT)[name]
+    for length in (1, 7, 16, 40):
+        assert process.gap(length) == pytest.approx(covariance_gap(name, length), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in processes(GAP, AT) if name != "independent"])
+def test_every_process_explains_the_gap_at_its_length(name: str) -> None:
+    process = processes(GAP, AT)[name]
+    assert process.gap(AT) == pytest.approx(3.588320 if name == "AR(1)" else 3.6, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", list(processes(GAP, AT)))
+def test_simulated_tokens_have_the_variance_and_the_gap_they_should(name: str) -> None:
+    """Four standard errors of a variance over 4,000 responses are 9 %."""
+    process = processes(GAP, AT)[name]
+    tokens = process.tokens(4000, 64, 0.02, torch.Generator().manual_seed(1))
+    assert tokens.shape == (4000, 64)
+    assert float(tokens.var()) == pytest.approx(4e-4, rel=0.03)
+    assert float(tokens.mean(1).var()) / (4e-4 / 64) == pytest.approx(process.gap(64), rel=0.09)
+
+
+def responses(name: str, sigma: float = 0.02, rows: int = 600) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Responses of eight lengths, as one table."""
+    generator = torch.Generator().manual_seed(0)
+    process = processes(GAP, AT)[name]
+    lengths = [16, 32, 64, 128, 256, 512]
+    table, mask = torch.zeros(rows * 6, 512, dtype=torch.float64), torch.zeros(rows * 6, 512, dtype=torch.bool)
+    for place, length in enumerate(lengths):
+        here = slice(place * rows, (place + 1) * rows)
+        table[here, :length] = process.tokens(rows, length, sigma, generator)
+        mask[here, :length] = True
+    # What stands outside the mask must not be read.
+    return torch.where(mask, table, math.nan), mask, torch.zeros(len(table), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("name", "best", "slope"),
+    [
+        ("AR(1)", "short-range correlation", -0.98),
+        ("random effect", "drift between responses", -0.67),
+        ("long memory", "long memory", -0.795),
+    ],
+)
+def test_the_explanation_that_made_the_tokens_is_the_one_that_fits(name: str, best: str, slope: float) -> None:
+    found = spread(*responses(name))
+    assert found.fits[0].name == best and best in found.verdict
+    assert found.slope == pytest.approx(slope, abs=0.06)
+    assert found.bins[-1].gap == pytest.approx(3.6, rel=0.25)
+    assert found.bins[-1].effective_tokens == pytest.approx(512 / found.bins[-1].gap)
+
+
+def test_independent_tokens_are_called_so() -> None:
+    found = spread(*responses("independent"))
+    assert found.verdict.startswith("independent tokens")
+    assert found.gap == pytest.approx(1, abs=0.1)
+    assert found.sigma == pytest.approx(0.02, rel=0.01)
+    assert found.kappa == pytest.approx(1, abs=0.05)
+
+
+def test_what_updates_have_in_common_is_no_spread() -> None:
+    """Two updates whose means differ: the spread is that within each."""
+    ratios, mask, batch = responses("independent", rows=200)
+    batch[::2] = 1
+    moved = ratios + torch.where(batch == 1, 0.5, -0.5).unsqueeze(1)
+    assert spread(moved, mask, batch).gap == pytest.approx(spread(ratios, mask, batch).gap, rel=0.05)
+
+
+def bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bin]:
+    return [
+        Bin(shortest=int(n), longest=int(n), length=n, responses=1000, distinct=1000, variance=v, independent=sigma2 / n)
+        for v, n in zip(variances, lengths, strict=True)
+    ]
+
+
+def test_fits_find_the_parameters_of_exact_variances() -> None:
+    lengths, sigma2 = [16.0, 64.0, 256.0, 1024.0], 4e-4
+    short = fitted(bins([sigma2 * 3.6 / n for n in lengths], lengths, sigma2), sigma2)[0]
+    assert (short.name, short.misfit) == ("short-range correlation", pytest.approx(0, abs=1e-6))
+    assert short.parameter == pytest.approx(3.6, rel=1e-4)
+    drift = bins([1e-6 + sigma2 / n for n in lengths], lengths, sigma2)
+    assert fitted(drift, sigma2)[0].parameter == pytest.approx(1e-3, rel=1e-3)
+    assert intercept(drift) == pytest.approx(1e-6, rel=1e-9)
+    long = bins([sigma2 * n ** (2 * 0.6 - 2) for n in lengths], lengths, sigma2)
+    assert fitted(long, sigma2)[0].parameter == pytest.approx(0.6, rel=1e-4)
+    assert weighted_slope(long)[0] == pytest.approx(-0.8, abs=1e-9)
+
+
+def test_errors_know_of_heavy_tails_and_of_responses_that_are_the_same() -> None:
+    plain = bins([1e-4], [16.0], 4e-4)[0]
+    assert plain.relative_error == pytest.approx(math.sqrt(2 / 999))
+    ratios, mask, batch = responses("independent", rows=100)
+    twice = spread(*(torch.cat([table, table]) for table in (ratios, mask, batch)))
+    once = spread(ratios, mask, batch)
+    assert [each.distinct for each in twice.bins] == [each.distinct for each in once.bins]
+    assert twice.slope_error == pytest.approx(once.slope_error, rel=0.01)
+    ratios[3, 0] = 5.0  # one token moved far
+    assert max(each.kurtosis for each in spread(ratios, mask, batch).bins) > 30
+
+
+def test_the_ratio_is_the_quotient_of_perplexities_of_each_response() -> None:
+    generator = torch.Generator().manual_seed(4)
+    old = -torch.rand(50, 30, generator=generator, dtype=torch.float64) * 3
+    new = old + 0.4 * torch.randn(50, 30, generator=generator, dtype=torch.float64)
+    mask = torch.arange(30) < torch.randint(1, 31, (50, 1), generator=generator)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        found = likelihoods(new.to(dtype), old.to(dtype), mask)
+        assert float(found.error.max()) < bound
+        for row in (0, 17, 49):
+            inside = [t for t in range(30) if mask[row, t]]
+            s = math.exp(math.fsum(float(new[row, t] - old[row, t]) for t in inside) / len(inside))
+            assert float(found.s[row]) == pytest.approx(s, rel=10 * bound)
+            assert float((found.entropy_new - found.entropy_old).exp()[row]) == pytest.approx(1 / s, rel=10 * bound)
+    mean, of_means = quotient_of_means(likelihoods(new, old, mask))
+    assert abs(mean - of_means) > 1e-3
+
+
+def test_the_published_totals_agree_with_one_entropy_only() -> None:
+    entropy = implied_entropy(-0.752, -0.816)
+    assert entropy == pytest.approx(1.70873, abs=1e-5)
+    assert math.exp(entropy) == pytest.approx(5.5220, abs=1e-4)
+    assert math.exp(entropy * (1 - 0.816)) == pytest.approx(1.3694, abs=1e-4)
+    assert math.exp(entropy * 0.816) == pytest.approx(4.0323, abs=1e-4)

@@ -1,0 +1,67 @@
+"""Worked examples, and rollouts of a run done again."""
+
+from pathlib import Path
+
+import pytest
+
+from legato.lab.examples import group, outliers
+from legato.lab.strip import strips, walked
+from legato.lab.walkthrough import examples, inside_from, of_run
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_the_worked_examples_come_out_as_worked() -> None:
+    found = examples()
+    assert len(found.checks) == 16
+    assert [check.what for check in found.checks if check.verdict != "as expected"] == []
+
+
+def test_the_outliers_would_be_inside_from_915_tokens_on() -> None:
+    assert inside_from((1.9, 0.4), 3e-4, 4e-4) == 915
+    for length, outside in ((914, True), (915, False)):
+        assert walked(outliers(length), "gspo")[0].tokens[0].outside is outside
+    assert inside_from((2.0,), 3e-4, 4e-4) == 1734  # above: ln 2 / log1p(4e-4) = 1733.2
+
+
+def test_the_group_of_four_by_token_and_by_sequence() -> None:
+    """Clip fractions of the specification: GRPO 2 of 14 tokens, GSPO 2 of 4 responses, which are 5 tokens; 3 outside."""
+    token, sequence = walked(group(), "grpo"), walked(group(), "gspo")
+    assert sum(walk.clipped for walk in token) == 2
+    assert [walk.clipped for walk in sequence] == [0, 3, 2, 0]
+    assert [walk.tokens[0].outside for walk in sequence] == [False, True, True, True]
+    assert [t.weight for t in sequence[3].tokens] == pytest.approx([1.268709192825] * 5)
+    assert [t.coefficient for t in sequence[0].tokens] == pytest.approx([0.0625156269533] * 4)
+
+
+def test_what_a_token_says_is_shown_and_never_run() -> None:
+    rows = group()
+    words = (("<script>", "\u202e", " ", "x"), *rows.words[1:])
+    shown = strips(walked(type(rows)(**{name: getattr(rows, name) for name in rows.__slots__} | {"words": words}), "grpo"))
+    assert "<script>" not in shown and "&lt;script&gt;" in shown and "\\u202e" in shown
+
+
+def test_a_step_done_again_is_the_step_of_the_run(run: Path) -> None:
+    found = of_run(run, step=2, rollout=None, words=[], say=quiet)
+    assert any("all 64 responses are those the run stored" in sentence for sentence in found.sentences)
+    assert found.data["update"] > 0
+    sheet = next(sheet for sheet in found.sheets if sheet.name == "group-responses")
+    assert len(sheet.rows) == 8 and sum("this one" in str(row[0]) for row in sheet.rows) == 1
+
+
+def test_any_rollout_can_be_named(run: Path) -> None:
+    found = of_run(run, step=1, rollout=5, words=[], say=quiet)
+    assert found.data["rollout"] == 5 and found.title.startswith("Rollout 5 of step 1")
+
+
+def test_without_a_step_the_next_one_is_done(run: Path) -> None:
+    assert of_run(run, step=None, rollout=None, words=[], say=quiet).data["step"] == 5
+
+
+def test_what_cannot_be_walked_through_is_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rollouts 0 to 63"):
+        of_run(run, step=None, rollout=64, words=[], say=quiet)
+    with pytest.raises(ValueError, match="not a run directory"):
+        of_run(tmp_path, step=None, rollout=None, words=[], say=quiet)
