@@ -39,6 +39,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _lengths(steps),
         _entropy(steps),
         _clipping(steps),
+        _adapted(steps),
         _experts(steps),
         _ratios(steps),
         _gradient(steps),
@@ -131,6 +132,20 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
     unit = "responses" if key == "clip/sequences" else "tokens"
     caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
     return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
+
+
+def _adapted(steps: Sequence[Record]) -> Figure | None:
+    """Of a clip whose band adapts: the course of its bounds."""
+    named = (("log_high", "upper bound", BLUE), ("log_low", "lower bound", VIOLET), ("noise", "noise floor", GREY))
+    found = [(curve(steps, f"state/auto-clip.{key}"), name, colour) for key, name, colour in named]
+    data = [
+        line(each.steps, each.values, name, colour)
+        for each, name, colour in found
+        if each is not None and min(each.values) > 0
+    ]
+    caption = "Bounds on |log ratio| after each step, moved so that the target share of responses is clipped."
+    layout = {"yaxis": {"title": {"text": "|log ratio|"}, "type": "log", "exponentformat": "power"}}
+    return figure("Clip band", caption, data, layout)
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:

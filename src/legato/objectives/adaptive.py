@@ -107,7 +107,9 @@ class AutoClip(Trust):
             # Nothing counted, or a ratio that is not finite: the band stays.
             moves[side] = torch.where(torch.isfinite(move), move, 0.0) * free
         moved = {side: now[side] * moves[side].exp() for side in moves}
-        return {**self._held({**now, **moved}), "updates": now["updates"] + 1}
+        # Whether rows that cannot pull were left out of the update beforehand must not show.
+        told = (_added(list(beyond.values()), Mean, "count") > 0).double()
+        return {**self._held({**now, **moved}), "updates": now["updates"] + told}
 
     def calibrated(self, state: PartState, noise: float) -> PartState:
         """The state with a noise floor, and a band that respects it."""
