@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks import gpu_page, mismatch, moe, smollm2_gpu
+from benchmarks import adaptive, gpu_page, mismatch, moe, smollm2_gpu
 from benchmarks.gpu_figures import figures
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
@@ -36,6 +36,7 @@ def pages() -> dict[str, str]:
         "docs/experiments/smollm2.md": smollm2_gpu.experiment_page(json.loads(smollm2_gpu.RESULTS.read_text())),
         "docs/experiments/mismatch.md": mismatch.experiment_page(json.loads(mismatch.RESULTS.read_text())),
         "docs/experiments/moe.md": moe.experiment_page(moe.stored()),
+        "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.stored()),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
