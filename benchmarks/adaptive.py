@@ -77,9 +77,9 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "",
         "`gspo` has the published band of 3e-4 / 4e-4, `gspo-wide` one ten times as wide. `gspo-auto` starts as `gspo` and",
         "moves its band until 15 % of the responses with an advantage are clipped in the updates after the first of a step;",
-        "`auto-length` widens it for short answers by 1 / sqrt(L); `auto-perplexity` follows mean and deviation of the change",
-        "of log-perplexity in place of counts. Models are tiny, runs short and seeds few: read it as how the parts behave,",
-        "not as what a large model would do.",
+        "`auto-length` widens it for short answers by 1 / sqrt(L); `auto-perplexity` follows mean and deviation of how the",
+        "log-perplexity changed in place of counts. Models are tiny, runs short and seeds few: read it as how the parts",
+        "behave, not as what a large model would do.",
         "",
         "```",
         *(f".venv/bin/legato compare recipes/compare/adaptive-{bed}.toml" for bed in BEDS),
@@ -113,8 +113,8 @@ def _bands(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append([arm, *widths, *shares, _number(_mean([band["spread"] for band in bands]), ".1e")])
     headings = ("arm", "first step", "a quarter", "half", "last step", "clipped, first half", "second half", "sd of s")
     note = (
-        "**Bands.** The upper distance from 1 in force (mean over tokens and over the seeds run so far), the share of responses"
-        " clipped in the updates after the first of a step, and how far s spread in the second half."
+        "**Bands.** The upper distance from 1 in force (mean over tokens and over the seeds run so far), the share of"
+        " responses clipped in the updates after the first of a step, and how far s spread in the second half."
     )
     return ["", note, "", *markdown(headings, rows)] if rows else []
 
