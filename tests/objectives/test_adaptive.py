@@ -246,6 +246,9 @@ def test_a_fixed_band_beside_it_is_refused() -> None:
     with pytest.raises(ValueError, match="two bands on one ratio"):
         legato.algorithm("gspo", {"objective.trust.auto-clip.target": 0.1})
     assert legato.algorithm("gmpo", {"objective.trust.auto-clip.target": 0.1}).initial()
+    for gone in ({"objective.trust.clip": None}, {"objective.trust": []}):
+        changed = legato.algorithm("luspo", {**gone, "objective.trust.auto-clip.high": 2.5e-3})
+        assert [part.name for part in changed.objective.trust] == ["auto-clip"]
     with pytest.raises(ValueError, match="not between floor"):
         auto(high=0.2)
 

@@ -72,8 +72,8 @@ class Objective:
         ]
         if adapting and fixed:
             raise ValueError(
-                f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: put one in place of the"
-                f' other, as in {{"objective.trust": ["{adapting[0]}"]}}'
+                f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: take one out, as in"
+                f" objective.trust.{fixed[0]} = null (None in Python, false in TOML)"
             )
 
     def parts(self) -> tuple[Ratio | Trust | Correction | Penalty, ...]:
