@@ -84,7 +84,8 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "moves its band until 15 % of the responses with an advantage are clipped in the updates after the first of a step;",
         "`auto-length` widens it for short answers by 1 / sqrt(L); `auto-perplexity` follows mean and deviation of how the",
         "log-perplexity changed in place of counts. Models are tiny, runs short and seeds few: read it as how the parts",
-        "behave, not as what a large model would do.",
+        "behave, not as what a large model would do. Counting moves a band by at most 8.5 % an update (rate 0.1, target",
+        "0.15): a hundredfold takes 55 updates after the first of a step, which is much of so short a run.",
         "",
         "```",
         *(f".venv/bin/legato compare {words}" for words in COMMANDS),
@@ -103,7 +104,8 @@ def _section(found: Mapping[str, Any]) -> list[str]:
     for table in tables(found):
         if table.title != "Runs that did not end well" or any(row[1] not in ("waiting", "stopped") for row in table.rows):
             lines += ["", f"**{table.title}.** {table.note}", "", *markdown(table.headings, table.rows)]
-    runs = [run for run in found["runs"] if run["band"]]
+    counted = {seed for point in found["points"] for seed in point["seeds"]}
+    runs = [run for run in found["runs"] if run["band"] and run["seed"] in counted]
     return lines + _bands(found["arms"], runs) + moe.curves(found["arms"], runs)
 
 
@@ -118,7 +120,7 @@ def _bands(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append([arm, *widths, *shares, _number(_mean([band["spread"] for band in bands]), ".1e")])
     headings = ("arm", "first step", "a quarter", "half", "last step", "clipped, first half", "second half", "sd of s")
     note = (
-        "**Bands.** The upper distance from 1 in force (mean over tokens and over the seeds run so far), the share of"
+        "**Bands.** The upper distance from 1 in force (mean over tokens and seeds), the share of"
         " responses clipped in the updates after the first of a step, and how far s spread in the second half."
     )
     return ["", note, "", *markdown(headings, rows)] if rows else []
