@@ -85,7 +85,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
 def _section(found: Mapping[str, Any]) -> list[str]:
     from legato.dashboard.comparison_tables import sentences, tables
 
-    arms = "; ".join(f"`{arm}`: {_changes(found['changes'][arm])}" for arm in found["arms"])
+    arms = "; ".join(f"`{arm}`: {changes(found['changes'][arm])}" for arm in found["arms"])
     lines = [f"{', '.join(f'`{recipe}`' for recipe in found['recipes'])} on {found['on']}. {arms}.", ""]
     lines += [f"- {sentence}" for sentence in sentences(found)]
     for table in tables(found):
@@ -94,11 +94,11 @@ def _section(found: Mapping[str, Any]) -> list[str]:
         here = [run for run in found["runs"] if run["point"] == point["point"] and run["routing"]]
         if here:
             lines += _routing(found["arms"], here)
-        lines += _curves(found["arms"], [run for run in found["runs"] if run["point"] == point["point"]])
+        lines += curves(found["arms"], [run for run in found["runs"] if run["point"] == point["point"]])
     return lines
 
 
-def _changes(options: Mapping[str, Any]) -> str:
+def changes(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{path} = {value}" for path, value in options.items())
 
 
@@ -137,7 +137,7 @@ def _cell(key: str, values: Sequence[float | None]) -> str:
     return f"{mean:.1%}" if key in SHARES else f"{mean:.3g}"
 
 
-def _curves(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def curves(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Held-out accuracy by step: mean over seeds, and the lowest and highest."""
     steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
     rows = []

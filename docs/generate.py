@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks import gpu_page, laboratory, mismatch, moe, smollm2_gpu
+from benchmarks import adaptive, gpu_page, laboratory, mismatch, moe, smollm2_gpu
 from benchmarks.gpu_figures import figures
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
@@ -37,6 +37,7 @@ def pages() -> dict[str, str]:
         "docs/experiments/mismatch.md": mismatch.experiment_page(json.loads(mismatch.RESULTS.read_text())),
         "docs/experiments/lab.md": laboratory.experiment_page(laboratory.stored()),
         "docs/experiments/moe.md": moe.experiment_page(moe.stored()),
+        "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.stored()),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),

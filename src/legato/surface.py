@@ -84,7 +84,7 @@ def loss(
     keep              [B] or [B, T], 0/1: where 0 the policy term is dropped, penalties stay
     uniform           [B, T] numbers in [0, 1) for random selections (clip-cov)
     counts            the sum of `legato.counts` over the whole update, when this call is a part of it
-    state             of adaptive parts: `algorithm.initial()`, then `algorithm.advance(state, sums)`
+    state             of adaptive parts: `algorithm.initial()`, then `algorithm.advance(state, sums, first=...)`
 
     `outcome.loss.backward()` gives the gradient; `outcome.coefficients` is minus that gradient with respect to
     `logprobs`; `outcome.metrics` are numbers, `outcome.sums` combine over calls. Split an update into calls by passing

@@ -8,6 +8,10 @@ from legato.algorithms.catalogue import algorithm_names, entry
 # name: (trust, aggregate, advantage, updates per step, verified)
 DEFAULTS = {
     "gspo": ([("clip", {"low": 3e-4, "high": 4e-4})], "sequence-mean", "group-z", 4, True),
+    "gspo-auto": (
+        [("auto-clip", {"low": 3e-4, "high": 4e-4, "target": 0.15, "rate": 0.1, "noise_multiple": 3.0, "ceiling": 0.05})],
+        *("sequence-mean", "group-z", 4, True),
+    ),
     "gspo-token": ([("clip", {"low": 3e-4, "high": 4e-4})], "sequence-mean", "group-z", 4, True),
     "turn-gspo": ([("clip", {"low": 3e-4, "high": 4e-4, "scale": "none"})], "sequence-mean", "group-z", 4, True),
     "grpo": ([("clip", {"low": 0.2, "high": 0.2})], "sequence-mean", "group-z", 4, True),

@@ -159,8 +159,10 @@ def test_every_reported_key_is_defined_and_every_definition_is_reported() -> Non
         ("sapo", {}),
         ("ppo", {}),
         ("gspo", {"objective.corrections.veto.floor": 1e-4}),
+        ("gspo-auto", {}),
     ):
-        reported |= legato.loss(legato.algorithm(name, changes), **signals, **extra).metrics.keys()
+        value = legato.algorithm(name, changes)
+        reported |= legato.loss(value, **signals, **extra, state=value.initial() or None).metrics.keys()
     reported |= routed_example().keys()
     defined = {definition(key).key for key in reported}
     assert defined == {metric.key for metric in METRICS}

@@ -16,6 +16,7 @@ from proof.bridge import (
     assert_same,
     assert_silent_outside,
     evaluate,
+    loss,
     signals,
 )
 from proof.members import MEMBERS, configured, expected
@@ -91,7 +92,7 @@ def test_gradcheck_agrees_where_the_ratio_is_differentiated(name: str, data: st.
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
         logprobs = full.masked_scatter(mask, tokens)
-        return legato.loss(configured(name), logprobs=logprobs, **keywords, metrics=False).loss
+        return loss(configured(name), logprobs=logprobs, **keywords, metrics=False).loss
 
     tokens = full[mask].clone().requires_grad_()
     assert torch.autograd.gradcheck(loss_of, (tokens,), eps=1e-7, atol=1e-6, rtol=1e-5)
@@ -135,7 +136,7 @@ def test_group_means_keep_the_precision_of_the_log_probs() -> None:
 def test_coefficients_are_the_same_under_no_grad(name: str, data: st.DataObject) -> None:
     batch = only(data.draw(batches()), *MEMBERS[name].needs)
     with torch.no_grad():
-        outcome = legato.loss(configured(name), **signals(batch))
+        outcome = loss(configured(name), **signals(batch))
     assert_rows_close(outcome.coefficients.tolist(), evaluate(configured(name), batch).coefficients)
 
 
@@ -170,7 +171,7 @@ def test_the_backward_of_a_multiple_is_the_multiple(name: str, data: st.DataObje
     batch = only(data.draw(batches()), *MEMBERS[name].needs)
     keywords = signals(batch)
     logprobs = keywords.pop("logprobs").requires_grad_()
-    outcome = legato.loss(configured(name), logprobs=logprobs, **keywords, metrics=False)
+    outcome = loss(configured(name), logprobs=logprobs, **keywords, metrics=False)
     (4 * outcome.loss).backward()
     assert_rows_close(logprobs.grad.tolist(), (-4 * outcome.coefficients).tolist())
 

@@ -69,13 +69,18 @@ def count(algorithm: Any, batch: Batch, dtype: torch.dtype = torch.float64, **fu
     return legato.counts(algorithm, mask=torch.tensor(batch.mask), group=torch.tensor(batch.group), **keywords, **further)
 
 
+def loss(algorithm: Any, **keywords: Any) -> Any:
+    """`legato.loss`, with the first state of parts that adapt unless another is given."""
+    return legato.loss(algorithm, **{"state": legato.algorithm(algorithm).initial() or None, **keywords})
+
+
 def evaluate(
     algorithm: Any, batch: Batch, unit: str = "sequence", dtype: torch.dtype = torch.float64, **further: Any
 ) -> Evaluation:
     """Loss, gradient and coefficients of a member on a batch."""
     keywords = {**signals(batch, unit, dtype), **further}
     logprobs = keywords.pop("logprobs").requires_grad_()
-    outcome = legato.loss(algorithm, logprobs=logprobs, **keywords)
+    outcome = loss(algorithm, logprobs=logprobs, **keywords)
     outcome.loss.backward()
     return Evaluation(
         loss=outcome.loss.item(),

@@ -33,6 +33,7 @@ BAND = {
 
 MEMBERS: dict[str, Member] = {
     "gspo": Member(units=WHOLE, aggregate=aggregation.sequence_mean),
+    "gspo-auto": Member(units=WHOLE, aggregate=aggregation.sequence_mean),
     "gspo-token": Member(units=FINE, aggregate=aggregation.sequence_mean, differentiated=False),
     "turn-gspo": Member(units=("sequence", "turn"), aggregate=aggregation.sequence_mean, needs=("turn",)),
     "grpo": Member(units=FINE, aggregate=aggregation.sequence_mean),

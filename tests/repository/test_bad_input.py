@@ -116,7 +116,7 @@ def test_adaptive_parts_ask_for_their_state() -> None:
         value.advance(value.initial(), outcome.sums)
 
 
-@pytest.mark.parametrize("name", ["gspo", "dapo", "ppo", "srpo"])
+@pytest.mark.parametrize("name", ["gspo", "gspo-auto", "dapo", "ppo", "srpo"])
 def test_an_algorithm_is_a_value_that_travels(name: str) -> None:
     value = legato.algorithm(name)
     for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):

@@ -20,7 +20,7 @@ def examples() -> list[str]:
 
 
 def test_every_example_of_the_readme_has_at_most_twelve_lines() -> None:
-    assert len(examples()) == 2
+    assert len(examples()) == 3
     for example in examples():
         assert len([line for line in example.splitlines() if line.strip()]) <= 12
 
@@ -30,6 +30,8 @@ def test_the_loss_example_of_the_readme_runs() -> None:
     names: dict[str, object] = {}
     exec(examples()[1], names)
     assert torch.isfinite(names["logits"].grad).all()
+    exec(examples()[2], names)
+    assert names["state"]["auto-clip"]["updates"] == 3
 
 
 def test_the_training_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ SIGNATURES = {
 MEMBERS = {
     "Algorithm": {
         *("name", "advantage", "filters", "objective", "aggregate", "settings"),
-        *("scope", "count", "evaluate", "initial", "advance"),
+        *("scope", "count", "evaluate", "initial", "advance", "calibrated"),
     },
     "Outcome": {"loss", "field", "trace", "sums", "coefficients", "entropy_coefficients", "value_coefficients", "metrics"},
     "Counts": {"all", "kept", "tables", "tally", "equals", "fits"},

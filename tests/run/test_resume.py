@@ -60,6 +60,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "algorithm.objective.penalties.adaptive-entropy": {"target": 100.0, "step": 0.05},
         "reward.kind": EARLY,
     },
+    "band": {
+        "algorithm": "gspo-auto",
+        "reward.kind": EARLY,
+        "training.updates_per_step": 3,
+        "training.probe_every_steps": 3,
+        "training.update_passes": "two",
+    },
     "random-part": {
         "algorithm": "grpo",
         "algorithm.objective.trust.clip-cov": {"fraction": 0.3, "low": -100.0, "high": 100.0},
@@ -158,6 +165,8 @@ def test_the_runs_do_what_they_are_there_for(straight: Callable[[str], Path]) ->
     assert outcome(straight("srpo"))["trainer.json/trainer"]["collector"]["solved"]
     assert (straight("grpo-kl") / "reference" / "model.safetensors").is_file()
     assert outcome(straight("adaptive"))["trainer.json/trainer"]["state"]["adaptive-entropy"]["coefficient"] > 0
+    band = outcome(straight("band"))["trainer.json/trainer"]["state"]["auto-clip"]
+    assert band["updates"] == 8 and abs(band["log_high"] - 4e-4) > 1e-5
     assert any(record["update/two_pass"] > 0 for record in steps(straight("gspo")))
     assert "value_head.safetensors" in outcome(straight("ppo"))
     masters = outcome(straight("half-precision"))["optimizer.safetensors"]
@@ -310,6 +319,10 @@ CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "policy version": ("gspo", forget("trainer", "collector", "version", value=0)),
     "solved": ("srpo", forget("trainer", "collector", "solved", value=[])),
     "part state": ("adaptive", forget("trainer", "state", value={"adaptive-entropy": {"coefficient": 0.0, "active": 0.0}})),
+    "band": (
+        "band",
+        forget("trainer", "state", value={"auto-clip": {"log_low": 3e-4, "log_high": 4e-4, "noise": 0.0, "updates": 4.0}}),
+    ),
     "updates of a random part": ("random-part", forget("optimizer", "updates", value=0)),
     "best": ("gspo", forget("best", value=None)),
     "value head": ("ppo", forget_tensors("value_head.safetensors", "")),

@@ -33,6 +33,7 @@ ENTROPY = {"objective.penalties.entropy.coefficient": 0.2}
 WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gspo": ("gspo", WIDE),
+    "gspo-auto": ("gspo-auto", {"objective.trust.auto-clip.low": 2e-2, "objective.trust.auto-clip.high": 3e-2}),
     "gspo-token": ("gspo-token", WIDE),
     "turn-gspo": ("turn-gspo", WIDE),
     "gmpo": ("gmpo", {"objective.trust.token-log-clip.log_low": 0.02, "objective.trust.token-log-clip.log_high": 0.02}),

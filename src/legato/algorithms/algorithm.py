@@ -1,5 +1,6 @@
 """An algorithm is a value: everything a paper sets, in named slots."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,13 +50,30 @@ class Algorithm:
         """The first state of the adaptive parts."""
         return self.objective.initial()
 
-    def advance(self, state: State, sums: Sums) -> State:
-        """The state for the next update, from the sums of a whole one."""
+    def advance(self, state: State, sums: Sums, *, first: bool | None = None) -> State:
+        """The state for the next update, from the sums of a whole one.
+
+        `first`: whether it was the first on its rollouts, where ratios are 1 and a clip that adapts learns nothing.
+        """
         check_state(self.name, state, self.initial())
-        metrics = sums.report()
+        adapting = [part.name for part in self.objective.trust if part.adapts]
+        if adapting and first is None:
+            raise ValueError(
+                f"trust '{adapting[0]}' does not learn from the first update on some rollouts: call"
+                " advance(state, sums, first=True) after that one and first=False after those that follow"
+            )
         return {
-            part.name: part.advance(state[part.name], metrics) for part in self.objective.penalties if part.name in state
+            part.name: part.advance(state[part.name], sums, bool(first))
+            for part in self.objective.parts()
+            if part.name in state
         }
+
+    def calibrated(self, state: State, *, noise: float) -> State:
+        """The state with the noise floor of the ratio: its standard deviation in log r with nothing trained."""
+        check_state(self.name, state, self.initial())
+        if not 0 <= noise < math.inf:
+            raise ValueError(f"noise = {noise!r} is not allowed; a finite number >= 0 is")
+        return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
 
 
 def check_state(name: str, state: State | None, initial: State) -> None:

@@ -60,6 +60,16 @@ def _tight_token_clip(algorithm: Algorithm) -> Iterator[str]:
             yield f"A band of {narrow:g} on token ratios clips nearly every token that moved; 0.2 is usual there."
 
 
+def _many_tokens(algorithm: Algorithm) -> Iterator[str]:
+    auto = _part(algorithm.objective.trust, "auto-clip")
+    target = getattr(auto, "target", 0.0)
+    if algorithm.objective.ratio.level == "token" and target >= 0.01:
+        yield (
+            f"auto-clip.target = {target:g} on token ratios clips {target:.0%} of the tokens; a fixed clip of 0.2 clips a"
+            " few per mille. Set a smaller target, and a wider ceiling."
+        )
+
+
 def _kl_gradients(algorithm: Algorithm) -> Iterator[str]:
     kl = _part(algorithm.objective.penalties, "kl")
     estimator = getattr(kl, "estimator", None)
@@ -120,6 +130,7 @@ _RULES: tuple[Callable[[Algorithm], Iterator[str]], ...] = (
     _length_weighting,
     _never_clips,
     _tight_token_clip,
+    _many_tokens,
     _kl_gradients,
     _corrections,
     _sampler_anchor,

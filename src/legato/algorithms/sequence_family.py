@@ -7,6 +7,7 @@ CLIP(r, A) = min(r A, clamp(r, 1 - low, 1 + high) A).
 from legato.advantages.group import GroupStandard
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import named
+from legato.objectives.adaptive import AutoClip
 from legato.objectives.aggregates import SequenceMean, SequenceSum, TokenMean
 from legato.objectives.clips import Clip, LogClip, TokenLogClip
 from legato.objectives.corrections import RouterShift
@@ -48,6 +49,33 @@ def gspo() -> Algorithm:
         name="gspo",
         advantage=GroupStandard(),
         objective=Objective(ratio=Geometric(level="sequence"), trust=(_gspo_clip(),)),
+        aggregate=SequenceMean(),
+        settings=_FOUR_UPDATES,
+    )
+
+
+@named(
+    paper="our proposal: the clip range of GSPO calibrated while it trains; not in a paper",
+    cautions=(
+        "It holds a share of clipped responses, which is not a law of learning: a fixed band may learn better on your task.",
+        "Updates per step, learning rate and length all move the drift; here they move the band instead of the share.",
+        "With one update a step every ratio is 1 and the band never moves.",
+    ),
+)
+def gspo_auto() -> Algorithm:
+    """GSPO with a clip range that adapts.
+
+    J = (1/N) sum_i CLIP(s_i, A_i), clipped where sgn(A_i) log s_i > b_high (A_i > 0) or b_low (A_i < 0)
+    log b <- log b + rate (f - target) after every update but the first of a step; b_high / b_low stays
+    f: share of responses with A_i != 0 that were clipped, under the band of the update before
+
+    Starts as gspo, and is gspo where the band does not move. b stays between three noise floors, as the run's probe measures
+    them, and the ceiling. Variants by override: follows = 'perplexity', sides = 'apart', scale = 'sqrt-length'.
+    """
+    return Algorithm(
+        name="gspo-auto",
+        advantage=GroupStandard(),
+        objective=Objective(ratio=Geometric(level="sequence"), trust=(AutoClip(),)),
         aggregate=SequenceMean(),
         settings=_FOUR_UPDATES,
     )

@@ -158,7 +158,9 @@ def _print_part(part: type[Part]) -> None:
     path = f"{SLOTS[part.kind]}.{part.name}" if part.kind not in ("ratio", "aggregate", "advantage") else SLOTS[part.kind]
     first = next((field.name for field in dataclasses.fields(part)), None)  # type: ignore[arg-type]
     if first is not None:
-        console.print(f'\nlegato.algorithm("gspo", {{"{path}.{first}": ...}})')
+        # A band that adapts stands in place of a fixed one.
+        instead = f'"{SLOTS[part.kind]}": [], ' if getattr(part, "adapts", False) else ""
+        console.print(f'\nlegato.algorithm("gspo", {{{instead}"{path}.{first}": ...}})')
 
 
 def first_paragraph(part: Part | type[Part]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.core.segments import Level
 from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.sums import Sums
 
@@ -85,8 +86,10 @@ class Trace:
     """Whether log_ratio is 0 outside the mask: per-token ratios are, a response's own number spread over its row is not."""
     value_clip: float | None
     """How far a value may move before its loss is clipped."""
-    sequence_unit: bool
-    """Whether log_ratio is one number per response."""
+    level: Level
+    """Of what log_ratio is one number each: of a token, a turn or a response."""
+    adapts: bool
+    """Whether the band follows the updates."""
     terms: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """The named terms of the loss, each already normalised by the counts; they add up to the loss."""
 

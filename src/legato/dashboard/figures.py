@@ -40,6 +40,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _entropy(steps),
         _clipping(steps),
         _clip_fractions(steps),
+        _adapted(steps),
         _experts(steps),
         _ratios(steps),
         _gradient(steps),
@@ -145,6 +146,20 @@ def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
     layout = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
     caption = "Clip fraction over all updates of a step, moving averages; a step that clips nothing has no point."
     return figure("Clip fraction, logarithmic", caption, data, layout)
+
+
+def _adapted(steps: Sequence[Record]) -> Figure | None:
+    """Of a clip whose band adapts: the course of its bounds."""
+    named = (("log_high", "upper bound", BLUE), ("log_low", "lower bound", VIOLET), ("noise", "noise floor", GREY))
+    found = [(curve(steps, f"state/auto-clip.{key}"), name, colour) for key, name, colour in named]
+    data = [
+        line(each.steps, each.values, name, colour)
+        for each, name, colour in found
+        if each is not None and min(each.values) > 0
+    ]
+    caption = "Bounds on |log ratio| after each step, moved so that the target share of responses is clipped."
+    layout = {"yaxis": {"title": {"text": "|log ratio|"}, "type": "log", "exponentformat": "power"}}
+    return figure("Clip band", caption, data, layout)
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:

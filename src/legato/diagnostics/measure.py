@@ -157,8 +157,28 @@ def _band(sight: Sight) -> dict[str, Piece]:
         "clip/band_low": sight.token_mean(_spread(-torch.expm1(lower), sight)),
         "clip/band_high": sight.token_mean(_spread(torch.expm1(upper), sight)),
     }
-    if trace.sequence_unit:
+    if trace.level == "sequence":
         pieces["clip/outside_sequences"] = sight.response_mean(1 - first)
+    return pieces | (_followed(sight, lower, upper) if trace.adapts else {})
+
+
+def _followed(sight: Sight, lower: Tensor, upper: Tensor) -> dict[str, Piece]:
+    """What a band that adapts follows: each response, turn or token is one ratio, and pulls by the sign of its A."""
+    log_ratio, advantages = sight.trace.log_ratio, sight.signals.advantages
+    if log_ratio.shape[1] == 1:
+        weights = sight.counted.to(log_ratio.dtype)
+    else:
+        size = sight.signals.segments(sight.trace.level).size()
+        weights = sight.signals.mask.select(1 / size.clamp(min=1))
+    pieces = dict[str, Piece]()
+    sides = {"positive": (advantages > 0, upper, log_ratio > upper), "negative": (advantages < 0, lower, log_ratio < lower)}
+    for word, (among, bound, beyond) in sides.items():
+        shares = torch.where(among, weights, 0.0).double()
+        # Selected, not multiplied: outside the mask and where A is 0 the ratio may be anything.
+        reach = torch.where(shares > 0, log_ratio / bound, 0.0).double()
+        count = shares.sum()
+        pieces[f"clip/beyond_{word}"] = Mean((shares * beyond).sum(), count)
+        pieces[f"clip/reach_{word}"] = Deviation((shares * reach).sum(), (shares * reach.square()).sum(), count)
     return pieces
 
 

@@ -180,6 +180,7 @@ def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> T
         kept=surrogate.kept,
         zero_outside=ratio.level == "token" and ratio.gradient != "carrier",
         value_clip=next((part.clip for part in objective.penalties if isinstance(part, ValueLoss)), None),
-        sequence_unit=ratio.level == "sequence",
+        level=ratio.level,
+        adapts=region.adapts,
         terms={name: 0.0 - term.detach() for name, term in surrogate.terms.items()},
     )

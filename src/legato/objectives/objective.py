@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from legato.core.parts import Part
 from legato.core.scope import Scope
 from legato.objectives.corrections import combine
-from legato.objectives.slots import Adjustment, Aggregate, Context, Correction, Penalty, Ratio, State, Trust
+from legato.objectives.slots import Adjustment, Aggregate, Context, Correction, Penalty, Ratio, State, TokenTrust, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Objective:
         self._refuse_double_counting()
         self._refuse_edges_with_gates()
         self._refuse_what_cannot_act()
+        self._refuse_two_bands()
 
     def _refuse_double_counting(self) -> None:
         weighing = [part.name for part in self.corrections if part.weighs]
@@ -58,6 +59,22 @@ class Objective:
                     f"trust {lost[0]!r} bounds a detached weight; on ratio {self.ratio.name!r}, which is differentiated"
                     " through, bounded tokens would lose their gradient. Use ratio 'geometric-weight'"
                 )
+
+    def _refuse_two_bands(self) -> None:
+        """A band that adapts beside a fixed one on the same ratio: the narrower would act, and the other seem to."""
+        adapting = [part.name for part in self.trust if part.adapts]
+        fixed = [
+            part.name
+            for part in self.trust
+            if not part.adapts
+            and not isinstance(part, TokenTrust)
+            and any(hasattr(part, bound) for bound in ("low", "log_low", "floor_max"))
+        ]
+        if adapting and fixed:
+            raise ValueError(
+                f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: take one out, as in"
+                f" objective.trust.{fixed[0]} = null (None in Python, false in TOML)"
+            )
 
     def parts(self) -> tuple[Ratio | Trust | Correction | Penalty, ...]:
         return (self.ratio, *self.trust, *self.corrections, *self.penalties)
@@ -94,5 +111,5 @@ class Objective:
 
     def initial(self) -> State:
         """The first state of the adaptive parts."""
-        states = {part.name: part.initial() for part in self.penalties}
+        states = {part.name: part.initial() for part in self.parts()}
         return {name: state for name, state in states.items() if state is not None}

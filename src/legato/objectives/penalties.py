@@ -5,7 +5,6 @@ their gradients are other things: that of k1 is zero in expectation, that of k2 
 k3 is the gradient of KL(ref || pi). The straight-through and ratio-weighted forms give k3's value the right gradient.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,8 +14,9 @@ from legato.core.parts import choice, number, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
+from legato.core.sums import Sums
 from legato.objectives.masks import covariance, first
-from legato.objectives.slots import Context, Penalty
+from legato.objectives.slots import Context, PartState, Penalty
 
 _LIMIT = "Largest |ref - new| before exp; zero gradient beyond."
 _BETA = "Weight of the penalty."
@@ -136,14 +136,14 @@ class AdaptiveEntropy(Penalty):
     def needs(self) -> tuple[str, ...]:
         return ("entropy",)
 
-    def initial(self) -> Mapping[str, float]:
+    def initial(self) -> PartState:
         return {"coefficient": 0.0, "active": 0.0}
 
-    def advance(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        if "entropy/mean" not in metrics:
+    def advance(self, state: PartState, sums: Sums, first: bool) -> PartState:
+        if "entropy/mean" not in sums:
             raise ValueError("penalty 'adaptive-entropy' follows entropy/mean; pass entropy= to loss, with metrics=True")
-        low = metrics["entropy/mean"] <= self.target
-        moved = state["coefficient"] + (self.step if low else -self.step)
+        low = sums["entropy/mean"].report()[""] <= self.target
+        moved = float(state["coefficient"]) + (self.step if low else -self.step)
         return {"coefficient": min(max(moved, 0.0), self.cap), "active": float(low)}
 
     def apply(self, context: Context) -> Spread:

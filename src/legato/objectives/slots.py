@@ -16,8 +16,12 @@ from legato.core.scope import Scope
 from legato.core.segments import Level, Segments
 from legato.core.shapes import PerSequence, PerToken, Spread
 from legato.core.signals import Signals
+from legato.core.sums import Sums
 
-State = Mapping[str, Mapping[str, float]]
+PartState = Mapping[str, float | Tensor]
+"""The numbers one adaptive part keeps: floats, or scalars on the device where reading them would wait for it."""
+
+State = Mapping[str, PartState]
 """The state of adaptive parts, by part name: held, checkpointed and passed in by whoever runs the updates."""
 
 
@@ -55,6 +59,8 @@ class Region:
     """0/1: responses a trust part did not reject; counts as `keep` for `denominator = "kept"`."""
     band: tuple[Tensor | float, Tensor | float] | None = None
     """Bounds on log_ratio whatever the sign of the advantage, for the diagnostics."""
+    adapts: bool = False
+    """Whether the band has a state that follows the updates, which then must be measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,18 @@ class _Slot(Part):
     def needs(self) -> tuple[str, ...]:
         """Names of the optional signals this part reads."""
         return ()
+
+    def initial(self) -> PartState | None:
+        """The first state of an adaptive part; None for the others."""
+        return None
+
+    def advance(self, state: PartState, sums: Sums, first: bool) -> PartState:
+        """The next state, from the sums of one whole update; `first`: nothing had been trained on its rollouts before."""
+        return state
+
+    def calibrated(self, state: PartState, noise: float) -> PartState:
+        """The state given how far the ratio it bounds strays with nothing trained."""
+        return state
 
 
 class Ratio(_Slot):
@@ -113,6 +131,8 @@ class Trust(_Slot):
     """'clip' bounds the ratio, 'gate' puts a function of it in its place, 'drop' leaves tokens or responses out."""
     reads_ratio: ClassVar[bool] = True
     """Whether it means nothing where there is no ratio."""
+    adapts: ClassVar[bool] = False
+    """Whether its band follows the updates, by the state."""
     weight_form_only: ClassVar[bool] = False
     """Whether it bounds a detached weight, so that a ratio that is differentiated through would lose its gradient."""
 
@@ -154,14 +174,6 @@ class Penalty(_Slot):
     def apply(self, context: Context) -> Spread:
         """The penalty of each token, coefficient included, as it is added to the loss."""
         raise NotImplementedError
-
-    def initial(self) -> Mapping[str, float] | None:
-        """The first state of an adaptive part; None for the others."""
-        return None
-
-    def advance(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The next state, from the metrics of one whole update."""
-        return state
 
 
 class Aggregate(_Slot):

@@ -103,7 +103,7 @@ def update_gradient(
         groups=tables.dense_groups(rows),
         counts=counts,
         state=state,
-        first=update.index == 0 and update.epoch == 0,
+        first=update.is_first,
         load_balance=load_balance,
     )
     sums, dead, marks = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device), None

@@ -21,6 +21,11 @@ class Update:
     """Row numbers of each pack; together the rows of the update."""
 
     @property
+    def is_first(self) -> bool:
+        """Whether no update of the step has moved the policy yet."""
+        return self.index == 0 and self.epoch == 0
+
+    @property
     def rows(self) -> Tensor:
         return torch.cat(self.packs).sort().values
 

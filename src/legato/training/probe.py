@@ -22,8 +22,9 @@ from legato.core.outcome import Coefficients
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
+from legato.objectives.adaptive import AutoClip
 from legato.objectives.clips import TokenLogClip
-from legato.objectives.slots import Context, Region, TokenTrust, Trust
+from legato.objectives.slots import Context, Region, State, TokenTrust, Trust
 from legato.policy.policy import Channels, Policy
 from legato.policy.routing import Directions
 from legato.training.plan import packs
@@ -48,6 +49,8 @@ class Gap:
     """Largest |log| of what the band is for: the own ratio, or a token's where the clip is of tokens."""
     clipped: float | None
     """Share of responses or tokens outside the band; None where there is no band."""
+    compared: float = 0.0
+    """Root mean square of what a clip that adapts puts its bound on; 0 where none adapts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,15 @@ class Floor:
 
     def _gaps(self) -> Iterator[tuple[str, Gap]]:
         yield from (("same", self.same), ("packs", self.packs), ("engine", self.engine))
+
+    def noise(self, anchored_on_sampler: bool) -> float:
+        """The noise floor of a clip that adapts.
+
+        In other packs rather than on the same path: that path is equal to the bit only until weights move, and then
+        rounding falls as differently as it does in other packs.
+        """
+        gaps = [self.same, self.packs, *([self.engine] if anchored_on_sampler else [])]
+        return max(gap.compared for gap in gaps)
 
     @property
     def sampler_is_safe(self) -> bool:
@@ -138,21 +150,24 @@ def _small(size: float) -> str:
     return f"{size:.1e}" if size else "0"
 
 
-def band(algorithm: Algorithm) -> float | None:
-    """The narrowest bound the trust region puts on the ratio."""
-    found = [
-        float(value)
-        for part in algorithm.objective.trust
-        if part.reads_ratio
-        for name in ("low", "high", "log_low", "log_high")
-        if isinstance(value := getattr(part, name, None), float) and value > 0
-    ]
+def band(algorithm: Algorithm, state: State | None = None) -> float | None:
+    """The narrowest bound the trust region puts on the ratio; where it adapts, the bound as the state has it."""
+    known = algorithm.initial() if state is None else state
+    found = [bound for part in algorithm.objective.trust if part.reads_ratio for bound in _bounds(part, known)]
     return min(found, default=None)
 
 
-def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int) -> Floor:
+def _bounds(part: Trust, state: State) -> list[float]:
+    if part.adapts:
+        return [float(state[part.name][side]) for side in ("log_low", "log_high")]
+    fields = (getattr(part, name, None) for name in ("low", "high", "log_low", "log_high"))
+    return [value for value in fields if isinstance(value, float) and value > 0]
+
+
+def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int, state: State | None = None) -> Floor:
     """Score the first responses in packs of the run's size, twice, and alone, and lay the engine's word beside them."""
     batch, device = tables.batch, tables.device
+    state = algorithm.initial() if state is None else state
     groups = sorted(set(batch.group[:ROWS].tolist()))
     rows = torch.isin(batch.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
     parts = [p[torch.isin(p, rows)] for p in packs(batch, groups, tokens_per_pack, shared=policy.packing)]
@@ -163,7 +178,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     turn = tables.turn[rows]
 
     def gap(left: Tensor, right: Tensor) -> Gap:
-        return measured(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)))
+        return measured(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
     unequal = (learning != together)[mask.tokens]
     return Floor(
@@ -172,11 +187,11 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
         engine=gap(together, tables.sampler_logprobs[rows]),
         same_tokens=float(unequal.double().mean()) if len(unequal) else 0.0,
         unit="responses" if _clips_responses(algorithm) else "tokens",
-        band=band(algorithm),
+        band=band(algorithm, state),
     )
 
 
-def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken) -> Gap:
+def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:
     """A gap from the differences of log-probs, 0 outside the mask."""
     nothing = torch.zeros_like(drift)
     signals = Signals(
@@ -190,18 +205,25 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken) ->
     tally = Tally(tokens=mask.lengths.sum().double(), sequences=(mask.lengths > 0).sum().double())
     ratio = algorithm.objective.ratio
     context = Context(
-        signals=signals, segments=signals.segments(ratio.level), counts=Counts(all=tally), state=algorithm.initial()
+        signals=signals,
+        segments=signals.segments(ratio.level),
+        counts=Counts(all=tally),
+        state=algorithm.initial() if state is None else state,
     )
     responses = context.sequences.mean(drift)
     # A ratio that compares a response with its siblings is not 1 here; what numerics add to it is that of the response.
     own = ratio.reduce(ratio.tokens(signals), context) if ratio.reads_anchor else responses
-    bounded, shares = own, []
+    bounded, shares, compared = own, [], 0.0
     for part in algorithm.objective.trust:
         if isinstance(part, TokenLogClip):
             bounded = drift
             shares.append(_outside(drift, -part.log_low, part.log_high, mask))
         elif band_of := _band(part, own, context):
             shares.append(_outside(own, *band_of, mask))
+        if isinstance(part, AutoClip):
+            values = part.compared(own, context)
+            values = values[mask.lengths > 0] if values.shape[1] == 1 else values[mask.tokens]
+            compared = float(values.double().square().mean().sqrt()) if len(values) else 0.0
     return Gap(
         max=float(responses.abs().max()),
         rms=float(responses.square().mean().sqrt()),
@@ -209,6 +231,7 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken) ->
         ratio=float(torch.expm1(own.double()).abs().max()),
         bounded=float(bounded.abs().max()),
         clipped=max(shares, default=None),
+        compared=compared,
     )
 
 

@@ -145,6 +145,7 @@ class Trainer:
             step=self.steps_done,
             metrics={
                 **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
+                **_adapted(self.state),
                 **_seen(tally),
                 **_timed(times, tally),
             },
@@ -179,7 +180,7 @@ class Trainer:
         every = self.settings.probe_every_steps
         if self.probed and (every == 0 or self.steps_done % every):
             return None
-        floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack)
+        floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack, self.state)
         asked = self.settings.anchor
         if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
             raise UnsafeAnchorError(floor)
@@ -189,6 +190,8 @@ class Trainer:
             # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
             safe = floor.sampler_is_safe and self.policy.routers is None
             self.anchor_choice = "sampler" if safe else "recompute"
+        if self.state:
+            self.state = self.algorithm.calibrated(self.state, noise=floor.noise(self.anchor_choice == "sampler"))
         return floor
 
     def _anchored(self, tables: Tables, updates: list[Update]) -> Tables:
@@ -242,8 +245,9 @@ class Trainer:
         if isinstance(self.collector.engine, Remembering):
             self.collector.engine.before_update()
         norm, _ = self.optimizer.step()
-        if self.state:
-            self.state = algorithm.advance(self.state, report.sums)
+        # An update whose rows were all left out beforehand measured nothing.
+        if self.state and report.sums:
+            self.state = algorithm.advance(self.state, report.sums, first=update.is_first)
         return report, norm
 
     def _note_savable(self, updates: list[Update], reports: list[Report], savable: list[float]) -> None:
@@ -260,7 +264,7 @@ class Trainer:
         """What a checkpoint must hold beside weights and optimizer."""
         return {
             "steps_done": self.steps_done,
-            "state": {name: dict(values) for name, values in self.state.items()},
+            "state": read_state(self.state),
             "anchor_choice": self.anchor_choice,
             "probed": self.probed,
             "skipped": {str(index): share for index, share in self.skipped.items()},
@@ -335,10 +339,22 @@ def _summed(
     }
 
 
+def read_state(state: State) -> dict[str, dict[str, float]]:
+    """The state of adaptive parts as numbers; float64 both ways, so that nothing is rounded."""
+    return {name: {key: float(value) for key, value in values.items()} for name, values in state.items()}
+
+
+def _adapted(state: State) -> dict[str, float]:
+    """Where the adaptive parts stand after the step."""
+    return {f"state/{name}.{key}": value for name, held in read_state(state).items() for key, value in held.items()}
+
+
 PER_UPDATE = (
     "clip/sequences",
     "clip/tokens",
     "clip/outside_sequences",
+    "clip/beyond_positive",
+    "clip/beyond_negative",
     "ratio/sequence_mean",
     "ratio/sequence_std",
     "ratio/sequence_max",

@@ -1,0 +1,116 @@
+"""The clip that adapts inside the step: who learns from what, and that no choice of passes or packs shows."""
+
+import math
+
+import pytest
+import torch
+
+import legato
+from legato.core.rollout import Score
+from legato.training.probe import band, probe
+from legato.training.trainer import StepReport, read_state
+from policy.exact import family, policy_of
+from training.test_probe import heard
+from training.test_trainer import Trainer, apart, run, trainer, weights
+
+START = math.log1p(4e-4)
+
+
+def bound(of: Trainer, key: str = "log_high") -> float:
+    return read_state(of.state)["auto-clip"][key]
+
+
+def test_the_band_moves_with_every_update_but_the_first_of_a_step() -> None:
+    this = trainer("gspo-auto", updates_per_step=4)
+    reports = run(this, 2)
+    assert bound(this, "updates") == sum(teaching(report) for report in reports) > 3
+    assert bound(this) != START
+    metrics = reports[-1].metrics
+    assert metrics["state/auto-clip.log_high"] == bound(this)
+    assert all(report.metrics["clip/beyond_positive@0"] == 0 for report in reports)
+    assert bound(this) == pytest.approx(by_hand(reports), rel=0.2), "the course is what the counts of the updates say"
+
+
+def teaching(report: StepReport) -> int:
+    """Updates after the first in which some response had an advantage."""
+    return sum(f"clip/beyond_positive@{k}" in report.metrics for k in (1, 2, 3))
+
+
+def by_hand(reports: list[StepReport]) -> float:
+    """From the shares by sign, without knowing how many responses had which: good to a few per cent."""
+    found = START
+    for report in reports:
+        for k in (1, 2, 3):
+            shares = [report.metrics.get(f"clip/beyond_{sign}@{k}", math.nan) for sign in ("positive", "negative")]
+            known = [share for share in shares if not math.isnan(share)]
+            if known:
+                found *= math.exp(0.1 * (sum(known) / len(known) - 0.15))
+    return found
+
+
+def test_with_one_update_a_step_it_stays_where_it_starts() -> None:
+    this = trainer("gspo-auto", updates_per_step=1)
+    run(this, 2)
+    assert bound(this) == START and bound(this, "updates") == 0
+
+
+def test_a_second_pass_over_the_rollouts_teaches_from_its_first_update_on() -> None:
+    this = trainer("gspo-auto", updates_per_step=2, epochs_per_step=2)
+    run(this, 1)
+    assert bound(this, "updates") == 3
+
+
+def test_passes_and_packs_do_not_show() -> None:
+    changes = {"objective.trust.auto-clip.follows": "perplexity", "objective.trust.auto-clip.scale": "sqrt-length"}
+    runs = {}
+    for name, settings in {
+        "one": {"update_passes": "one"},
+        "two": {"update_passes": "two"},
+        "small packs": {"update_passes": "two", "tokens_per_pack": 20},
+        "one, all rows": {"update_passes": "one", "skip_silent_rows": False},
+    }.items():
+        runs[name] = trainer("gspo-auto", changes=changes, **settings)
+        run(runs[name], 2)
+    expected = runs.pop("one")
+    assert bound(expected, "updates") > 2
+    for name, found in runs.items():
+        assert bound(found, "updates") == bound(expected, "updates"), name
+        assert bound(found) == pytest.approx(bound(expected), rel=1e-9), name
+        assert apart(weights(found), weights(expected)) < 1e-8, name
+
+
+def test_updates_in_which_all_score_alike_teach_nothing_and_break_nothing() -> None:
+    this = trainer("gspo-auto", judge=lambda rollouts: [Score(reward=1.0, accuracy=1.0) for _ in rollouts])
+    run(this, 1)
+    assert bound(this) == START
+
+
+@pytest.mark.parametrize("anchor", ["sampler", "recompute"])
+def test_the_probe_sets_the_noise_floor_and_it_counts_the_engine_where_that_is_the_anchor(anchor: str) -> None:
+    policy, value = policy_of(family("qwen3")), legato.algorithm("gspo-auto")
+    floor = probe(policy, value, heard(policy, 5e-4), 40)
+    assert floor.noise(True) == pytest.approx(5e-4, rel=1e-6) and floor.noise(False) < 1e-12
+    this = trainer("gspo-auto", anchor=anchor)
+    run(this, 1)
+    # One model in float64; the engine's words are kept in float32.
+    assert (1e-9 < bound(this, "noise") < 1e-6) if anchor == "sampler" else bound(this, "noise") < 1e-9
+
+
+def test_the_noise_is_that_of_what_the_band_bounds() -> None:
+    policy = policy_of(family("qwen3"))
+    tables = heard(policy, 5e-4)
+    scaled = {"objective.trust.auto-clip.scale": "sqrt-length", "objective.trust.auto-clip.reference_length": 4.0}
+    lengths = tables.batch.mask.sum(1).double()
+    lengths = lengths[lengths > 0]
+    found = probe(policy, legato.algorithm("gspo-auto", scaled), tables, 40).noise(True)
+    assert found == pytest.approx(5e-4 * float((lengths / 4).mean().sqrt()), rel=1e-6)
+
+
+def test_the_band_the_probe_compares_with_is_the_one_of_the_state() -> None:
+    value = legato.algorithm("gspo-auto")
+    assert band(value) == pytest.approx(3e-4, rel=1e-3)
+    wide = {"auto-clip": {**value.initial()["auto-clip"], "log_low": 0.03, "log_high": torch.tensor(0.04)}}
+    assert band(value, wide) == pytest.approx(0.03)
+    policy = policy_of(family("qwen3"))
+    assert not probe(policy, value, heard(policy, 5e-4), 40).sampler_is_safe
+    assert probe(policy, value, heard(policy, 5e-4), 40, wide).sampler_is_safe
