@@ -209,8 +209,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Trainer], None])
     """After step 2 something is not finite."""
     step = Trainer.step
 
-    def stepped(trainer: Trainer) -> Any:
-        report = step(trainer)
+    def stepped(trainer: Trainer, *rest: Any) -> Any:
+        report = step(trainer, *rest)
         if report.step == 2:
             poison(trainer)
         return report
