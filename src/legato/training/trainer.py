@@ -14,6 +14,7 @@ from legato.core.rollout import Group
 from legato.core.scope import Scope
 from legato.core.sums import Histogram, Sums, Total
 from legato.core.world import OneProcess, World
+from legato.diagnostics.repetition import repetition
 from legato.objectives.slots import State
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
@@ -67,6 +68,8 @@ class StepReport:
     """Reasons and how often."""
     sums: Sums = field(default_factory=Sums)
     """What the metrics of the updates were made of."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the updates read of the rollouts, a row each; some on the device."""
 
     def histograms(self) -> dict[str, dict[str, list[float]]]:
         """Edges and counts of every quantity that has a distribution."""
@@ -140,12 +143,14 @@ class Trainer:
             metrics={
                 **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
                 **_seen(tally),
+                "rollouts/repetition": repetition(batch.tokens, batch.lengths),
                 **_timed(times, tally),
             },
             groups=tuple(groups),
             floor=floor,
             unscorable=dict(tally.reasons),
             sums=sums,
+            tensors=tables.evidence(),
         )
 
     def _idle(self, tally: Tally, seconds: float) -> StepReport:

@@ -1,0 +1,30 @@
+"""Rollouts as the lines of a file."""
+
+from typing import Any
+
+from legato.core.rollout import Rollout, Score, Unscorable
+from legato.training.trainer import StepReport
+
+
+def records(report: StepReport) -> list[dict[str, Any]]:
+    """Those a step was trained on."""
+    return [record(member.rollout, member.score) for group in report.groups for member in group.members]
+
+
+def record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
+    """One rollout with its score."""
+    prompt = rollout.problem.prompt
+    text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    scored = not isinstance(score, Unscorable)
+    return {
+        "key": rollout.problem.key,
+        "prompt": text,
+        "text": rollout.text,
+        "answer": rollout.problem.answer,
+        "reward": score.reward if isinstance(score, Score) else None,
+        "accuracy": score.accuracy if isinstance(score, Score) else 0.0,
+        "components": dict(score.components) if isinstance(score, Score) else {},
+        "unscorable": None if scored else str(getattr(score, "reason", "")),
+        "stop": rollout.stop.name.lower(),
+        "tokens": len(rollout.tokens),
+    }
