@@ -4,6 +4,7 @@ A deterministic trainer that is only rolled back repeats what it was rolled back
 something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +83,17 @@ def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
 
 
 def _give_up_metrics(directory: RunDirectory, position: int, step: int) -> None:
-    """The steps that are given up leave the record, so that a step stands there once; the evidence has them."""
-    folder = directory.evidence_path(step)
+    """The steps that are given up leave the record, so that a step stands there once; the evidence has them.
+
+    Earlier recoveries stay in it: going back further than they did does not undo them.
+    """
+    folder, given_up = directory.evidence_path(step), directory.metrics_after(position)
     if folder.is_dir():
-        (folder / "abandoned.jsonl").write_bytes(directory.metrics_after(position))
+        (folder / "abandoned.jsonl").write_bytes(given_up)
     directory.truncate_metrics(position)
+    for record in map(json.loads, given_up.splitlines()):
+        if record["kind"] == "recovery":
+            directory.append_metrics(record)
 
 
 def _words(done: Mapping[str, Any], number: int, most: int) -> str:

@@ -1,4 +1,4 @@
-"""What a rule of the health watch is; the rules themselves, thresholds and all, are in `rules.toml`. Standard library only."""
+"""What a rule of the health watch is; the rules, thresholds and all, are in `rules.toml`. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal
