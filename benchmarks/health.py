@@ -34,11 +34,11 @@ FIRST = 50
 """The last healthy step."""
 COLLAPSE = "learning rate x 5"
 ARMS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
-    "healthy": (None, 300, {}),
+    "healthy": (None, 250, {}),
     "collapse": (COLLAPSE, 120, {}),
-    "recover": (COLLAPSE, 200, {"health.action": "recover"}),
-    "verify": (COLLAPSE, 250, {}),
-    "rollback": (COLLAPSE, 200, {"health.action": "recover", "health.lr_factor": 1.0}),
+    "recover": (COLLAPSE, 150, {"health.action": "recover"}),
+    "verify": (COLLAPSE, 200, {}),
+    "rollback": (COLLAPSE, 150, {"health.action": "recover", "health.lr_factor": 1.0}),
     **{f"fault: {name}": (name, 110, {}) for name in FAULTS if name != COLLAPSE},
 }
 """Fault, last step, options."""

@@ -198,7 +198,7 @@ FAULTS: dict[str, Named] = {
     "stale weights": Named(stale, "the sampler keeps the weights of step 50 for ever"),
     "adapter not applied": Named(without_adapter, "the sampler has the weights from before the first step"),
     "log-prob shift": Named(
-        lambda run: _engine(lambda t: _Altered(t.collector.engine, shift=0.05)), "reported log-probs are 0.05 too high"
+        lambda run: _engine(lambda t: _Altered(t.collector.engine, shift=-0.05)), "reported log-probs are 0.05 too low"
     ),
     "temperature mismatch": Named(
         lambda run: _engine(lambda t: _Altered(t.collector.engine, temperature=1.5)),
