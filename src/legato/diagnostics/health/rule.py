@@ -56,6 +56,8 @@ class Rule:
     """The sentence; {value}, {usual}, {threshold}, {of} and {window} are filled in."""
     causes: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Metrics that tell causes apart, shown as evidence."""
 
     @property
     def test_in_words(self) -> str:
