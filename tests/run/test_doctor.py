@@ -184,27 +184,18 @@ def test_a_table_with_other_columns_is_read_through_a_mapping(kind: str, tmp_pat
     assert "reward-lost" in names(found) and found.facts[0] == "100 steps recorded, to step 100"
 
 
+SEQUENCE = "importance_sampling_level=sequence"
+BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["importance_sampling_level=sequence", "loss_type=grpo", "steps_per_generation=4"],
-            ["clip.low = 0.2", "clip.high = 0.2"],
-        ),
-        (
-            ["importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4", "steps_per_generation=4"],
-            ["by its length"],
-        ),
-        (
-            ["importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4", "loss_type=grpo"],
-            ["every ratio is 1"],
-        ),
+        ([SEQUENCE, "loss_type=grpo", "steps_per_generation=4"], ["clip.low = 0.2", "clip.high = 0.2"]),
+        ([SEQUENCE, *BAND, "steps_per_generation=4"], ["by its length"]),
+        ([SEQUENCE, *BAND, "loss_type=grpo"], ["every ratio is 1"]),
         (["num_iterations=2"], []),
-        (
-            ["importance_sampling_level=sequence", "epsilon=3e-4", "epsilon_high=4e-4", "loss_type=grpo"]
-            + ["steps_per_generation=32", "gradient_accumulation_steps=8"],
-            [],
-        ),
+        ([SEQUENCE, *BAND, "loss_type=grpo", "steps_per_generation=32", "gradient_accumulation_steps=8"], []),
     ],
 )
 def test_settings_of_trl_are_looked_at(words: list[str], said: list[str], tmp_path: Path) -> None:

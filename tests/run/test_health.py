@@ -230,9 +230,10 @@ def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:
     assert steps(longer.directory)[-1]["clip/band_high"] == pytest.approx(0.1)
 
 
-def test_a_healthy_checkpoint_is_not_purged(tmp_path: Path) -> None:
-    ended = run(tmp_path, {**RECOVER, "output.keep_last": 1, "health.skip_data": False})
-    assert of_kind(ended.directory, "recovery")[0]["step"] == 1
+def test_a_checkpoint_to_go_back_to_is_never_purged(tmp_path: Path) -> None:
+    """Of the newest one alone, the only one there was at the alarm, the signs were on already."""
+    ended = run(tmp_path, {**RECOVER, "output.keep_last": 1, "training.steps": 10})
+    assert of_kind(ended.directory, "recovery")[0]["step"] == 0
 
 
 @pytest.mark.parametrize(("action", "step"), [("say", 6), ("say", 7), ("recover", 2), ("recover", 8)])
