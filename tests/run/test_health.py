@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,47 +71,51 @@ def run(folder: Path, options: dict[str, Any] | None = None, **arguments: Any) -
     return small(folder, {**RISING, **(options or {})}, reward=early, **arguments)
 
 
+def remembered(folder: Path, options: dict[str, Any]) -> SimpleNamespace:
+    listener, reports = Listener(), list[Any]()
+    ended = run(folder, options, watcher=listener, callback=reports.append)
+    return SimpleNamespace(ended=ended, directory=ended.directory, said=listener.said, reports=reports)
+
+
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def said(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run that says so and goes on."""
-    return Path(run(tmp_path_factory.mktemp("said")).directory)
+    return remembered(tmp_path_factory.mktemp("said"), {})
 
 
 @pytest.fixture(scope="module")
-def recovered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recovered(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One that recovers."""
-    return Path(run(tmp_path_factory.mktemp("recovered"), RECOVER).directory)
+    return remembered(tmp_path_factory.mktemp("recovered"), RECOVER)
 
 
 def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records(folder) if record["kind"] == kind]
 
 
-def test_an_alarm_is_said_recorded_and_kept(tmp_path: Path) -> None:
-    listener = Listener()
-    ended = run(tmp_path, watcher=listener)
-    assert ended.exit_code == 0 and ended.reason == "all steps done"
-    (found,) = of_kind(ended.directory, "health")
+def test_an_alarm_is_said_recorded_and_kept(said: SimpleNamespace) -> None:
+    assert said.ended.exit_code == 0 and said.ended.reason == "all steps done"
+    (found,) = of_kind(said.directory, "health")
     assert found["rule"] == "ill" and found["level"] == "alarm" and (found["since"], found["step"]) == (6, 7)
-    assert "alarm at step 7: The learning rate is 0.0025. (ill)" in listener.said
-    folder = ended.directory / found["evidence"]
-    assert folder == ended.directory / "evidence" / "step-000007" and str(folder) in listener.said
+    assert "alarm at step 7: The learning rate is 0.0025. (ill)" in said.said
+    folder = said.directory / found["evidence"]
+    assert folder == said.directory / "evidence" / "step-000007" and str(folder) in said.said
     assert [each["rule"] for each in json.loads((folder / "finding.json").read_text())] == ["ill"]
     told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in told] == [1, 2, 3, 4, 5, 6, 7]
+    recorded = steps(said.directory)[2]
     assert {key: told[2][key] for key in ("reward/mean", "drift/k3")} == {
-        key: steps(ended.directory)[2][key] for key in ("reward/mean", "drift/k3")
+        key: recorded[key] for key in ("reward/mean", "drift/k3")
     }
     assert sorted(path.name for path in folder.glob("rollouts-*")) == [f"rollouts-00000{n}.jsonl.gz" for n in (5, 6, 7)]
 
 
-def test_the_evidence_fits_together(tmp_path: Path) -> None:
+def test_the_evidence_fits_together(said: SimpleNamespace) -> None:
     """Rows of the tensors are the rollouts beside them, and both are those of the step."""
-    reports: list[Any] = []
-    folder = run(tmp_path, callback=reports.append).directory / "evidence" / "step-000007"
+    folder = said.directory / "evidence" / "step-000007"
     written = [json.loads(line) for line in gzip.decompress((folder / "rollouts-000006.jsonl.gz").read_bytes()).splitlines()]
     tensors = load_file(folder / "tensors-000006.safetensors")
-    members = [member for group in reports[5].groups for member in group.members]
+    members = [member for group in said.reports[5].groups for member in group.members]
     assert [each["text"] for each in written] == [member.rollout.text for member in members]
     assert tensors["rewards"].tolist() == [each["reward"] for each in written]
     for row, member in enumerate(members):
@@ -120,26 +125,21 @@ def test_the_evidence_fits_together(tmp_path: Path) -> None:
     assert {"mask", "group", "advantages", "old_logprobs"} <= {*tensors}
 
 
-def test_stop_ends_with_exit_code_3_and_the_state_saved(tmp_path: Path) -> None:
-    ended = run(tmp_path, {"health.action": "stop", "output.checkpoint_every_steps": 100})
-    assert ended.exit_code == 3 and "stopped by the health watch: The learning rate is 0.0025." in ended.reason
-    assert of_kind(ended.directory, "end")[-1]["step"] == 7 == len(steps(ended.directory))
-    assert RunDirectory.open(ended.directory).checkpoint_steps()[-1] == 7
-    again = resume(ended.directory, given=_given())
-    assert again.exit_code == 0 and len(steps(ended.directory)) == 10
+def test_stop_ends_with_exit_code_3_and_the_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = {"health.action": "stop", "output.checkpoint_every_steps": 100, "reward.kind": f"{__file__}:early"}
+    code, out, _ = Command(monkeypatch, capfd)("train", *words(tmp_path, {**RISING, **stop}))
+    assert code == 3 and "resume" in out
+    assert "stopped by the health watch: The learning rate is 0.0025." in " ".join(out.split())
+    folder = tmp_path / "run"
+    assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
+    assert RunDirectory.open(folder).checkpoint_steps()[-1] == 7
+    assert resume(folder).exit_code == 0 and len(steps(folder)) == 10
 
 
 def _given() -> Given:
     return Given(reward=early)
-
-
-def test_exit_code_3_reaches_the_shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    reward = f"{__file__}:early"
-    given = words(tmp_path, {**RISING, "reward.kind": reward, "health.action": "stop"})
-    code, out, _ = Command(monkeypatch, capfd)("train", *given)
-    assert code == 3 and "stopped by the health watch" in out and "resume" in out
 
 
 def test_a_pause_waits_for_a_person(tmp_path: Path) -> None:
@@ -163,18 +163,16 @@ def test_a_pause_waits_for_a_person(tmp_path: Path) -> None:
     assert "going on" in listener.said and not file.exists()
 
 
-def test_a_recovery_goes_back_changes_something_and_goes_on(tmp_path: Path) -> None:
-    listener = Listener()
-    ended = run(tmp_path, RECOVER, watcher=listener)
-    assert ended.exit_code == 0
-    (done,) = of_kind(ended.directory, "recovery")
+def test_a_recovery_goes_back_changes_something_and_goes_on(recovered: SimpleNamespace) -> None:
+    assert recovered.ended.exit_code == 0
+    (done,) = of_kind(recovered.directory, "recovery")
     assert (done["step"], done["from"], done["rule"], done["lr_scale"]) == (1, 7, "ill", 0.25)
     assert done["problems_skipped"] == 6 * 4 and done["evidence"] == "evidence/step-000007"
-    assert "recovery 1 of 3: back from step 7 to step 1, learning rate x 0.25, 24 problems skipped" in listener.said
-    found = steps(ended.directory)
+    assert "recovery 1 of 3: back from step 7 to step 1, learning rate x 0.25, 24 problems skipped" in recovered.said
+    found = steps(recovered.directory)
     assert [record["step"] for record in found] == list(range(1, 11))
     assert [record["optimizer/lr"] for record in found][1:4] == pytest.approx([0.25 * 3e-3 * n / 18 for n in (5, 7, 9)])
-    given_up = (ended.directory / "evidence" / "step-000007" / "abandoned.jsonl").read_text().splitlines()
+    given_up = (recovered.directory / "evidence" / "step-000007" / "abandoned.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, given_up) if r["kind"] == "step"] == [2, 3, 4, 5, 6, 7]
 
 
@@ -205,7 +203,7 @@ def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: py
     assert after["trainer.json/optimizer"]["scale"] == 0.25
 
 
-@pytest.mark.parametrize("options", [{"policy.lora.rank": 2}, {"policy.dtype": "bfloat16"}, {"algorithm": "ppo"}])
+@pytest.mark.parametrize("options", [{"policy.lora.rank": 2}, {"algorithm": "ppo", "policy.dtype": "bfloat16"}])
 def test_every_kind_of_policy_recovers(options: dict[str, Any], tmp_path: Path) -> None:
     ended = run(tmp_path, {**RECOVER, **options})
     assert ended.exit_code == 0 and len(of_kind(ended.directory, "recovery")) == 1
@@ -213,11 +211,11 @@ def test_every_kind_of_policy_recovers(options: dict[str, Any], tmp_path: Path) 
 
 def test_recoveries_are_bounded_and_each_goes_further_back(tmp_path: Path) -> None:
     given = {"health.action": "recover", "health.lr_factor": 1.0, "health.recoveries": 2, "output.keep_last": 100}
-    ended = run(tmp_path, {**given, "training.steps": 30, "training.warm_up_updates": 58})
+    ended = run(tmp_path, {**given, "training.steps": 15, "training.warm_up_updates": 28})
     assert ended.exit_code == 3 and "recovered 2 times" in ended.reason
     found = of_kind(ended.directory, "recovery")
-    assert [(each["from"], each["step"]) for each in found] == [(20, 14), (20, 9)]
-    assert len(steps(ended.directory)) == 20
+    assert [(each["from"], each["step"]) for each in found] == [(10, 4), (10, 0)]
+    assert len(steps(ended.directory)) == 10
 
 
 def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:
@@ -239,7 +237,7 @@ def test_a_checkpoint_to_go_back_to_is_never_purged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("action", "step"), [("say", 6), ("say", 7), ("recover", 2), ("recover", 8)])
 def test_a_resumed_run_equals_the_straight_one(action: str, step: int, said: Path, recovered: Path, tmp_path: Path) -> None:
     """Cut before, at and after the alarm; a recovery that was done is not forgotten."""
-    straight = said if action == "say" else recovered
+    straight = (said if action == "say" else recovered).directory
     again = cut(straight, tmp_path, step)
     resume(again, given=_given())
     assert differences(outcome(straight), outcome(again)) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.dashboard.figures import figures
+from legato.dashboard.health import health_section
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
@@ -27,6 +28,7 @@ def write_report(directory: RunDirectory) -> Path:
         head=_head(found),
         body="\n".join(
             [
+                health_section(records),
                 _samples(directory),
                 _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
                 _probes(records),
