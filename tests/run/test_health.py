@@ -201,6 +201,7 @@ def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: py
     assert {name: seen["before"][name] for name in same} == {name: after[name] for name in same}
     assert addresses[0] == addresses[1]
     assert after["trainer.json/optimizer"]["scale"] == 0.25
+    assert not list((ended.directory / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize("options", [{"policy.lora.rank": 2}, {"algorithm": "ppo", "policy.dtype": "bfloat16"}])

@@ -9,6 +9,16 @@ from legato.dashboard.summary import Record
 _CLASS = {"alarm": "bad", "warning": "", "note": "dim"}
 
 
+def health_words(records: Sequence[Record]) -> str:
+    """The same in a few words."""
+    levels = [str(record.get("level")) for record in records if record.get("kind") == "health"]
+    counts = {word: levels.count(word) for word in ("alarm", "warning")}
+    counts["recovery"] = sum(record.get("kind") == "recovery" for record in records)
+    several = {"alarm": "alarms", "warning": "warnings", "recovery": "recoveries"}
+    told = [f"{count} {word if count == 1 else several[word]}" for word, count in counts.items() if count]
+    return ", ".join(told) or "nothing found"
+
+
 def health_section(records: Sequence[Record]) -> str:
     """Findings and recoveries in the order of the run; nothing where the run is from before the watch."""
     if not any(record.get("kind") == "step" for record in records):

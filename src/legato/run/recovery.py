@@ -51,7 +51,9 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     words = _words(done, len(health.recoveries), options.recoveries)
     evidence = directory.evidence_path(alarm.step)
     where = {"evidence": str(evidence.relative_to(directory.path))} if evidence.is_dir() else {}
-    directory.append_metrics({"kind": "recovery", **done, "words": f"{alarm.words} {words}", **where}, sync=True)
+    directory.append_metrics(
+        {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
+    )
     health.say(words)
     checkpoint.give_up(folder.parent, folder)
     # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
