@@ -49,15 +49,24 @@ def alarms(run: Run, first: int = 0) -> list[Run]:
     return [each for each in run["findings"] if each["level"] == "alarm" and each["step"] > first]
 
 
+def before_mean(run: Run, first: int, count: int = 5) -> bool:
+    """The same for the mean of so many steps, which single steps do not decide."""
+    rewards, limit = [value or 0.0 for value in run["rewards"]], before(run, first) / 2
+    ends = range(first + 1, len(rewards) + 1)
+    half = next((end for end in ends if statistics.fmean(rewards[end - count : end]) < limit), None)
+    sounded = alarms(run, first)
+    return bool(sounded) and (half is None or sounded[0]["step"] < half)
+
+
 def in_time(run: Run, first: int) -> bool:
     """Whether an alarm came before the first step with less than half of the reward."""
     sounded, half = alarms(run, first), halved(run, first)
     return bool(sounded) and (half is None or sounded[0]["step"] < half)
 
 
-def back(run: Run, first: int) -> bool:
+def back(run: Run, usual: float) -> bool:
     """Whether the run ended above the reward before the collapse."""
-    return run["exit_code"] == 0 and at_end(run) > before(run, first)
+    return run["exit_code"] == 0 and at_end(run) > usual
 
 
 def experiment_page(results: Mapping[str, Any]) -> str:
@@ -87,7 +96,9 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         ),
         *_verified(of.get("verify", []), first),
         *_collapse(of.get("collapse", []), first),
-        *_recovery(of.get("recover", []), of.get("rollback", []), first),
+        *_recovery(
+            of.get("recover", []), of.get("rollback", []), {r["seed"]: before(r, first) for r in of.get("collapse", [])}
+        ),
         *_quiet(of.get("healthy", [])),
         *_faults(of, first),
     ]
@@ -128,7 +139,8 @@ def _collapse(runs: Sequence[Run], first: int) -> list[str]:
         "",
         *paragraph(
             f"Alarm before the first step with less than half of the reward: **{sum(in_time(run, first) for run in runs)} of"
-            f" {len(runs)}** fresh seeds (wanted: 9 of 10)."
+            f" {len(runs)}** fresh seeds (wanted: 9 of 10); before the mean of five steps was below half:"
+            f" {sum(before_mean(run, first) for run in runs)} of {len(runs)}."
         ),
         "",
         *markdown(
@@ -137,7 +149,9 @@ def _collapse(runs: Sequence[Run], first: int) -> list[str]:
     ]
 
 
-def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], first: int) -> list[str]:
+def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int, float]) -> list[str]:
+    """`usual`: the reward before the collapse by seed; of a run that was rolled back those steps are not the first ones."""
+    runs = [run for run in runs if run["seed"] in usual]
     if not runs:
         return []
     rows = []
@@ -146,7 +160,7 @@ def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], first: int) -> list
         rows.append(
             [
                 f"{run['seed']}",
-                f"{before(run, first):.2f}",
+                f"{usual[run['seed']]:.2f}",
                 "; ".join(done) or "-",
                 f"{at_end(run):.2f}",
                 str(run["exit_code"]),
@@ -158,9 +172,9 @@ def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], first: int) -> list
         "",
         *paragraph(
             f"Back above the reward before the collapse at step {ARMS['recover'][1]}:"
-            f" **{sum(back(run, first) for run in runs)} of {len(runs)}** fresh seeds (wanted: 8 of 10)."
+            f" **{sum(back(run, usual[run['seed']]) for run in runs)} of {len(runs)}** fresh seeds (wanted: 8 of 10)."
             f" The learning rate is"
-            f" still raised fivefold from step {first + 1} on; each recovery halves it."
+            f" still raised fivefold from the step after the healthy ones on; each recovery halves it."
         ),
         "",
         *markdown(("seed", "reward before", "recoveries: from step to step", "reward, last 20 steps", "exit code"), rows),

@@ -117,7 +117,7 @@ def test_the_page_says_what_was_measured() -> None:
         ran("fault: one prompt", 0, [*healthy, *[0.3] * 60], [(58, "nothing-to-learn", "alarm")]),
     ]
     page = whole({"first": 50, "lr": 2e-4, "thresholds": "abc", "machine": "m", "runs": runs})
-    assert "**1 of 2** fresh seeds (wanted: 9 of 10)" in page and "| 0 | 0.50 | 52 (drift) | 54 | 0.01 |" in page
+    assert "**1 of 2** fresh seeds (wanted: 9 of 10); before the mean of five steps was below half: 2 of 2" in page and "| 0 | 0.50 | 52 (drift) | 54 | 0.01 |" in page
     assert "**1 of 2** fresh seeds (wanted: 8 of 10)" in page and "52 to 45, lr x 0.5" in page
     assert "3 recoveries and exit code 3" in page
     assert "**1 false alarms in 200 healthy steps**" in page and "seed 0: drift at step 70" in page

@@ -217,6 +217,9 @@ def test_recoveries_are_bounded_and_each_goes_further_back(tmp_path: Path) -> No
     found = of_kind(ended.directory, "recovery")
     assert [(each["from"], each["step"]) for each in found] == [(10, 4), (10, 0)]
     assert len(steps(ended.directory)) == 10
+    folders = sorted(path.name for path in (ended.directory / "evidence").iterdir())
+    assert folders == ["step-000010", "step-000010-2", "step-000010-3"]
+    assert [each["evidence"] for each in found] == [f"evidence/{name}" for name in folders[:2]]
 
 
 def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:

@@ -139,8 +139,9 @@ class RunDirectory:
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
-    def evidence_path(self, step: int) -> Path:
-        return self.path / "evidence" / f"step-{step:06d}"
+    def evidence_path(self, step: int, attempt: int = 1) -> Path:
+        """Of an alarm at a step, which a run that is rolled back may reach more than once."""
+        return self.path / "evidence" / (f"step-{step:06d}" + (f"-{attempt}" if attempt > 1 else ""))
 
     # Metrics
 

@@ -52,9 +52,8 @@ class Evidence:
             groups = tuple(_without_routes(group) for group in report.groups)
             self._steps.append(_Step(report.step, groups, report.tensors))
 
-    def write(self, step: int, findings: Sequence[Finding]) -> Path | None:
+    def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
         """The folder, or None where the run wants none or has enough of them."""
-        folder = self.directory.evidence_path(step)
         if not self._steps.maxlen or (not folder.exists() and _count(folder.parent) >= MOST):
             return None
         try:

@@ -7,6 +7,7 @@ every checkpoint, so that a resumed run finds what the straight one finds.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
@@ -44,7 +45,7 @@ class Health:
         self.evidence.hold(report)
         findings = self.watch.see(report.step, report.metrics)
         alarm = worst(finding for finding in findings if finding.level == "alarm")
-        folder = None if alarm is None else self.evidence.write(report.step, findings)
+        folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
         for finding in findings:
             found: dict[str, Any] = {"kind": "health", **asdict(finding)}
             if finding.level == "alarm" and folder is not None:
@@ -55,6 +56,10 @@ class Health:
         if folder is not None:
             self.say(f"evidence: {folder}")
         return alarm
+
+    def folder(self, step: int) -> Path:
+        """Where the evidence of an alarm at this step is."""
+        return self.directory.evidence_path(step, len(self.recoveries) + 1)
 
     def healthy_before(self, step: int) -> int:
         """The newest step a checkpoint may be of to count as healthy at this one."""

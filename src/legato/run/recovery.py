@@ -33,7 +33,8 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
     memory = checkpoint.read_memory(folder)
-    _give_up_metrics(directory, int(memory["metrics_position"]), alarm.step)
+    evidence = health.folder(alarm.step)
+    _give_up_metrics(directory, int(memory["metrics_position"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
     skipped = cursor - trainer.collector.cursor if options.skip_data else 0
@@ -49,7 +50,6 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     health.recoveries = [*earlier, done]
     execution.tighten(clip_scale)
     words = _words(done, len(health.recoveries), options.recoveries)
-    evidence = directory.evidence_path(alarm.step)
     where = {"evidence": str(evidence.relative_to(directory.path))} if evidence.is_dir() else {}
     directory.append_metrics(
         {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
@@ -84,12 +84,12 @@ def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
     raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint to go back to.")
 
 
-def _give_up_metrics(directory: RunDirectory, position: int, step: int) -> None:
+def _give_up_metrics(directory: RunDirectory, position: int, folder: Path) -> None:
     """The steps that are given up leave the record, so that a step stands there once; the evidence has them.
 
     Earlier recoveries stay in it: going back further than they did does not undo them.
     """
-    folder, given_up = directory.evidence_path(step), directory.metrics_after(position)
+    given_up = directory.metrics_after(position)
     if folder.is_dir():
         (folder / "abandoned.jsonl").write_bytes(given_up)
     directory.truncate_metrics(position)
