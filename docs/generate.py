@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from benchmarks import adaptive, gpu_page, laboratory, mismatch, moe, smollm2_gpu
+from benchmarks import adaptive, gpu_page, health_page, laboratory, mismatch, moe, smollm2_gpu
 from benchmarks.gpu_figures import figures
 from benchmarks.objectives import RESULTS, performance_page
 from benchmarks.peers_page import document, stored
@@ -18,6 +18,7 @@ from legato.cli.explain import LEGEND, SLOTS, ratio_words, trust_words
 from legato.core.parts import lookup
 from legato.core.parts import names as part_names
 from legato.diagnostics import metrics, run_metrics
+from legato.diagnostics.health import rules
 from legato.run import changes
 from legato.run import document as configuration
 
@@ -36,6 +37,8 @@ def pages() -> dict[str, str]:
         "docs/experiments/smollm2.md": smollm2_gpu.experiment_page(json.loads(smollm2_gpu.RESULTS.read_text())),
         "docs/experiments/mismatch.md": mismatch.experiment_page(json.loads(mismatch.RESULTS.read_text())),
         "docs/experiments/lab.md": laboratory.experiment_page(laboratory.stored()),
+        "docs/experiments/health.md": health_page.experiment_page(health_page.stored()),
+        "docs/health.md": rules.document(),
         "docs/experiments/moe.md": moe.experiment_page(moe.stored()),
         "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.stored()),
         "docs/parts.md": parts_page(),

@@ -270,3 +270,22 @@ def test_the_room_loads_neither_torch_nor_anything_a_run_names(run: RunDirectory
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_findings_and_recoveries_of_the_watch_are_told_as_text(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.write_config("")
+    directory.append_metrics({"kind": "step", "step": 1, "reward/mean": 0.5})
+    told = {"step": 1, "rule": "drift", "evidence": "evidence/step-000001", "words": "it <b>moves</b>"}
+    directory.append_metrics({"kind": "health", "level": "alarm", **told})
+    directory.append_metrics({"kind": "recovery", "from": 1, "step": 0, "words": "back to step 0"})
+    text = write_report(directory).read_text()
+    assert "health <b>1 alarm, 1 recovery</b>" in text
+    assert "it &lt;b&gt;moves&lt;/b&gt;" in text and "evidence/step-000001" in text and "back to step 0" in text
+
+
+def test_a_run_in_which_no_rule_held_says_so(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.write_config("")
+    directory.append_metrics({"kind": "step", "step": 1, "reward/mean": 0.5})
+    assert "No rule of the health watch held" in write_report(directory).read_text()

@@ -64,7 +64,7 @@ def run(straight: Path, tmp_path: Path) -> Path:
 def test_every_option_has_its_place() -> None:
     for path in PATHS:
         below = path.startswith(("policy.tiny.", "policy.upcycle", "policy.lora", "policy.warm_up"))
-        free = path in FREELY or path.startswith(("evaluation.", "output."))
+        free = path in FREELY or path.startswith(("evaluation.", "health.", "output."))
         expected = "refused" if path in NEVER or below else "free" if free else "flag"
         assert verdict(path) == expected, path
 

@@ -7,7 +7,7 @@ import pytest
 
 from legato.run.document import options
 from legato.run.load import load
-from proof import effects_of_experts, effects_of_problems, effects_of_training
+from proof import effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
 from proof.effects import EFFECTS, Bench
 from proof.runs import light
 
@@ -27,7 +27,7 @@ def lightly() -> Iterator[None]:
 
 
 def test_every_option_is_looked_at() -> None:
-    assert effects_of_problems and effects_of_training and effects_of_experts
+    assert effects_of_problems and effects_of_training and effects_of_experts and effects_of_health
     assert {*EFFECTS, *UNSEEN} == {*OPTIONS}
     assert not {*EFFECTS} & {*UNSEEN}
 

@@ -280,7 +280,7 @@ def test_the_newest_is_the_one_of_the_largest_step(run: Path) -> None:
     newest(run).rename(run / "checkpoints" / "step-1000000")
     (run / "checkpoints" / "step-000002").rename(run / "checkpoints" / "step-999999")
     assert checkpoint.latest(run / "checkpoints")[0].name == "step-1000000"
-    checkpoint.purge(run / "checkpoints", 1, None)
+    checkpoint.purge(run / "checkpoints", 1, ())
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1000000"]
 
 

@@ -1,5 +1,5 @@
-"""`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 130 and 143 after
-SIGINT and SIGTERM with the state saved."""
+"""`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 3 stopped by the
+health watch, 130 and 143 after SIGINT and SIGTERM with the state saved."""
 
 import os
 import signal
@@ -192,6 +192,26 @@ def mismatch(
     from legato.cli.mismatch import mismatch_command
 
     mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        Path, typer.Argument(help="A run directory; or a log of TRL or another trainer: trainer_state.json, .jsonl, .csv.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SETTING=VALUE]...", help="Settings of TRL, which its log does not hold: epsilon=0.2"),
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="KEY=COLUMN: which column of the log is which metric (docs/metrics.md).")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the findings as JSON.")] = None,
+) -> None:
+    """Explain a run in words: what went wrong, with evidence, likely causes and what to try."""
+    from legato.cli.doctor import doctor_command
+
+    doctor_command(target, words or [], columns=column or [], output=output)
 
 
 @app.command()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.dashboard.figures import figures
+from legato.dashboard.health import health_section, health_words
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
@@ -25,9 +26,10 @@ def write_report(directory: RunDirectory) -> Path:
     start = next((record for record in records if record.get("kind") == "start"), {})
     text = page(
         title=f"{legible(found.name, one_line=True)} - Legato",
-        head=_head(found),
+        head=_head(found, health_words(records)),
         body="\n".join(
             [
+                health_section(records),
                 _samples(directory),
                 _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
                 _probes(records),
@@ -75,13 +77,14 @@ def verdict(before: Interval | None, after: Interval | None) -> str:
     return "did not change beyond the 95 % intervals"
 
 
-def _head(found: Summary) -> str:
+def _head(found: Summary, health: str) -> str:
     facts = [
         ("model", found.model),
         ("algorithm", found.algorithm),
         ("steps", f"{found.steps:,}"),
         ("time", duration(found.seconds)),
         ("ended", found.reason or "no end recorded"),
+        ("health", health),
     ]
     told = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts)
     tiles = "".join(_tile(found, word) for word in ("greedy", "sampled"))

@@ -6,6 +6,8 @@
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
     checkpoints/step-000120/        model and trainer state
     health.jsonl                    what a watch over the metrics found, a finding a line
+    evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also
+                                    abandoned.jsonl, the lines of metrics.jsonl that were given up
     report.html                     the report, one file
 
 Kinds of lines in metrics.jsonl:
@@ -18,6 +20,8 @@ Kinds of lines in metrics.jsonl:
     step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
+    health      step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
+    recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped
     checkpoint  step
     end         reason, and if known seconds
 
@@ -147,6 +151,10 @@ class RunDirectory:
     def checkpoint_path(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
+    def evidence_path(self, step: int, attempt: int = 1) -> Path:
+        """Of an alarm at a step, which a run that is rolled back may reach more than once."""
+        return self.path / "evidence" / (f"step-{step:06d}" + (f"-{attempt}" if attempt > 1 else ""))
+
     # Metrics
 
     def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
@@ -185,6 +193,12 @@ class RunDirectory:
         with _told(self.metrics_path, "read"):
             return _whole(self.metrics_path.read_bytes())
 
+    def metrics_after(self, position: int) -> bytes:
+        """The whole lines after a position."""
+        with _told(self.metrics_path, "read"):
+            data = self.metrics_path.read_bytes()
+        return data[position : _whole(data)]
+
     def truncate_metrics(self, position: int) -> None:
         """Forget what was written after `position`: a resumed run writes those lines again."""
         here = self.metrics_position()
@@ -204,12 +218,7 @@ class RunDirectory:
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
         """The rollouts of a step. The same records give the same bytes."""
-        path = self.rollouts_path(step)
-        with _told(path, "write"), _beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
-            with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
-                for record in records:
-                    file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
-        return path
+        return write_records(self.rollouts_path(step), records)
 
     def read_rollouts(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a step, as written."""
@@ -267,6 +276,15 @@ class RunDirectory:
     def _write(self, path: Path, text: str) -> None:
         with _told(path, "write"), _beside(path) as partial:
             partial.write_text(text, encoding="utf-8")
+
+
+def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """Records as compressed lines. The same records give the same bytes."""
+    with _told(path, "write"), _beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
+        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
+            for record in records:
+                file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+    return path
 
 
 @contextmanager

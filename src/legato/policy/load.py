@@ -71,6 +71,21 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     return policy
 
 
+def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -> None:
+    """Copy the weights of a saved model folder into a policy that is in use: they keep their addresses."""
+    if hasattr(policy.model, "disable_adapter"):
+        from peft import set_peft_model_state_dict
+        from peft.utils import load_peft_weights
+
+        set_peft_model_state_dict(policy.model, load_peft_weights(str(saved), device="cpu"))
+        return
+    _, module = _pretrained(str(saved), policy.dtype, trust_remote_code)
+    weights = module.state_dict()
+    with torch.no_grad():
+        for name, tensor in policy.model.state_dict().items():
+            tensor.copy_(weights[name])
+
+
 def _no_progress_bars() -> None:
     """Loading and saving shards would write over a run's own display."""
     from transformers.utils import logging

@@ -9,6 +9,7 @@ FREE = (
     "training.probe_every_steps",
     "training.accept_unsafe_anchor",
     "evaluation.*",
+    "health.*",
     "output.*",
     "rollouts.rows_at_once",
     "policy.gradient_checkpointing",

@@ -6,11 +6,13 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import flatten as flatten_algorithm
-from legato.core.parts import names
+from legato.core.parts import names, nearest
+from legato.diagnostics.health.rules import RULES
 from legato.run.kinds import FAMILIES, is_import_path
 from legato.run.messages import shown
 from legato.run.resolved import flatten
 from legato.run.schema import Config
+from legato.run.schema_results import Health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    for check in (_updates, _stages, _epochs, _reward, _model, _mismatch, _evaluation, _output, _algorithm):
+    for check in (_updates, _stages, _epochs, _reward, _model, _mismatch, _evaluation, _health, _output, _algorithm):
         yield from check(case)
 
 
@@ -112,6 +114,26 @@ def _evaluation(case: Case) -> Iterator[str]:
     for path, target in (("target", evaluation.target), ("target_greedy", evaluation.target_greedy)):
         if target is not None and evaluation.every_steps == 0:
             yield f"{case.says(f'evaluation.{path}')} is never looked at with {case.says('evaluation.every_steps')}"
+
+
+def _health(case: Case) -> Iterator[str]:
+    health = case.config.health
+    known = [rule.name for rule in RULES]
+    for name in health.ignored:
+        if name not in known:
+            yield f"{case.says('health.ignored')}: there is no rule {name!r}; {nearest(name, known)}"
+    if health.action != "recover":
+        for path in ("recoveries", "lr_factor", "clip_factor", "skip_data"):
+            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(Health(), path):
+                yield f"{case.says(f'health.{path}')} has no effect with {case.says('health.action')}; 'recover' uses it"
+        return
+    if not case.config.output.checkpoint_every_steps:
+        yield f"{case.says('health.action')} needs checkpoints to go back to; {case.says('output.checkpoint_every_steps')}"
+    if health.lr_factor == 1 and health.clip_factor == 1 and not health.skip_data:
+        yield (
+            f"{case.says('health.action')} with health.lr_factor = 1, health.clip_factor = 1 and health.skip_data = false"
+            " changes nothing: the run would repeat what it was rolled back from"
+        )
 
 
 def _output(case: Case) -> Iterator[str]:

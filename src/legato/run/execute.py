@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.core.rollout import Problem
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rule import Finding
 from legato.policy.policy import Policy
 from legato.rollouts.sampling import Sampling
+from legato.run.health import Health, tightened
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
+from legato.run.records import record, records
+from legato.run.recovery import NoRecoveryError, recover
 from legato.run.resolved import Resolved
 from legato.run.watcher import Watcher
 from legato.training import checkpoint
@@ -36,6 +39,7 @@ class Execution:
     trainer: Trainer
     held_out: Sequence[Problem]
     watcher: Watcher
+    health: Health = field(init=False)
     loggers: Sequence[Logger] = ()
     callback: Callable[[StepReport], None] | None = None
     best: tuple[float, str] | None = None
@@ -53,6 +57,9 @@ class Execution:
     told: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that were shown."""
 
+    def __post_init__(self) -> None:
+        self.health = Health(self.resolved.config, self.directory, self.watcher.message)
+
     def go(self) -> tuple[str, int]:
         """Train to the end: (why it ended, exit code)."""
         steps = self.resolved.config.training.steps
@@ -60,8 +67,8 @@ class Execution:
         with Interrupt(self.watcher.message) as interrupt:
             if self.trainer.steps_done == 0 and self.latest is None:
                 self._evaluate(keep=True)
-                if self.resolved.config.policy.warm_up is not None:
-                    # The warm-up is not done again when a run is resumed.
+                if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
+                    # The warm-up is not done again when a run is resumed; and a recovery has a place to go back to.
                     self._save()
             reason = "all steps done"
             while self.trainer.steps_done < steps:
@@ -71,7 +78,9 @@ class Execution:
                 if interrupt.received is not None:
                     break
                 try:
-                    self._step(started)
+                    stopped = self._act(self._step(started), interrupt)
+                    if stopped is not None:
+                        return self._end_early(stopped), 3
                 except ExhaustedError as end:
                     reason = str(end)
                     break
@@ -81,12 +90,7 @@ class Execution:
                     self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
                     raise
             if interrupt.received is not None:
-                self._save(may_be_best=False)
-                self.directory.append_metrics(
-                    {"kind": "end", "reason": f"stopped by {interrupt.received.name}", "step": self.trainer.steps_done},
-                    sync=True,
-                )
-                return f"stopped by {interrupt.received.name}; the state is saved", interrupt.exit_code
+                return self._end_early(f"stopped by {interrupt.received.name}"), interrupt.exit_code
             if self.evaluated_at != self.trainer.steps_done:
                 self._evaluate(keep=True)
             self._save()
@@ -96,7 +100,32 @@ class Execution:
         )
         return reason, 0
 
-    def _step(self, started: float) -> None:
+    def _end_early(self, reason: str) -> str:
+        self._save(may_be_best=False)
+        self.directory.append_metrics({"kind": "end", "reason": reason, "step": self.trainer.steps_done}, sync=True)
+        return f"{reason}; the state is saved"
+
+    def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:
+        """Do what an alarm asks for, then save what is due; why the run must end, where it must."""
+        action = self.health.options.action
+        if alarm is not None and action == "recover":
+            try:
+                recover(self, alarm)
+            except NoRecoveryError as reason:
+                return f"stopped by the health watch: {reason}"
+            return None
+        if alarm is not None and action == "stop":
+            return f"stopped by the health watch: {alarm.words}"
+        step, every = self.trainer.steps_done, self.resolved.config.output.checkpoint_every_steps
+        if every and step % every == 0:
+            self._save()
+        if alarm is not None and action == "pause":
+            self._save(may_be_best=False)
+            self.health.pause(lambda: interrupt.received is not None)
+        return None
+
+    def _step(self, started: float) -> Finding | None:
+        """Train on, measure and write one step; the alarm that began with it, if any."""
         config = self.resolved.config
         every = config.output.rollouts_every_steps
         step = self.trainer.steps_done + 1
@@ -110,20 +139,19 @@ class Execution:
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
             found["histograms"] = report.histograms()
         self.directory.append_metrics(found)
+        alarm = self.health.see(report)
         for logger in self.loggers:
             logger.log(step, report.metrics)
         evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
         if evaluate:
             self._evaluate(report, keep=due or last)
         elif due:
-            self.directory.write_rollouts(step, _records(report))
+            self.directory.write_rollouts(step, records(report))
         left = (time.perf_counter() - started) / max(1, step - self.first_step) * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         if self.callback is not None:
             self.callback(report)
-        checkpoints = config.output.checkpoint_every_steps
-        if checkpoints and step % checkpoints == 0:
-            self._save()
+        return alarm
 
     def _tell_floor(self, floor: Floor, step: int, anchor: str) -> None:
         lines = floor.lines(anchor)
@@ -161,8 +189,8 @@ class Execution:
         self.latest, self.evaluated_at = metrics, step
         self._tell_notes()
         if keep or self._target_reached():
-            kept = [_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
-            self.directory.write_rollouts(step, [*kept, *([] if report is None else _records(report))])
+            kept = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
+            self.directory.write_rollouts(step, [*kept, *([] if report is None else records(report))])
 
     @property
     def _seed(self) -> int:
@@ -193,7 +221,19 @@ class Execution:
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
         checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory(), self.trainer.sampler_state())
         self.saved_at = step
-        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, None if self.best is None else self.best[1])
+        kept = [checkpoint.name_of(each) for each in self.health.kept(self.directory.checkpoint_steps(), step)]
+        kept += [] if self.best is None else [self.best[1]]
+        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, kept)
+
+    def save_again(self) -> None:
+        """Write the checkpoint of now in place of the one that is there."""
+        self.saved_at = -1
+        self._save(may_be_best=False)
+
+    def tighten(self, scale: float) -> None:
+        """Go on with the bounds of the clip multiplied."""
+        self.health.clip_scale = scale
+        self.trainer.algorithm = tightened(self.resolved.algorithm, scale)
 
     def memory(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights, optimizer and generators."""
@@ -204,6 +244,7 @@ class Execution:
             "evaluated_at": self.evaluated_at,
             "metrics_position": self.directory.metrics_position(),
             "made_of": dict(self.made_of),
+            "health": self.health.memory(),
         }
 
     def remember(self, memory: dict[str, Any]) -> None:
@@ -212,33 +253,8 @@ class Execution:
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
         self.saved_at = self.first_step = self.trainer.steps_done
-
-
-def _records(report: StepReport) -> list[dict[str, Any]]:
-    records = [
-        _record(member.rollout, member.score) | {"group": number}
-        for number, group in enumerate(report.groups)
-        for member in group.members
-    ]
-    return [record | more for record, more in zip(records, report.details or repeat({}), strict=False)]
-
-
-def _record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
-    prompt = rollout.problem.prompt
-    text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-    scored = not isinstance(score, Unscorable)
-    return {
-        "key": rollout.problem.key,
-        "prompt": text,
-        "text": rollout.text,
-        "answer": rollout.problem.answer,
-        "reward": score.reward if isinstance(score, Score) else None,
-        "accuracy": score.accuracy if isinstance(score, Score) else 0.0,
-        "components": dict(score.components) if isinstance(score, Score) else {},
-        "unscorable": None if scored else str(getattr(score, "reason", "")),
-        "stop": rollout.stop.name.lower(),
-        "tokens": len(rollout.tokens),
-    }
+        self.health.remember(memory["health"])
+        self.tighten(self.health.clip_scale)
 
 
 def newest_model(directory: RunDirectory) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, Strict
 
-from legato.run.schema_results import Evaluation, Output
+from legato.run.schema_results import Evaluation, Health, Output
 from legato.run.values import LARGEST, STRICT, Count, Flag, NotNegative, Number, Options, Portion, Positive, Text, Whole
 
 
@@ -347,5 +347,7 @@ class Config:
     """How the policy is updated."""
     evaluation: Evaluation = field(default_factory=Evaluation)
     """How held-out accuracy is measured."""
+    health: Health = field(default_factory=Health)
+    """What the health watch does."""
     output: Output = field(default_factory=Output)
     """What is kept."""

@@ -1,7 +1,7 @@
 """The options of what is measured and kept; part of `schema.py`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -26,6 +26,28 @@ class Evaluation:
     """The run ends early when sampled accuracy reaches it (and target_greedy, where that is given)."""
     target_greedy: Portion | None = None
     """The run ends early when greedy accuracy reaches it (and target, where that is given)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What the health watch does (docs/health.md has its rules)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    action: Literal["say", "pause", "stop", "recover"] = "say"
+    """At an alarm: say so; wait for a person; end with exit code 3; or go back to a healthy checkpoint and go on."""
+    ignored: tuple[Text, ...] = ()
+    """Rules that are not looked at."""
+    evidence_steps: Whole = 3
+    """Of how many steps an alarm keeps rollouts, tensors and metrics in evidence/; 0: none."""
+    recoveries: Count = 3
+    """How often 'recover' may; then the run ends with exit code 3."""
+    lr_factor: Portion = 0.5
+    """What the learning rate is multiplied by at each recovery."""
+    clip_factor: Portion = 1.0
+    """What the bounds of the clip are multiplied by at each recovery."""
+    skip_data: Flag = True
+    """Whether the problems of the steps given up are left out after a recovery, and others drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

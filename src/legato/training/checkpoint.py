@@ -16,7 +16,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,14 @@ def save(
         for path in sorted(partial.rglob("*")):
             _flush(path)
         _flush(partial)
+        # A recovery writes its checkpoint again: the old one stays until the new one has its name.
+        before = folder.with_name(f".{folder.name}.before.partial")
+        shutil.rmtree(before, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(before)
         partial.rename(folder)
         _flush(folder.parent)
+        shutil.rmtree(before, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"the checkpoint {folder} could not be written: {reason}") from None
@@ -214,11 +218,18 @@ def _listed(checkpoints: Path) -> list[Path]:
     return sorted(found, key=_step)
 
 
-def purge(checkpoints: Path, keep_last: int, best: str | None) -> None:
-    """Delete all but the newest so many and the best, after the newest was written; failing to delete is harmless."""
+def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
+    """Delete all but the newest so many and those named, after the newest was written; failing to delete is harmless."""
     found = _listed(checkpoints)
     for folder in found[: max(0, len(found) - keep_last)]:
-        if folder.name != best:
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def give_up(checkpoints: Path, last: Path) -> None:
+    """Delete what is newer than a checkpoint that a run was rolled back to."""
+    for folder in _listed(checkpoints):
+        if _step(folder) > _step(last):
             shutil.rmtree(folder, ignore_errors=True)
 
 

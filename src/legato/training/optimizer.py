@@ -61,6 +61,8 @@ class Optimizer:
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
         self.inner = _inner(self._groups(), settings)
         self.updates = 0
+        self.scale = 1.0
+        """What every learning rate is multiplied by: a recovery lowers it."""
 
     def _master(self, weight: nn.Parameter) -> Tensor:
         half = weight.dtype in (torch.bfloat16, torch.float16)
@@ -85,7 +87,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Of the next update."""
-        return self.settings.lr * self.schedule.share(self.updates)
+        return self.settings.lr * self.scale * self.schedule.share(self.updates)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
@@ -98,7 +100,7 @@ class Optimizer:
         applied, clip = norm.isfinite(), self.settings.gradient_clip
         for name, master in self.masters.items():
             master.grad = gradients[name]
-        share = self.schedule.share(self.updates)
+        share = self.scale * self.schedule.share(self.updates)
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
         if self.settings.kind == "adamw":
@@ -134,7 +136,7 @@ class Optimizer:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name (masters and moments) and plain numbers."""
         tensors: dict[str, Tensor] = {}
-        numbers: dict[str, Any] = {"updates": self.updates}
+        numbers: dict[str, Any] = {"updates": self.updates, "scale": self.scale}
         for name, master in self.masters.items():
             if master is not self.weights[name]:
                 tensors[f"master|{name}"] = master.detach()
@@ -153,7 +155,7 @@ class Optimizer:
             raise ValueError(
                 f"the optimizer state has no {sorted(missing)[0]!r}: it was saved with another dtype or offload"
             )
-        self.updates = int(numbers["updates"])
+        self.updates, self.scale = int(numbers["updates"]), float(numbers.get("scale", 1.0))
         states: dict[str, dict[str, Any]] = {}
         for key, value in [*tensors.items(), *numbers.items()]:
             kind, _, owner = key.partition("|")

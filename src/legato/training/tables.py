@@ -79,6 +79,14 @@ class Tables:
     def device(self) -> torch.device:
         return self.mask.device
 
+    def evidence(self) -> dict[str, Tensor]:
+        """What tells how a step came about, without copies."""
+        batch = self.batch
+        found = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask, "group": batch.group}
+        found |= {"rewards": batch.rewards, "sampler_logprobs": batch.sampler_logprobs, "rollout_id": batch.rollout_id}
+        known = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "advantages": self.advantages}
+        return found | {name: tensor for name, tensor in known.items() if tensor is not None}
+
     def anchors_itself(self, rows: Tensor) -> bool:
         """Whether these rows (on the CPU) have no old log-probs: their update is the first to move the policy."""
         if self.old_logprobs is None or self.anchored is None:

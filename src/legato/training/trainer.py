@@ -14,6 +14,7 @@ from legato.core.rollout import Group
 from legato.core.scope import Scope
 from legato.core.sums import Histogram, Sums, Total
 from legato.core.world import OneProcess, World
+from legato.diagnostics.repetition import repetition
 from legato.objectives.slots import State
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
@@ -70,6 +71,8 @@ class StepReport:
     """What the metrics of the updates were made of."""
     details: tuple[dict[str, Any], ...] = ()
     """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the updates read of the rollouts, a row each; some on the device."""
 
     def histograms(self) -> dict[str, dict[str, list[float]]]:
         """Edges and counts of every quantity that has a distribution."""
@@ -147,6 +150,7 @@ class Trainer:
                 **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
                 **_adapted(self.state),
                 **_seen(tally),
+                "rollouts/repetition": repetition(batch.tokens, batch.lengths),
                 **_timed(times, tally),
             },
             groups=tuple(groups),
@@ -154,6 +158,7 @@ class Trainer:
             unscorable=dict(tally.reasons),
             sums=sums,
             details=() if detailed is None else self._details(tables, reports, detailed),
+            tensors=tables.evidence(),
         )
 
     def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:

@@ -1,0 +1,56 @@
+"""What `legato doctor` prints."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from legato.dashboard.legible import legible
+from legato.diagnostics.health.explain import Diagnosis
+from legato.run.doctor import examine
+
+_STYLE = {"alarm": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+
+
+def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str], output: Path | None) -> None:
+    mapping = {}
+    for column in columns:
+        key, sign, name = column.partition("=")
+        if not sign or not key or not name:
+            raise ValueError(f"--column {column!r}: KEY=COLUMN is needed, as in --column reward/mean=my_reward")
+        mapping[key] = name
+    examined = examine(target, words, mapping)
+    console = Console(highlight=False)
+    console.print(Text(_plain(examined.title), style="bold"))
+    for fact in examined.facts:
+        console.print(Text(f"  {_plain(fact)}", style="dim"))
+    if not examined.found:
+        console.print(Text("\nNothing stands out: no rule of the health watch held. docs/health.md lists them."))
+    for number, each in enumerate(examined.found, start=1):
+        _show(console, number, each)
+    if output is not None:
+        try:
+            output.write_text(json.dumps(asdict(examined), indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written: {error.strerror}") from None
+
+
+def _show(console: Console, number: int, each: Diagnosis) -> None:
+    head = (each.level, _STYLE[each.level])
+    console.print()
+    console.print(Text.assemble(f"{number}. ", head, f"  {_plain(each.says)}", (f"  [{each.name}]", "dim")))
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(width=11, style="dim", justify="right")
+    rows.add_column()
+    for word, lines in (("evidence", each.evidence), ("likely", each.causes), ("try", each.tries)):
+        for place, line in enumerate(lines):
+            rows.add_row(word if place == 0 else "", Text(_plain(line)))
+    console.print(rows)
+
+
+def _plain(text: str) -> str:
+    return legible(text, one_line=True)

@@ -1,0 +1,185 @@
+"""A run in words: what stands out in its records, most important first. Standard library only.
+
+The rules are those of the watch, applied to the steps as they were recorded: the log of another trainer is explained by
+them too.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from legato.diagnostics.collapse import collapse
+from legato.diagnostics.health.rule import LEVELS, Level, Rule
+from legato.diagnostics.health.rules import RULES
+from legato.diagnostics.health.watch import Watch
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One thing to know about a run."""
+
+    name: str
+    level: Level
+    says: str
+    evidence: tuple[str, ...] = ()
+    causes: tuple[str, ...] = ()
+    tries: tuple[str, ...] = ()
+    first: int | None = None
+    """The step it began."""
+    lasting: bool = False
+    """Whether it still holds at the last step."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    rule: Rule
+    words: str
+    metric: str
+    first: int
+    told: int
+    last: int
+    steps: int = 1
+    times: int = 1
+
+
+def explain(records: Sequence[Record], *, settled: int = 0) -> list[Diagnosis]:
+    """What the rules find, what was done about it, and what became of held-out accuracy; most important first."""
+    found = [*_by_rules(records, settled), *_recoveries(records), *_held_out(records), *_still(records)]
+    return ranked(found)
+
+
+def ranked(found: Iterable[Diagnosis]) -> list[Diagnosis]:
+    """Alarms first; among equals what still holds, then what began first: the first sign is nearest to the cause."""
+    return sorted(found, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
+
+
+def steps_of(records: Iterable[Record]) -> list[Record]:
+    """The records of steps."""
+    return [record for record in records if record.get("kind", "step") == "step"]
+
+
+def _by_rules(records: Sequence[Record], settled: int) -> list[Diagnosis]:
+    watch, episodes = Watch(settled=settled), dict[str, _Episode]()
+    rules = {rule.name: rule for rule in RULES}
+    steps = steps_of(records)
+    last = 0
+    for record in steps:
+        last = int(record["step"])
+        for finding in watch.see(last, record):
+            known = episodes.get(finding.rule)
+            if known is None:
+                words = finding.words
+                episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, finding.since, last, last)
+            else:
+                known.times += 1
+        for name, seen in watch.active.items():
+            if seen == last:
+                episodes[name].last = last
+                episodes[name].steps += last != episodes[name].told
+    kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "health" and r.get("evidence")}
+    return [_told(each, steps, last, kept.get(each.rule.name)) for each in episodes.values()]
+
+
+def _told(episode: _Episode, steps: Sequence[Record], last: int, folder: str | None) -> Diagnosis:
+    rule = episode.rule
+    again = f", in {episode.times} stretches" if episode.times > 1 else ""
+    when = f"first at step {episode.told} (signs from {episode.first}), last at step {episode.last}"
+    evidence = [f"{when}: {episode.steps} steps{again}", *_course(steps, episode)]
+    evidence += [f"rollouts, tensors and metrics of those steps: {folder}"] if folder else []
+    return Diagnosis(
+        name=rule.name,
+        level=rule.level,
+        says=episode.words,
+        evidence=tuple(evidence),
+        causes=rule.causes,
+        tries=rule.tries,
+        first=episode.first,
+        lasting=episode.last == last,
+    )
+
+
+def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
+    """The metric, and those that tell its causes apart, before, since and at the end."""
+    looked_at = () if episode.rule.test in ("together", "not-finite") else (episode.metric,)
+    lines = []
+    for key in (*looked_at, *episode.rule.beside):
+        before = [v for r in steps if int(r["step"]) < episode.first and (v := _finite(r, key)) is not None]
+        during = [v for r in steps if int(r["step"]) >= episode.first and (v := _finite(r, key)) is not None]
+        if during:
+            start = f"{sum(before) / len(before):.3g} on average before, " if before else ""
+            lines.append(f"{key}: {start}{min(during):.3g} to {max(during):.3g} since, {during[-1]:.3g} at the end")
+    return lines
+
+
+def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
+    found = [record for record in records if record.get("kind") == "recovery"]
+    if not found:
+        return []
+    return [
+        Diagnosis(
+            name="recovered",
+            level="warning",
+            says=f"The run was rolled back {len(found)} time{'s' if len(found) > 1 else ''} by the health watch.",
+            evidence=tuple(str(record.get("words", "")) for record in found),
+            causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
+            tries=(f"start with a learning rate times {found[-1].get('lr_scale', 1):g}: that is what it went on with",),
+            first=int(found[0]["step"]),
+        )
+    ]
+
+
+def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
+    keys = ("eval/accuracy_sampled", "eval/accuracy_sampled_low", "eval/accuracy_sampled_high")
+    measured = [
+        tuple(float(record[key]) for key in keys)
+        for record in records
+        if record.get("kind") == "evaluation" and all(_finite(record, key) is not None for key in keys)
+    ]
+    why = collapse([(value, low, high) for value, low, high in measured])
+    if why is None:
+        return []
+    return [
+        Diagnosis(
+            name="held-out",
+            level="alarm",
+            says=f"Held-out accuracy (sampled) {why}.",
+            evidence=(", ".join(f"{value:.1%}" for value, *_ in measured[-8:]) + " in the last evaluations",),
+            causes=("a collapse of the policy", "a reward that is gamed: it may have stayed up meanwhile"),
+            tries=("export the best checkpoint, which is kept", "see the findings that began before the fall"),
+            lasting=True,
+        )
+    ]
+
+
+def _still(records: Sequence[Record]) -> list[Diagnosis]:
+    """A reward that did not move."""
+    rewards = [value for record in steps_of(records) if (value := _finite(record, "reward/mean")) is not None]
+    tenth = len(rewards) // 5
+    if tenth < 10:
+        return []
+    first, last = rewards[:tenth], rewards[-tenth:]
+    change = sum(last) / tenth - sum(first) / tenth
+    mean = sum(first) / tenth
+    error = math.sqrt(2 * sum((value - mean) ** 2 for value in first) / (tenth - 1) / tenth)
+    if abs(change) > 2 * error:
+        return []
+    return [
+        Diagnosis(
+            name="no-progress",
+            level="note",
+            says=f"The reward did not move: {mean:.3g} in the first fifth of the steps, {mean + change:.3g} in the last.",
+            evidence=(f"the difference is {change:+.2g}, within two standard errors ({2 * error:.2g}) of chance",),
+            causes=("a learning rate that is too low", "problems too hard or too easy", "nearly everything clipped"),
+            tries=("a higher training.lr", "groups/all_right and groups/all_wrong say how hard the problems are"),
+            lasting=True,
+        )
+    ]
+
+
+def _finite(record: Record, key: str) -> float | None:
+    value = record.get(key)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if number and value is not None else None

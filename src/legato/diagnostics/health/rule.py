@@ -1,0 +1,102 @@
+"""What a rule of the health watch is; the rules, thresholds and all, are in `rules.toml`. Standard library only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["note", "warning", "alarm"]
+LEVELS: tuple[Level, ...] = ("note", "warning", "alarm")
+"""A note is worth knowing, a warning worth a look, an alarm says that the run is lost if nothing is done."""
+
+Test = Literal["above", "below", "times", "share", "rises", "falls", "of-best", "not-finite", "together"]
+
+AVERAGING = ("rises", "falls", "of-best")
+"""Tests of the mean of the last `of` steps; the others count the steps that pass among them."""
+
+COMPARING = ("times", "share", "rises", "falls", "of-best")
+"""Tests against what was usual before; they begin when the learning rate has warmed up."""
+
+TESTS: dict[str, str] = {
+    "above": "above the threshold",
+    "below": "below the threshold",
+    "times": "above the threshold times the median of the window",
+    "share": "below the threshold times the median of the window",
+    "rises": "the mean of the last steps is above that of the window by so many standard errors",
+    "falls": "the mean of the last steps is below that of the window by so many standard errors",
+    "of-best": "the mean of the last steps is below this share of the best mean over a window so far",
+    "not-finite": "there, but not a finite number",
+    "together": "the first rule named and a warning of another family, within the window",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that can be wrong with a run."""
+
+    name: str
+    family: str
+    """Rules of one family look at one thing; signs count as two where their families differ."""
+    level: Level
+    metrics: tuple[str, ...]
+    """The first of these that a step has is looked at; "key@*" is the largest over the updates of the step. For `together`
+    the name of a rule."""
+    test: Test
+    threshold: float = 0.0
+    window: int = 0
+    """Steps that say what is usual, before the last `of`; half of them are enough to begin."""
+    hits: int = 1
+    of: int = 1
+    """So many of the last so many steps must pass; tests of a mean average over `of` steps."""
+    least: float = 0.0
+    """times: the value must be above it too; share: the median must be; rises, falls: the change relative to the usual."""
+    unless: tuple[str, float] | None = None
+    """Quiet where this metric is above this value: what would be bad is good news there."""
+    under: str = ""
+    """Quiet while this rule holds, which says the same of more."""
+    says: str
+    """The sentence; {value}, {usual}, {threshold}, {of} and {window} are filled in."""
+    causes: tuple[str, ...] = ()
+    tries: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Metrics that tell causes apart, shown as evidence."""
+
+    @property
+    def test_in_words(self) -> str:
+        """Metric and test, for people."""
+        if self.test == "together":
+            return f"`{self.metrics[0]}` and a warning of another family within {self.window} steps"
+        looked_at = " or ".join(f"`{metric}`" for metric in self.metrics)
+        if self.test == "not-finite":
+            return f"{looked_at} is not a finite number"
+        sides = {"above": ">", "below": "<", "times": ">", "share": "<"}
+        if self.test in sides:
+            usual = f" x median of {self.window} steps" if self.window else ""
+            also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
+            persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
+            said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
+        elif self.test == "of-best":
+            said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x its best mean of {self.window} steps"
+        else:
+            side = ">" if self.test == "rises" else "<"
+            said = (
+                f"mean of {self.of} steps of {looked_at} {side} mean of the {self.window} before by {self.threshold:g}"
+                f" standard errors and by {self.least:.0%} of it"
+            )
+        said += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
+        return said + (f", unless `{self.under}` holds" if self.under else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A rule that began to hold."""
+
+    rule: str
+    level: Level
+    family: str
+    step: int
+    since: int
+    """The first of the steps that made it hold."""
+    metric: str
+    value: float | None
+    usual: float | None
+    """What the value was compared with, where the rule compares."""
+    words: str

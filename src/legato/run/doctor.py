@@ -1,0 +1,170 @@
+"""`legato doctor`: a run, or the log of another trainer, explained. Nothing that a run names is imported.
+
+Settings are looked at as values: those of TRL become the algorithm of ours they amount to, and the cautions that
+`legato explain` gives for it are the findings.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legato.algorithms.algorithm import Algorithm
+from legato.algorithms.catalogue import entry
+from legato.algorithms.cautions import cautions
+from legato.algorithms.override import override
+from legato.core.parts import nearest
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health import foreign
+from legato.diagnostics.health.explain import Diagnosis, Record, explain, ranked, steps_of
+from legato.run.load import load
+
+_AGGREGATES = {
+    "grpo": "sequence-mean",
+    "sapo": "sequence-mean",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "sequence-sum-over-constant",
+    "luspo": "sequence-sum",
+}
+"""What loss_type of TRL amounts to."""
+
+DEFAULTS: dict[str, Any] = {
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "loss_type": "dapo",
+    "num_iterations": 1,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": None,
+}
+"""Of TRL's GRPOConfig, version 1.16.0: what is not said is taken to be this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What `examine` found."""
+
+    title: str
+    facts: tuple[str, ...]
+    found: tuple[Diagnosis, ...]
+
+
+def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examined:
+    """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
+    if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():
+        if words or columns:
+            raise ValueError(
+                f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
+            )
+        return _ours(RunDirectory.open(path))
+    log = foreign.find(path)
+    if log is None:
+        raise ValueError(
+            f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
+            " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
+        )
+    records = foreign.read(log, columns)
+    found = [*explain(records), *(_trl(words, records) if words else [])]
+    return Examined(title=str(log), facts=tuple(_facts(records)), found=tuple(ranked(found)))
+
+
+def _ours(directory: RunDirectory) -> Examined:
+    records = directory.metrics()
+    facts, found = _facts(records), list[Diagnosis]()
+    settled = 0
+    try:
+        resolved = load([directory.config_path])
+    except ValueError as error:
+        facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
+    else:
+        training = resolved.config.training
+        updates = training.updates_per_step * training.epochs_per_step
+        settled = -(-training.warm_up_updates // updates)
+        found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
+    found += explain(records, settled=settled)
+    start = next((record for record in records if record.get("kind") == "start"), {})
+    title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
+    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)))
+
+
+def _facts(records: Sequence[Record]) -> list[str]:
+    steps = steps_of(records)
+    if not steps:
+        return ["no step was recorded"]
+    rewards = [float(value) for step in steps if isinstance(value := step.get("reward/mean"), int | float)]
+    facts = [f"{len(steps)} steps recorded, to step {max(int(step['step']) for step in steps)}"]
+    if rewards:
+        many = max(1, min(20, len(rewards) // 4))
+        first, last = sum(rewards[:many]) / many, sum(rewards[-many:]) / many
+        facts.append(
+            f"reward {first:.3g} over the first {many} of them, {last:.3g} over the last, at best {max(rewards):.3g}"
+        )
+    if any(record.get("kind") == "start" for record in records):
+        last_words = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
+        facts.append(f"ended: {last_words[-1]}" if last_words else "no end recorded: it goes on, or was killed")
+    return facts
+
+
+def settings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
+    """Settings that do not mean what they seem: those that differ from the published ones and have a caution to them."""
+    published = set(cautions(entry(algorithm.name).value))
+    clipped = [float(value) for step in steps_of(records) if isinstance(value := step.get("clip/tokens"), int | float)]
+    seen = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
+    found = [
+        Diagnosis(name="settings", level="warning", says=sentence, evidence=seen, lasting=True)
+        for sentence in cautions(algorithm)
+        if sentence not in published
+    ]
+    if updates <= 1 and algorithm.objective.ratio.name != "none" and algorithm.objective.trust:
+        found.append(
+            Diagnosis(
+                name="settings",
+                level="warning",
+                says="One update per rollout: the policy that is updated is the one that sampled, every ratio is 1 and the"
+                " trust region never acts. The choice between a token ratio and a sequence ratio is then no choice.",
+                evidence=seen,
+                causes=("each batch of rollouts is used for one optimizer step",),
+                tries=(f"{option} = 4, as in the GSPO paper, for ratios to matter", "or take it for what it is: REINFORCE"),
+                lasting=True,
+            )
+        )
+    return found
+
+
+def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
+    given = {**DEFAULTS, **dict(_setting(word) for word in words)}
+    level = given["importance_sampling_level"]
+    if level not in ("token", "sequence"):
+        raise ValueError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
+    low = _positive("epsilon", given["epsilon"])
+    high = low if given["epsilon_high"] is None else _positive("epsilon_high", given["epsilon_high"])
+    changes: dict[str, Any] = {"objective.trust.clip.low": low, "objective.trust.clip.high": high}
+    if given["loss_type"] in _AGGREGATES:
+        changes["aggregate"] = _AGGREGATES[given["loss_type"]]
+    algorithm = override(entry("gspo" if level == "sequence" else "grpo").value, changes)
+    accumulated = _positive("gradient_accumulation_steps", given["gradient_accumulation_steps"])
+    generated = given["steps_per_generation"]
+    each = accumulated if generated is None else _positive("steps_per_generation", generated)
+    updates = _positive("num_iterations", given["num_iterations"]) * each / accumulated
+    return settings(algorithm, updates, records, "steps_per_generation / gradient_accumulation_steps")
+
+
+def _setting(word: str) -> tuple[str, Any]:
+    name, sign, text = word.partition("=")
+    if not sign or name not in DEFAULTS:
+        raise ValueError(f"{word!r} is not a setting of TRL that is looked at, as in epsilon=0.2; {nearest(name, DEFAULTS)}")
+    if text in ("None", "none", "null", ""):
+        return name, DEFAULTS[name]
+    try:
+        return name, float(text)
+    except ValueError:
+        return name, text
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} = {value!r}; a number above 0 is needed")
+    return float(value)

@@ -1,0 +1,111 @@
+"""The health watch in a run: what it finds is told and recorded, and an alarm does what `health.action` says.
+
+It reads the metrics of a step when the step is over: plain numbers that are on the host already. What it remembers is in
+every checkpoint, so that a resumed run finds what the straight one finds.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from legato.algorithms.algorithm import Algorithm
+from legato.algorithms.override import flatten, override
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rule import Finding
+from legato.diagnostics.health.rules import MARGIN
+from legato.diagnostics.health.watch import REST, Watch, worst
+from legato.run.evidence import Evidence
+from legato.run.schema import Config
+from legato.training.trainer import StepReport
+
+GO_ON = "continue"
+"""The file in a run directory whose appearance ends a pause."""
+_LOOK_EVERY_SECONDS = 0.5
+_BOUNDS = ("low", "high", "log_low", "log_high")
+
+
+class Health:
+    """The watch of one run, with what it did so far."""
+
+    def __init__(self, config: Config, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        training = config.training
+        updates = training.updates_per_step * training.epochs_per_step
+        self.options = config.health
+        self.watch = Watch(settled=-(-training.warm_up_updates // updates), ignored=config.health.ignored)
+        self.evidence = Evidence(directory, config.health.evidence_steps)
+        self.directory, self.say = directory, say
+        self.recoveries: list[dict[str, Any]] = []
+        """What was done about alarms, in order."""
+        self.clip_scale = 1.0
+
+    def see(self, report: StepReport) -> Finding | None:
+        """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
+        self.evidence.hold(report)
+        findings = self.watch.see(report.step, report.metrics)
+        alarm = worst(finding for finding in findings if finding.level == "alarm")
+        folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
+        for finding in findings:
+            found: dict[str, Any] = {"kind": "health", **asdict(finding)}
+            if finding.level == "alarm" and folder is not None:
+                found["evidence"] = str(folder.relative_to(self.directory.path))
+            self.directory.append_metrics(found)
+            if finding.level != "note":
+                self.say(f"{finding.level} at step {finding.step}: {finding.words} ({finding.rule})")
+        if folder is not None:
+            self.say(f"evidence: {folder}")
+        return alarm
+
+    def folder(self, step: int) -> Path:
+        """Where the evidence of an alarm at this step is."""
+        return self.directory.evidence_path(step, len(self.recoveries) + 1)
+
+    def healthy_before(self, step: int) -> int:
+        """The newest step a checkpoint may be of to count as healthy at this one."""
+        signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
+        return min([step, *signs]) - (MARGIN << len(self.recoveries))
+
+    def _grave(self, name: str, step: int) -> bool:
+        """Whether a rule that holds is a sign of the trouble of now, and not of something that was always so."""
+        level = next(rule.level for rule in self.watch.rules if rule.name == name)
+        return level != "note" and self.watch.since[name] > step - REST
+
+    def kept(self, steps: Sequence[int], step: int) -> list[int]:
+        """Which checkpoints must stay: the newest that is healthy, where the run may have to go back to it."""
+        if self.options.action != "recover":
+            return []
+        limit = self.healthy_before(step)
+        return [each for each in steps if each <= limit][-1:] or list(steps[:1])
+
+    def pause(self, interrupted: Callable[[], bool]) -> None:
+        """Wait until a person says how to go on."""
+        file = self.directory.path / GO_ON
+        file.unlink(missing_ok=True)
+        self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
+        while not file.exists() and not interrupted():
+            time.sleep(_LOOK_EVERY_SECONDS)
+        if file.exists():
+            file.unlink(missing_ok=True)
+            self.say("going on")
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {"watch": self.watch.state(), "recoveries": list(self.recoveries), "clip_scale": self.clip_scale}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self.watch.load(memory["watch"])
+        self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])
+
+
+def tightened(algorithm: Algorithm, factor: float) -> Algorithm:
+    """The algorithm with the bounds of its trust region multiplied."""
+    if factor == 1:
+        return algorithm
+    bounds = {
+        path: value * factor
+        for path, value in flatten(algorithm).items()
+        if path.startswith("objective.trust.") and path.rpartition(".")[2] in _BOUNDS and isinstance(value, float)
+    }
+    return override(algorithm, bounds)

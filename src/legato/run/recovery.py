@@ -1,0 +1,105 @@
+"""Recovery: back to a healthy checkpoint, then on with something changed.
+
+A deterministic trainer that is only rolled back repeats what it was rolled back from, so a recovery always changes
+something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rule import Finding
+from legato.policy.load import take_weights
+from legato.training import checkpoint
+
+if TYPE_CHECKING:
+    from legato.run.execute import Execution
+
+
+class NoRecoveryError(Exception):
+    """Why a run cannot recover; the sentence that ends it."""
+
+
+def recover(execution: "Execution", alarm: Finding) -> None:
+    """Roll the run back and change what `health.*` says; NoRecoveryError where that is not possible."""
+    health, trainer, directory = execution.health, execution.trainer, execution.directory
+    options = health.options
+    if len(health.recoveries) >= options.recoveries:
+        raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
+    folder = _healthy(directory, health.healthy_before(alarm.step), alarm)
+    failed, cursor = trainer.steps_done, trainer.collector.cursor
+    lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
+    earlier = list(health.recoveries)
+    memory = checkpoint.read_memory(folder)
+    evidence = health.folder(alarm.step)
+    _give_up_metrics(directory, int(memory["metrics_position"]), evidence)
+    restore(execution, folder, memory)
+    trainer.optimizer.scale = lr_scale
+    skipped = cursor - trainer.collector.cursor if options.skip_data else 0
+    trainer.collector.cursor += skipped
+    done = {
+        "step": trainer.steps_done,
+        "from": failed,
+        "rule": alarm.rule,
+        "lr_scale": lr_scale,
+        "clip_scale": clip_scale,
+        "problems_skipped": skipped,
+    }
+    health.recoveries = [*earlier, done]
+    execution.tighten(clip_scale)
+    words = _words(done, len(health.recoveries), options.recoveries)
+    where = {"evidence": str(evidence.relative_to(directory.path))} if evidence.is_dir() else {}
+    directory.append_metrics(
+        {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
+    )
+    health.say(words)
+    checkpoint.give_up(folder.parent, folder)
+    # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
+    execution.save_again()
+
+
+def restore(execution: "Execution", folder: Path, memory: dict[str, Any]) -> None:
+    """Take a checkpoint into the objects of a run that is going on."""
+    take_weights(execution.policy, folder / "model", execution.resolved.config.policy.trust_remote_code)
+    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, memory)
+    execution.trainer.load_sampler(checkpoint.sampler_state(folder))
+    began = execution.first_step
+    execution.remember(memory)
+    execution.first_step = min(began, execution.trainer.steps_done)
+    execution.health.evidence.forget()
+
+
+def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
+    """The newest whole checkpoint that is old enough; where none is, the oldest."""
+    steps = directory.checkpoint_steps()
+    for step in [*reversed([s for s in steps if s <= limit]), *(s for s in steps if s > limit)]:
+        folder = directory.checkpoint_path(step)
+        try:
+            checkpoint.verify(folder)
+        except checkpoint.DamagedError:
+            continue
+        return folder
+    raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint to go back to.")
+
+
+def _give_up_metrics(directory: RunDirectory, position: int, folder: Path) -> None:
+    """The steps that are given up leave the record, so that a step stands there once; the evidence has them.
+
+    Earlier recoveries stay in it: going back further than they did does not undo them.
+    """
+    given_up = directory.metrics_after(position)
+    if folder.is_dir():
+        (folder / "abandoned.jsonl").write_bytes(given_up)
+    directory.truncate_metrics(position)
+    for record in map(json.loads, given_up.splitlines()):
+        if record["kind"] == "recovery":
+            directory.append_metrics(record)
+
+
+def _words(done: Mapping[str, Any], number: int, most: int) -> str:
+    changes = [f"learning rate x {done['lr_scale']:g}"]
+    changes += [f"clip x {done['clip_scale']:g}"] if done["clip_scale"] != 1 else []
+    changes += [f"{done['problems_skipped']} problems skipped"] if done["problems_skipped"] else []
+    return f"recovery {number} of {most}: back from step {done['from']} to step {done['step']}, {', '.join(changes)}"

@@ -1,0 +1,76 @@
+"""health.*: what they do. The actions themselves are in tests/run/test_health.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from legato.diagnostics.health import watch
+from legato.diagnostics.health.rule import Rule
+from proof import verdicts
+from proof.effects import Bench, effect
+
+ALWAYS = Rule(
+    name="drift",
+    family="test",
+    level="alarm",
+    metrics=("optimizer/lr",),
+    test="above",
+    threshold=2e-3,
+    hits=1,
+    of=1,
+    says="It is {value}.",
+    causes=("a test",),
+    tries=("nothing",),
+)
+"""Under the name of a rule there is; a recovery with half the learning rate ends it."""
+
+GIVEN = {
+    "reward.kind": f"{verdicts.__file__}:early",
+    "training.steps": 2,
+    "training.lr": 3e-3,
+    "output.checkpoint_every_steps": 1,
+}
+
+
+def alarmed(bench: Bench, options: dict[str, Any]) -> SimpleNamespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Watch.__init__, "__defaults__", ((ALWAYS,),))
+        return bench.run({**GIVEN, **options})
+
+
+def kinds(found: SimpleNamespace, kind: str) -> list[dict[str, Any]]:
+    return [record for record in found.metrics if record["kind"] == kind]
+
+
+@effect("health.action", "health.recoveries", "health.lr_factor")
+def what_an_alarm_does(bench: Bench) -> None:
+    said = alarmed(bench, {})
+    assert said.run.exit_code == 0 and len(kinds(said, "health")) == 1
+    stopped = alarmed(bench, {"health.action": "stop"})
+    assert stopped.run.exit_code == 3 and len(stopped.steps) == 1
+    recovered = alarmed(bench, {"health.action": "recover", "health.lr_factor": 0.5})
+    assert recovered.run.exit_code == 0 and recovered.steps[-1]["optimizer/lr"] == 1.5e-3
+    exhausted = alarmed(bench, {"health.action": "recover", "health.lr_factor": 0.9, "health.recoveries": 1})
+    assert exhausted.run.exit_code == 3 and len(kinds(exhausted, "recovery")) == 1
+
+
+@effect("health.clip_factor", "health.skip_data")
+def what_a_recovery_changes(bench: Bench) -> None:
+    given = {"health.action": "recover", "algorithm": "grpo"}
+    both = alarmed(bench, {**given, "health.clip_factor": 0.5})
+    assert both.steps[-1]["clip/band_low"] == pytest.approx(0.1)
+    assert kinds(both, "recovery")[0]["problems_skipped"] == 4
+    same = alarmed(bench, {**given, "health.skip_data": False})
+    assert same.steps[-1]["clip/band_low"] == pytest.approx(0.2)
+    assert kinds(same, "recovery")[0]["problems_skipped"] == 0
+
+
+@effect("health.ignored", "health.evidence_steps")
+def what_is_looked_at_and_kept(bench: Bench) -> None:
+    silent = alarmed(bench, {"health.ignored": ["drift"]})
+    assert kinds(silent, "health") == [] and not (silent.folder / "evidence").exists()
+    kept = alarmed(bench, {"health.evidence_steps": 1})
+    assert len(list((kept.folder / "evidence" / "step-000001").glob("tensors-*"))) == 1
+    unkept = alarmed(bench, {"health.evidence_steps": 0})
+    assert kinds(unkept, "health") and not (unkept.folder / "evidence").exists()

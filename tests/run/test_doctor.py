@@ -1,0 +1,239 @@
+"""`legato doctor`: runs of ours, logs of TRL, settings that do not mean what they seem, and every way to ask wrongly."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rule import LEVELS
+from legato.run.doctor import Examined, examine
+from legato.run.load import dump, load
+from proof.command import Command, refused
+
+
+@pytest.fixture
+def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capfd)
+
+
+def wave(step: int) -> float:
+    return 1 + 0.1 * math.sin(1.7 * step)
+
+
+def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
+    """A run whose reward rises; from a step on the learning rate is five times what it was, and it collapses."""
+    found = []
+    for step in range(1, steps + 1):
+        ill = sick_from is not None and step >= sick_from
+        late = 0 if sick_from is None else step - sick_from
+        reward = (0.4 + 0.002 * step) * wave(step) if not ill else max(0.02, 0.4 - 0.08 * late)
+        found.append(
+            {
+                "kind": "step",
+                "step": step,
+                "reward/mean": reward,
+                "accuracy/mean": reward,
+                "drift/k3": 0.006 * wave(step) * (15 if ill else 1),
+                "optimizer/lr": 1e-4 * (5 if ill else 1),
+                "clip/tokens": 0.3,
+                "groups/zero_variance": 0.3,
+                "loss/total": 0.01,
+            }
+        )
+    return found
+
+
+def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None = None, end: bool = True) -> Path:
+    directory = RunDirectory.create(folder, "run")
+    directory.write_config(dump(load([], words or [])))
+    directory.append_metrics({"kind": "start", "name": "run", "model": "tiny", "algorithm": "gspo"})
+    for record in records:
+        directory.append_metrics(record)
+    if end:
+        directory.append_metrics({"kind": "end", "reason": "all steps done"})
+    return directory.path
+
+
+def names(examined: Examined) -> list[str]:
+    return [each.name for each in examined.found]
+
+
+def test_a_collapse_is_explained_most_important_first(tmp_path: Path) -> None:
+    found = examine(written(tmp_path, course(sick_from=61)))
+    assert [LEVELS.index(each.level) for each in found.found] == sorted(
+        (LEVELS.index(each.level) for each in found.found), reverse=True
+    )
+    assert {"drift", "reward-lost", "collapse", "reward-fall"} <= {*names(found)}
+    drift = next(each for each in found.found if each.name == "drift")
+    assert drift.level == "alarm" and drift.first == 61 and "learning rate" in " ".join(drift.causes)
+    assert any("optimizer/lr: 0.0001 on average before, 0.0005 to 0.0005 since" in line for line in drift.evidence)
+    assert all(each.causes and each.tries and each.evidence for each in found.found)
+
+
+def test_a_healthy_run_has_nothing_that_stands_out(tmp_path: Path) -> None:
+    found = examine(written(tmp_path, course(), end=False))
+    assert found.found == ()
+    assert "no end recorded: it goes on, or was killed" in found.facts and "100 steps recorded, to step 100" in found.facts
+
+
+def test_the_doctor_finds_what_the_watch_found(tmp_path: Path) -> None:
+    """The same rules on the same numbers, whatever was recorded of findings."""
+    from legato.diagnostics.health.watch import Watch
+
+    records = course(sick_from=70)
+    watch = Watch()
+    told = {finding.rule for record in records for finding in watch.see(record["step"], record)}
+    rules = set(names(examine(written(tmp_path, records)))) - {"held-out", "no-progress", "settings"}
+    assert told and rules == told
+
+
+def test_the_steps_in_which_the_learning_rate_warms_up_are_not_taken_for_usual(tmp_path: Path) -> None:
+    records = course()
+    for record in records:
+        record["drift/k3"] = 0.05 * min(1.0, record["step"] / 40) ** 4
+    assert "drift" in names(examine(written(tmp_path / "without", records)))
+    assert "drift" not in names(examine(written(tmp_path / "with", records, ["training.warm_up_updates=160"])))
+
+
+def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40"}
+    found = examine(written(tmp_path, [*course(), recovery]))
+    (told,) = found.found
+    assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
+
+
+def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> None:
+    measured = [
+        {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}
+        | {"eval/accuracy_sampled_high": v + 0.05}
+        for step, v in ((0, 0.3), (50, 0.8), (100, 0.1))
+    ]
+    found = examine(written(tmp_path, [*course(), *measured]))
+    assert names(found)[0] == "held-out" and "10.0%" in found.found[0].says
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm.objective.trust.clip.low=0.2", "algorithm.objective.trust.clip.high=0.2"], "never clips"),
+        (["algorithm.aggregate=token-mean"], "weighs each response by its length"),
+        (["training.updates_per_step=1"], "every ratio is 1"),
+    ],
+)
+def test_settings_that_do_not_mean_what_they_seem(words: list[str], said: str, tmp_path: Path) -> None:
+    found = examine(written(tmp_path, course(), words))
+    (told, *_) = (each for each in found.found if each.name == "settings")
+    assert said in told.says and told.level == "warning"
+    assert "settings" not in names(examine(written(tmp_path / "published", course())))
+
+
+# Logs of TRL
+
+
+def trl(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"step": r["step"], "reward": r["reward/mean"], "grad_norm": 1.0, "loss": 0.01, "learning_rate": r["optimizer/lr"]}
+        | {"frac_reward_zero_std": 0.2, "entropy": 0.4, "completions/mean_length": 200.0, "clip_ratio/region_mean": 0.0}
+        for r in records
+    ]
+
+
+def state_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": len(rows), "log_history": rows}))
+    return folder
+
+
+def test_trainer_state_of_trl_is_read(tmp_path: Path) -> None:
+    rows = [*trl(course(sick_from=61)), {"step": 100, "train_runtime": 12.0}]
+    found = examine(state_file(tmp_path, rows))
+    assert "reward-lost" in names(found) and "clip-never" in names(found)
+    lost = next(each for each in found.found if each.name == "reward-lost")
+    assert any(line.startswith("optimizer/lr: 0.0001 on average before") for line in lost.evidence)
+
+
+def test_the_newest_checkpoint_of_a_folder_is_read(tmp_path: Path) -> None:
+    state_file(tmp_path / "checkpoint-20", trl(course(20)))
+    state_file(tmp_path / "checkpoint-100", trl(course(100)))
+    found = examine(tmp_path)
+    assert found.title.endswith("checkpoint-100/trainer_state.json")
+
+
+def test_a_loss_that_is_not_a_number_is_seen(tmp_path: Path) -> None:
+    rows = trl(course())
+    rows[90]["loss"] = math.nan
+    assert names(examine(state_file(tmp_path, rows)))[0] == "not-finite"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_with_other_columns_is_read_through_a_mapping(kind: str, tmp_path: Path) -> None:
+    rows = [{"global_step": r["step"], "train/score": r["reward/mean"], "H": 0.4} for r in course(sick_from=61)]
+    path = tmp_path / f"log.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    found = examine(path, columns={"reward/mean": "score", "entropy/mean": "H"})
+    assert "reward-lost" in names(found) and found.facts[0] == "100 steps recorded, to step 100"
+
+
+SEQUENCE = "importance_sampling_level=sequence"
+BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([SEQUENCE, "loss_type=grpo", "steps_per_generation=4"], ["clip.low = 0.2", "clip.high = 0.2"]),
+        ([SEQUENCE, *BAND, "steps_per_generation=4"], ["by its length"]),
+        ([SEQUENCE, *BAND, "loss_type=grpo"], ["every ratio is 1"]),
+        (["num_iterations=2"], []),
+        ([SEQUENCE, *BAND, "loss_type=grpo", "steps_per_generation=32", "gradient_accumulation_steps=8"], []),
+    ],
+)
+def test_settings_of_trl_are_looked_at(words: list[str], said: list[str], tmp_path: Path) -> None:
+    found = examine(state_file(tmp_path, trl(course())), words)
+    told = [each.says for each in found.found if each.name == "settings"]
+    assert len(told) == len(said) and all(any(part in sentence for sentence in told) for part in said)
+
+
+# The command
+
+
+def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
+    run = written(tmp_path, course(sick_from=61))
+    code, out, error = legato("doctor", str(run), "--output", str(tmp_path / "found.json"))
+    assert code == 0, error
+    assert "1. alarm" in out and "evidence" in out and "likely" in out and "try" in out
+    stored = json.loads((tmp_path / "found.json").read_text())
+    assert stored["found"][0]["level"] == "alarm"
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "said"),
+    [
+        (lambda folder: folder / "nowhere", [], "does not exist"),
+        (lambda folder: folder, [], "is no run directory"),
+        (lambda folder: state_file(folder, []), [], "holds no step"),
+        (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "none of its columns is known"),
+        (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
+        (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),
+        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean"], "KEY=COLUMN"),
+        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean=prize"], "has no column 'prize'"),
+        (lambda folder: written(folder, course(5)), ["epsilon=0.2"], "is a run of ours"),
+    ],
+)
+def test_bad_input_is_one_line(legato: Command, make: Any, words: list[str], said: str, tmp_path: Path) -> None:
+    refused(legato("doctor", str(make(tmp_path)), *words), said)
+
+
+def test_a_file_that_is_not_json_is_one_line(legato: Command, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{")
+    refused(legato("doctor", str(tmp_path)), "is not JSON")

@@ -1,0 +1,262 @@
+"""The health watch in whole runs: what is said and kept, what each action does, and that resumed runs stay the same."""
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from legato.core.rollout import Rollout
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health import watch
+from legato.diagnostics.health.rule import Rule
+from legato.run import recovery
+from legato.run.load import load
+from legato.run.train import resume
+from legato.run.wire import Given
+from proof.command import Command
+from proof.runs import Listener, cut, differences, light, outcome, records, small, state, steps, words
+
+
+def early(rollout: Rollout) -> float:
+    """Ones and zeros that have nothing to do with the answer."""
+    return float(sum(map(ord, rollout.text)) % 2)
+
+
+ILL = Rule(
+    name="ill",
+    family="test",
+    level="alarm",
+    metrics=("optimizer/lr",),
+    test="above",
+    threshold=2e-3,
+    hits=2,
+    of=3,
+    says="The learning rate is {value}.",
+    causes=("a test",),
+    tries=("nothing",),
+)
+"""Alarms on the learning rate, which these runs raise by their schedule and a recovery lowers."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rule() -> Iterator[None]:
+    """A rule that is certain to hold at a known step, in place of those that wait for a run to go wrong."""
+    with light(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Watch.__init__, "__defaults__", ((ILL,),))
+        yield
+
+
+RISING: dict[str, Any] = {
+    "training.steps": 10,
+    "training.lr": 3e-3,
+    "training.warm_up_updates": 18,
+    "output.checkpoint_every_steps": 1,
+    "output.rollouts_every_steps": 0,
+    "evaluation.every_steps": 0,
+}
+"""The learning rate of the next update after step s is 3e-3 (2 s + 1) / 18: above 2e-3 from step 6 on."""
+
+
+RECOVER = {"health.action": "recover", "health.lr_factor": 0.25}
+
+
+def run(folder: Path, options: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return small(folder, {**RISING, **(options or {})}, reward=early, **arguments)
+
+
+def remembered(folder: Path, options: dict[str, Any]) -> SimpleNamespace:
+    listener, reports = Listener(), list[Any]()
+    ended = run(folder, options, watcher=listener, callback=reports.append)
+    return SimpleNamespace(ended=ended, directory=ended.directory, said=listener.said, reports=reports)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run that says so and goes on."""
+    return remembered(tmp_path_factory.mktemp("said"), {})
+
+
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One that recovers."""
+    return remembered(tmp_path_factory.mktemp("recovered"), RECOVER)
+
+
+def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in records(folder) if record["kind"] == kind]
+
+
+def test_an_alarm_is_said_recorded_and_kept(said: SimpleNamespace) -> None:
+    assert said.ended.exit_code == 0 and said.ended.reason == "all steps done"
+    (found,) = of_kind(said.directory, "health")
+    assert found["rule"] == "ill" and found["level"] == "alarm" and (found["since"], found["step"]) == (6, 7)
+    assert "alarm at step 7: The learning rate is 0.0025. (ill)" in said.said
+    folder = said.directory / found["evidence"]
+    assert folder == said.directory / "evidence" / "step-000007" and str(folder) in said.said
+    assert [each["rule"] for each in json.loads((folder / "finding.json").read_text())] == ["ill"]
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in told] == [1, 2, 3, 4, 5, 6, 7]
+    recorded = steps(said.directory)[2]
+    assert {key: told[2][key] for key in ("reward/mean", "drift/k3")} == {
+        key: recorded[key] for key in ("reward/mean", "drift/k3")
+    }
+    assert sorted(path.name for path in folder.glob("rollouts-*")) == [f"rollouts-00000{n}.jsonl.gz" for n in (5, 6, 7)]
+
+
+def test_the_evidence_fits_together(said: SimpleNamespace) -> None:
+    """Rows of the tensors are the rollouts beside them, and both are those of the step."""
+    folder = said.directory / "evidence" / "step-000007"
+    written = [json.loads(line) for line in gzip.decompress((folder / "rollouts-000006.jsonl.gz").read_bytes()).splitlines()]
+    tensors = load_file(folder / "tensors-000006.safetensors")
+    members = [member for group in said.reports[5].groups for member in group.members]
+    assert [each["text"] for each in written] == [member.rollout.text for member in members]
+    assert tensors["rewards"].tolist() == [each["reward"] for each in written]
+    for row, member in enumerate(members):
+        length = int(tensors["lengths"][row])
+        assert tensors["tokens"][row, :length].tolist() == member.rollout.tokens.tolist()
+        assert tensors["sampler_logprobs"][row, :length].tolist() == member.rollout.sampler_logprobs.tolist()
+    assert {"mask", "group", "advantages", "old_logprobs"} <= {*tensors}
+
+
+def test_stop_ends_with_exit_code_3_and_the_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = {"health.action": "stop", "output.checkpoint_every_steps": 100, "reward.kind": f"{__file__}:early"}
+    code, out, _ = Command(monkeypatch, capfd)("train", *words(tmp_path, {**RISING, **stop}))
+    assert code == 3 and "resume" in out
+    assert "stopped by the health watch: The learning rate is 0.0025." in " ".join(out.split())
+    folder = tmp_path / "run"
+    assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
+    assert RunDirectory.open(folder).checkpoint_steps()[-1] == 7
+    assert resume(folder).exit_code == 0 and len(steps(folder)) == 10
+
+
+def _given() -> Given:
+    return Given(reward=early)
+
+
+def test_a_pause_waits_for_a_person(tmp_path: Path) -> None:
+    listener = Listener()
+    file = tmp_path / "run" / "continue"
+    waited: list[float] = []
+
+    def person() -> None:
+        while "paused" not in listener.said:
+            time.sleep(0.01)
+        waited.append(len(listener.steps))
+        time.sleep(0.2)
+        waited.append(len(listener.steps))
+        file.touch()
+
+    thread = threading.Thread(target=person, daemon=True)
+    thread.start()
+    ended = run(tmp_path, {"health.action": "pause"}, watcher=listener)
+    thread.join(5)
+    assert waited == [7, 7] and ended.exit_code == 0 and len(steps(ended.directory)) == 10
+    assert "going on" in listener.said and not file.exists()
+
+
+def test_a_recovery_goes_back_changes_something_and_goes_on(recovered: SimpleNamespace) -> None:
+    assert recovered.ended.exit_code == 0
+    (done,) = of_kind(recovered.directory, "recovery")
+    assert (done["step"], done["from"], done["rule"], done["lr_scale"]) == (1, 7, "ill", 0.25)
+    assert done["problems_skipped"] == 6 * 4 and done["evidence"] == "evidence/step-000007"
+    assert "recovery 1 of 3: back from step 7 to step 1, learning rate x 0.25, 24 problems skipped" in recovered.said
+    found = steps(recovered.directory)
+    assert [record["step"] for record in found] == list(range(1, 11))
+    assert [record["optimizer/lr"] for record in found][1:4] == pytest.approx([0.25 * 3e-3 * n / 18 for n in (5, 7, 9)])
+    given_up = (recovered.directory / "evidence" / "step-000007" / "abandoned.jsonl").read_text().splitlines()
+    assert [r["step"] for r in map(json.loads, given_up) if r["kind"] == "step"] == [2, 3, 4, 5, 6, 7]
+
+
+def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, moments and generators of the step gone back to, in the memory they had."""
+    seen: dict[str, Any] = {}
+    give_up = recovery.checkpoint.give_up
+
+    def look(checkpoints: Path, last: Path) -> None:
+        seen["before"] = state(last)
+        give_up(checkpoints, last)
+
+    monkeypatch.setattr(recovery.checkpoint, "give_up", look)
+    addresses: list[tuple[int, ...]] = []
+    made = recovery.take_weights
+
+    def taken(policy: Any, *rest: Any) -> None:
+        addresses.append(tuple(weight.data_ptr() for weight in policy.model.parameters()))
+        made(policy, *rest)
+        addresses.append(tuple(weight.data_ptr() for weight in policy.model.parameters()))
+
+    monkeypatch.setattr(recovery, "take_weights", taken)
+    ended = run(tmp_path, {**RECOVER, "output.keep_last": 100})
+    after = state(ended.directory / "checkpoints" / "step-000001")
+    same = ("model/model.safetensors", "optimizer.safetensors", "random.safetensors")
+    assert {name: seen["before"][name] for name in same} == {name: after[name] for name in same}
+    assert addresses[0] == addresses[1]
+    assert after["trainer.json/optimizer"]["scale"] == 0.25
+    assert not list((ended.directory / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("options", [{"policy.lora.rank": 2}, {"algorithm": "ppo", "policy.dtype": "bfloat16"}])
+def test_every_kind_of_policy_recovers(options: dict[str, Any], tmp_path: Path) -> None:
+    ended = run(tmp_path, {**RECOVER, **options})
+    assert ended.exit_code == 0 and len(of_kind(ended.directory, "recovery")) == 1
+
+
+def test_recoveries_are_bounded_and_each_goes_further_back(tmp_path: Path) -> None:
+    given = {"health.action": "recover", "health.lr_factor": 1.0, "health.recoveries": 2, "output.keep_last": 100}
+    ended = run(tmp_path, {**given, "training.steps": 15, "training.warm_up_updates": 28})
+    assert ended.exit_code == 3 and "recovered 2 times" in ended.reason
+    found = of_kind(ended.directory, "recovery")
+    assert [(each["from"], each["step"]) for each in found] == [(10, 4), (10, 0)]
+    assert len(steps(ended.directory)) == 10
+    folders = sorted(path.name for path in (ended.directory / "evidence").iterdir())
+    assert folders == ["step-000010", "step-000010-2", "step-000010-3"]
+    assert [each["evidence"] for each in found] == [f"evidence/{name}" for name in folders[:2]]
+
+
+def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:
+    given = {**RECOVER, "health.clip_factor": 0.5, "health.skip_data": False, "algorithm": "grpo"}
+    ended = run(tmp_path, given)
+    found = steps(ended.directory)
+    assert found[0]["clip/band_high"] == pytest.approx(0.2) and found[-1]["clip/band_high"] == pytest.approx(0.1)
+    assert of_kind(ended.directory, "recovery")[0]["problems_skipped"] == 0
+    longer = resume(ended.directory, ["training.steps=11"], given=_given())
+    assert steps(longer.directory)[-1]["clip/band_high"] == pytest.approx(0.1)
+
+
+def test_a_checkpoint_to_go_back_to_is_never_purged(tmp_path: Path) -> None:
+    """Of the newest one alone, the only one there was at the alarm, the signs were on already."""
+    ended = run(tmp_path, {**RECOVER, "output.keep_last": 1, "training.steps": 10})
+    assert of_kind(ended.directory, "recovery")[0]["step"] == 0
+
+
+@pytest.mark.parametrize(("action", "step"), [("say", 6), ("say", 7), ("recover", 2), ("recover", 8)])
+def test_a_resumed_run_equals_the_straight_one(action: str, step: int, said: Path, recovered: Path, tmp_path: Path) -> None:
+    """Cut before, at and after the alarm; a recovery that was done is not forgotten."""
+    straight = (said if action == "say" else recovered).directory
+    again = cut(straight, tmp_path, step)
+    resume(again, given=_given())
+    assert differences(outcome(straight), outcome(again)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["health.ignored=['drfit']"], "did you mean 'drift'"),
+        (["health.lr_factor=0.3"], "has no effect with health.action"),
+        (["health.action=recover", "output.checkpoint_every_steps=0"], "needs checkpoints"),
+        (["health.action=recover", "health.lr_factor=1.0", "health.skip_data=false"], "would repeat"),
+        (["health.action=panic"], "health.action"),
+    ],
+)
+def test_options_that_disagree_are_told(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load([], words)
