@@ -89,21 +89,17 @@ def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: in
         ended = train.resume(run, words, watcher=Silent(), allow_changes=True)
     if ended.exit_code >= 128:
         raise KeyboardInterrupt
-    found = RunDirectory.open(run).metrics()
+    directory = RunDirectory.open(run)
+    told = directory.health.read()
     kept = ("step", "rule", "level", "since", "value", "usual")
-    abandoned = [
-        json.loads(line)
-        for path in sorted((run / "evidence").glob("*/abandoned.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    steps_seen = [record for record in found if record["kind"] == "step"]
+    steps_seen = [record for record in directory.metrics() if record["kind"] == "step"]
     return {
         "arm": arm,
         "seed": seed,
         "thresholds": thresholds(),
         "rewards": [_rounded(record["reward/mean"]) for record in steps_seen],
-        "findings": [{k: r[k] for k in kept} for r in [*abandoned, *found] if r["kind"] == "health"],
-        "recoveries": [{k: v for k, v in r.items() if k != "kind"} for r in found if r["kind"] == "recovery"],
+        "findings": [{k: r[k] for k in kept} for r in told if r["kind"] == "finding"],
+        "recoveries": [{k: v for k, v in r.items() if k != "kind"} for r in told if r["kind"] == "recovery"],
         "exit_code": ended.exit_code,
         "reason": ended.reason,
         "cpu_seconds": round(time.process_time() - began, 1),

@@ -120,7 +120,7 @@ def trained(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dic
 
 def measure() -> dict[str, Any]:
     """The figures of `legato mismatch` for the tiny recipe, without the parts that the page does not show."""
-    from legato.diagnostics.format import finite
+    from legato.diagnostics.lines import finite
     from legato.run.mismatch import compare_samplers, samplers
     from legato.run.target import find
 

@@ -194,7 +194,7 @@ def test_a_run_without_a_checkpoint_starts_again(straight: Path, tmp_path: Path,
     run = folder / "runs" / "gspo-seed1"
     shutil.rmtree(run / "checkpoints")
     directory = RunDirectory.open(run)
-    directory.truncate_metrics(directory.metrics_path.read_bytes().index(b"\n") + 1)
+    directory.recorded.truncate(directory.metrics_path.read_bytes().index(b"\n") + 1)
     said: list[str] = []
     compare(definition(), folder=folder, machine=Machine(parallel=2), say=said.append)
     assert [line.split(":")[0] for line in said[1:]] == ["starts   gspo-seed1", "done     gspo-seed1"]

@@ -238,11 +238,11 @@ def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> No
     directory = RunDirectory.create(tmp_path, "resumed")
     directory.write_config("")
     append(directory, range(1, 4))
-    position = directory.metrics_position()
+    position = directory.recorded.position()
     append(directory, range(4, 8))
     folder = Folder(tmp_path)
     assert drawn(folder, "resumed")["resumed"]["mean"][-1] == 0.7
-    directory.truncate_metrics(position)
+    directory.recorded.truncate(position)
     for step in range(4, 12):
         directory.append_metrics({"kind": "step", "step": step, "reward/mean": -1.0})
     assert drawn(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8
@@ -281,7 +281,7 @@ def test_a_torn_run_does_not_stop_the_others(tmp_path: Path, harm: str) -> None:
     if harm == "damaged":
         lines = b'{"kind":"start"}\n{"kind":"step","step":1,"reward/mean":1}\n{"ki\n\xff\xfe\n[]\n{"kind":"step"}\n'
         (torn / "metrics.jsonl").write_bytes(lines + b'{"kind":"step","step":2,"reward/mean":2}\n{"kind"')
-        (torn / "health.jsonl").write_bytes(b'{"level":"alarm","sentence":"it fell","step":2}\n{"level":"loud"}\n{"le')
+        (torn / "health.jsonl").write_bytes(b'{"level":"alarm","words":"it fell","step":2}\n{"level":"loud"}\n{"le')
     if harm == "unreadable rollouts":
         (torn / "metrics.jsonl").write_bytes(b"")
         (torn / "rollouts").mkdir()

@@ -71,8 +71,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     synthetic_run(place, steps=60, name="whole")
     hostile = run_of(place, "<img src=x onerror='window.hacked=5'>", 8, algorithm="<b>grpo</b>")
     hostile.write_rollouts(8, rollouts())
-    finding = {"step": 5, "level": "alarm", "rule": "reward fall", "sentence": "<img src=x onerror='window.hacked=6'> fell"}
-    hostile.health_path.write_text(json.dumps(finding | {"evidence": {"reward": [1, 0.2]}}) + '\n{"step": 6, "lev')
+    finding = {"kind": "finding", "step": 5, "level": "alarm", "rule": "reward-fall", "evidence": "evidence/step-000005"}
+    hostile.health.append(finding | {"words": "<img src=x onerror='window.hacked=6'> fell"})
+    with hostile.health.path.open("ab") as file:
+        file.write(b'{"kind":"finding","step":6,"lev')
     torn = run_of(place, "torn", 6)
     with torn.metrics_path.open("ab") as file:
         file.write(b'{"kind":"step","step":7,"rewar')
@@ -280,7 +282,7 @@ def test_findings_are_listed_and_marked(page: Browser) -> None:
     page.press("2")
     page.wait("document.querySelectorAll('.finding').length === 1")
     text = page.run("document.querySelector('.finding').textContent")
-    assert "alarm" in text and "step 5" in text and "onerror" in text and '"reward": [1, 0.2]' in text
+    assert "alarm" in text and "step 5" in text and "onerror" in text and "evidence in evidence/step-000005" in text
     assert page.run("document.querySelector('#runs .badge.alarm').textContent") == "alarm 1"
 
 

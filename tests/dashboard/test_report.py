@@ -19,7 +19,8 @@ from dashboard.synthetic import synthetic_run
 from legato.dashboard.figures import figures
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.report import duration, probe_words, write_report
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 
 SVG_TRACES = {"scatter", "bar"}
 
@@ -277,8 +278,8 @@ def test_findings_and_recoveries_of_the_watch_are_told_as_text(tmp_path: Path) -
     directory.write_config("")
     directory.append_metrics({"kind": "step", "step": 1, "reward/mean": 0.5})
     told = {"step": 1, "rule": "drift", "evidence": "evidence/step-000001", "words": "it <b>moves</b>"}
-    directory.append_metrics({"kind": "health", "level": "alarm", **told})
-    directory.append_metrics({"kind": "recovery", "from": 1, "step": 0, "words": "back to step 0"})
+    directory.health.append({"kind": "finding", "level": "alarm", **told})
+    directory.health.append({"kind": "recovery", "from": 1, "step": 0, "words": "back to step 0"})
     text = write_report(directory).read_text()
     assert "health <b>1 alarm, 1 recovery</b>" in text
     assert "it &lt;b&gt;moves&lt;/b&gt;" in text and "evidence/step-000001" in text and "back to step 0" in text

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import watch
 from legato.diagnostics.health.rule import Rule
 from proof import verdicts
@@ -40,13 +41,13 @@ def alarmed(bench: Bench, options: dict[str, Any]) -> SimpleNamespace:
 
 
 def kinds(found: SimpleNamespace, kind: str) -> list[dict[str, Any]]:
-    return [record for record in found.metrics if record["kind"] == kind]
+    return [record for record in RunDirectory.open(found.folder).health.read() if record["kind"] == kind]
 
 
 @effect("health.action", "health.recoveries", "health.lr_factor")
 def what_an_alarm_does(bench: Bench) -> None:
     said = alarmed(bench, {})
-    assert said.run.exit_code == 0 and len(kinds(said, "health")) == 1
+    assert said.run.exit_code == 0 and len(kinds(said, "finding")) == 1
     stopped = alarmed(bench, {"health.action": "stop"})
     assert stopped.run.exit_code == 3 and len(stopped.steps) == 1
     recovered = alarmed(bench, {"health.action": "recover", "health.lr_factor": 0.5})
@@ -69,8 +70,8 @@ def what_a_recovery_changes(bench: Bench) -> None:
 @effect("health.ignored", "health.evidence_steps")
 def what_is_looked_at_and_kept(bench: Bench) -> None:
     silent = alarmed(bench, {"health.ignored": ["drift"]})
-    assert kinds(silent, "health") == [] and not (silent.folder / "evidence").exists()
+    assert kinds(silent, "finding") == [] and not (silent.folder / "evidence").exists()
     kept = alarmed(bench, {"health.evidence_steps": 1})
     assert len(list((kept.folder / "evidence" / "step-000001").glob("tensors-*"))) == 1
     unkept = alarmed(bench, {"health.evidence_steps": 0})
-    assert kinds(unkept, "health") and not (unkept.folder / "evidence").exists()
+    assert kinds(unkept, "finding") and not (unkept.folder / "evidence").exists()

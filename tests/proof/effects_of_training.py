@@ -367,8 +367,10 @@ def which_rollouts_are_written(bench: Bench) -> None:
     found = RunDirectory.open(bench.run({"output.rollouts_every_steps": 2, "training.steps": 5}).folder)
     assert found.rollout_steps() == [0, 2, 4, 5]
     assert len([row for row in found.read_rollouts(2) if not row.get("held_out")]) == 16
-    never = RunDirectory.open(bench.run({"output.rollouts_every_steps": 0, "training.steps": 2}).folder)
-    assert all(row.get("held_out") for step in never.rollout_steps() for row in never.read_rollouts(step))
+    for every in (0, 1):
+        options = {"output.rollouts_every_steps": 0, "training.steps": 2, "evaluation.every_steps": every}
+        never = RunDirectory.open(bench.run(options).folder)
+        assert all(row.get("held_out") for step in never.rollout_steps() for row in never.read_rollouts(step))
     few = RunDirectory.open(bench.run({"output.rollout_tokens": 9, "training.steps": 2}).folder).read_rollouts(1)
     assert sum(len(row["details"]["pieces"]) for row in few if "details" in row) == 9
 

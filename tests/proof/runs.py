@@ -136,7 +136,8 @@ def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
     directory = RunDirectory.open(run)
     last = directory.checkpoint_path(directory.checkpoint_steps()[-1])
     rollouts = {str(step): directory.rollouts_path(step).read_bytes() for step in directory.rollout_steps()}
-    return {"metrics": records(run, checkpoints=checkpoints), "rollouts": rollouts, "last": last.name, **state(last)}
+    told = {"metrics": records(run, checkpoints=checkpoints), "health": directory.health.read()}
+    return {**told, "rollouts": rollouts, "last": last.name, **state(last)}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

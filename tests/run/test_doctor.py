@@ -52,7 +52,7 @@ def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None
     directory.write_config(dump(load([], words or [])))
     directory.append_metrics({"kind": "start", "name": "run", "model": "tiny", "algorithm": "gspo"})
     for record in records:
-        directory.append_metrics(record)
+        (directory.health if record["kind"] in ("finding", "recovery") else directory.recorded).append(record)
     if end:
         directory.append_metrics({"kind": "end", "reason": "all steps done"})
     return directory.path
@@ -99,10 +99,18 @@ def test_the_steps_in_which_the_learning_rate_warms_up_are_not_taken_for_usual(t
     assert "drift" not in names(examine(written(tmp_path / "with", records, ["training.warm_up_updates=160"])))
 
 
+def test_the_evidence_that_the_watch_kept_is_named(tmp_path: Path) -> None:
+    kept = {"kind": "finding", "rule": "drift", "level": "alarm", "step": 63, "evidence": "evidence/step-000063"}
+    found = examine(written(tmp_path, [*course(sick_from=61), kept]))
+    drift = next(each for each in found.found if each.name == "drift")
+    assert drift.evidence[-1] == "rollouts, tensors and metrics of those steps: evidence/step-000063"
+
+
 def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
-    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40"}
-    found = examine(written(tmp_path, [*course(), recovery]))
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
+    found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
     (told,) = found.found
+    assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
     assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
 
 

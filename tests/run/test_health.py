@@ -13,6 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from legato.core.rollout import Rollout
+from legato.dashboard.board import findings
+from legato.dashboard.report import write_report
+from legato.dashboard.runs import Folder
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import watch
 from legato.diagnostics.health.rule import Rule
@@ -90,12 +93,13 @@ def recovered(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in records(folder) if record["kind"] == kind]
+    told = [*records(folder), *RunDirectory.open(folder).health.read()]
+    return [record for record in told if record["kind"] == kind]
 
 
 def test_an_alarm_is_said_recorded_and_kept(said: SimpleNamespace) -> None:
     assert said.ended.exit_code == 0 and said.ended.reason == "all steps done"
-    (found,) = of_kind(said.directory, "health")
+    (found,) = of_kind(said.directory, "finding")
     assert found["rule"] == "ill" and found["level"] == "alarm" and (found["since"], found["step"]) == (6, 7)
     assert "alarm at step 7: The learning rate is 0.0025. (ill)" in said.said
     folder = said.directory / found["evidence"]
@@ -168,12 +172,33 @@ def test_a_recovery_goes_back_changes_something_and_goes_on(recovered: SimpleNam
     (done,) = of_kind(recovered.directory, "recovery")
     assert (done["step"], done["from"], done["rule"], done["lr_scale"]) == (1, 7, "ill", 0.25)
     assert done["problems_skipped"] == 6 * 4 and done["evidence"] == "evidence/step-000007"
+    assert [each["kind"] for each in RunDirectory.open(recovered.directory).health.read()] == ["finding", "recovery"]
     assert "recovery 1 of 3: back from step 7 to step 1, learning rate x 0.25, 24 problems skipped" in recovered.said
     found = steps(recovered.directory)
     assert [record["step"] for record in found] == list(range(1, 11))
     assert [record["optimizer/lr"] for record in found][1:4] == pytest.approx([0.25 * 3e-3 * n / 18 for n in (5, 7, 9)])
     given_up = (recovered.directory / "evidence" / "step-000007" / "abandoned.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, given_up) if r["kind"] == "step"] == [2, 3, 4, 5, 6, 7]
+
+
+def test_the_dashboard_and_the_report_show_what_happened(recovered: SimpleNamespace) -> None:
+    folder = Folder(recovered.directory.parent)
+    row = folder.run("run").row()
+    assert (row["health"], row["findings"]) == ("alarm", 2)
+    alarm, done = findings(folder, ["run"])
+    assert alarm == {
+        "run": "run",
+        "what": "alarm",
+        "level": "alarm",
+        "step": 7,
+        "rule": "ill",
+        "words": "The learning rate is 0.0025.",
+        "evidence": "evidence/step-000007",
+    }
+    assert (done["what"], done["step"], done["evidence"]) == ("recovery", 7, "evidence/step-000007")
+    text = write_report(RunDirectory.open(recovered.directory)).read_text()
+    assert "health <b>1 alarm, 1 recovery</b>" in text
+    assert "The learning rate is 0.0025." in text and "(evidence/step-000007)" in text
 
 
 def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +280,7 @@ def test_a_resumed_run_equals_the_straight_one(action: str, step: int, said: Pat
         (["health.action=recover", "output.checkpoint_every_steps=0"], "needs checkpoints"),
         (["health.action=recover", "health.lr_factor=1.0", "health.skip_data=false"], "would repeat"),
         (["health.action=panic"], "health.action"),
+        (["algorithm=gspo-auto", "health.action=recover", "health.clip_factor=0.5"], "no effect on 'auto-clip'"),
     ],
 )
 def test_options_that_disagree_are_told(words: list[str], said: str) -> None:

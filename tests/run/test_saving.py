@@ -202,6 +202,17 @@ def test_a_crash_at_any_flush_leaves_the_old_one_or_the_new_one_whole(
         assert folder.name == ("step-000002" if number == total else "step-000001")
 
 
+def test_the_last_evaluation_leaves_the_rollouts_of_the_last_step(tmp_path: Path) -> None:
+    """Whether it comes with the step or after it: evaluated now and then, or at the end alone."""
+    found = {}
+    for every in (0, 2):
+        run = small(tmp_path / str(every), {"training.steps": 2, "reward.kind": EARLY, "evaluation.every_steps": every})
+        found[every] = RunDirectory.open(run.directory).read_rollouts(2)
+    assert found[0] == found[2]
+    trained = [each for each in found[0] if not each.get("held_out")]
+    assert len(trained) == 16 and all("details" in each for each in trained) and len(found[0]) == 16 + 4
+
+
 # States that must not be saved
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from legato.dashboard.mismatch import Rows, floor_rows, gaps, page, share, verdicts
-from legato.diagnostics.format import finite
+from legato.diagnostics.lines import finite
 from legato.run.mismatch import KINDS, compare_samplers, samplers
 from legato.run.target import find
 

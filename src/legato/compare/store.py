@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 from legato.run.load import dump, load
 from legato.run.lock import locked
 

@@ -10,6 +10,7 @@ from legato.dashboard.legible import legible
 from legato.dashboard.runs import Folder, Run
 from legato.dashboard.series import Series
 from legato.dashboard.several import arms
+from legato.diagnostics.health.rule import LEVELS
 from legato.diagnostics.seeds import mean
 
 _MOST_VALUES = 40_000
@@ -85,8 +86,7 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
     """What the health watch found in these runs, the gravest first, then the newest."""
     found = [each | {"run": name} for name in names for each in folder.run(name).read_health()]
-    gravity = {"alarm": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda each: (gravity[each["level"]], -each["step"]))
+    return sorted(found, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
 
 
 def configs(folder: Folder, names: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from legato.dashboard.legible import legible
 from legato.dashboard.mismatch import share, short
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.traces import Figure
-from legato.diagnostics.format import finite
+from legato.diagnostics.lines import finite
 
 Value = str | int | float | bool | None
 

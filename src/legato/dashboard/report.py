@@ -11,7 +11,8 @@ from legato.dashboard.legible import legible, shortened
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
 from legato.dashboard.token_figures import token_figures
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 
 __all__ = ["Summary", "duration", "summary", "write_report"]
 
@@ -21,15 +22,15 @@ _LONGEST_TEXT = 4000
 
 def write_report(directory: RunDirectory) -> Path:
     """Write `report.html` from what the directory holds; what is missing is left out."""
-    records = directory.metrics()
+    records, health = directory.metrics(), directory.health.read()
     found = summarise(records, directory.name)
     start = next((record for record in records if record.get("kind") == "start"), {})
     text = page(
         title=f"{legible(found.name, one_line=True)} - Legato",
-        head=_head(found, health_words(records)),
+        head=_head(found, health_words(health)),
         body="\n".join(
             [
-                health_section(records),
+                health_section(health) if _steps(records) else "",
                 _samples(directory),
                 _list("Deviations from the paper", start.get("deviations"), "None: every value is the paper's."),
                 _probes(records),

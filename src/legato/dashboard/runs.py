@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from legato.dashboard.health import shown
 from legato.dashboard.legible import legible
 from legato.dashboard.series import Series
 from legato.dashboard.several import flat, read_config
 from legato.dashboard.summary import number
 from legato.dashboard.tail import Tail, last_lines, spread_lines
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rule import LEVELS
 
-LEVELS = ("note", "warning", "alarm")
 _DEEPEST = 4
 _QUIET_SECONDS = 300
 _FIRST_LOOK = 200
@@ -63,7 +64,7 @@ class Run:
     def of(cls, folder: Path, path: Path) -> "Run":
         directory = RunDirectory(path)
         name = str(path.relative_to(folder)) if path != folder else path.resolve().name
-        return cls(name=name, directory=directory, metrics=Tail(directory.metrics_path), health=Tail(directory.health_path))
+        return cls(name=name, directory=directory, metrics=Tail(directory.metrics_path), health=Tail(directory.health.path))
 
     # What the list shows
 
@@ -153,7 +154,7 @@ class Run:
                 self.findings = [] if again else self.findings
                 if not lines:
                     return self.findings
-                self.findings += [found for line in lines if (found := _finding(line)) is not None]
+                self.findings += [found for line in lines if (found := shown(parsed(line) or {})) is not None]
 
     # What the curves show
 
@@ -259,20 +260,6 @@ def _fill(series: Mapping[str, Series], records: Iterable[Mapping[str, Any] | No
     known = [record for record in records if record is not None]
     for kind, into in series.items():
         into.add([record for record in known if record.get("kind") == kind])
-
-
-def _finding(line: bytes) -> dict[str, Any] | None:
-    record = parsed(line)
-    if record is None or record.get("level") not in LEVELS:
-        return None
-    evidence = record.get("evidence")
-    return {
-        "step": int(number(record, "step") or 0),
-        "level": record["level"],
-        "rule": _line(record.get("rule", "")),
-        "sentence": _line(record.get("sentence", "")),
-        "evidence": "" if evidence is None else legible(evidence if isinstance(evidence, str) else json.dumps(evidence)),
-    }
 
 
 def _changed(path: Path) -> float:

@@ -14,7 +14,8 @@ from legato.dashboard.legible import legible
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Record, number
 from legato.dashboard.traces import Figure, axis, figure, shares
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 from legato.diagnostics.seeds import mean
 
 OF_A_RUN = ("training.seed", "output.name", "output.directory")

@@ -7,7 +7,8 @@ from typing import Any
 
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.summary import Record, number
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 
 MOST = 400
 """Rows that a list shows."""

@@ -11,7 +11,8 @@ from legato.dashboard.curves import quantile, short
 from legato.dashboard.legible import legible
 from legato.dashboard.summary import Record, number
 from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, VIOLET, Figure, Trace, axis, band_edges, figure, line, shares
-from legato.diagnostics.format import RunDirectory, RunDirectoryError
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import RunDirectoryError
 
 _STEPS_READ = 10
 """The last steps with stored rollouts: a long run has hundreds."""

@@ -5,7 +5,7 @@
     metrics.jsonl                   one JSON object a line, told apart by "kind"
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
     checkpoints/step-000120/        model and trainer state
-    health.jsonl                    what a watch over the metrics found, a finding a line
+    health.jsonl                    what the health watch found and did, one JSON object a line
     evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also
                                     abandoned.jsonl, the lines of metrics.jsonl that were given up
     report.html                     the report, one file
@@ -20,12 +20,8 @@ Kinds of lines in metrics.jsonl:
     step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
-    health      step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
-    recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped
     checkpoint  step
     end         reason, and if known seconds
-
-A number that is not finite is null: JSON has no NaN. A line counts once it is whole; what a crash left of the last is none.
 
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
 "components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one
@@ -34,24 +30,28 @@ group) and "advantage"; the first of a step also "details", lists over their fir
 the step of the last update that had the response: 0 saw the policy that the step began with. Null in a list: not written
 by the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
 
-health.jsonl, where a watch found something: {"step": int, "level": "note" | "warning" | "alarm", "rule": str,
-"sentence": str, "evidence": anything}, one a line.
+Kinds of lines in health.jsonl, whose order is that in which things happened; what a recovery gave up stays in it:
+
+    finding     step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
+    recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped,
+                evidence
+
+"evidence" is the name of a folder within the run directory.
 """
 
-import errno
 import gzip
 import json
-import math
 import os
 import platform
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from legato.diagnostics.lines import Lines, RunDirectoryError, beside, finite, parsed, reason, told, write_records
 
 FORMAT = 1
 """Version of all the above; raised when a reader of the old one would misread the new one."""
@@ -77,10 +77,6 @@ PACKAGES = (
 _STEP = re.compile(r"step-(\d{6,})")
 
 
-class RunDirectoryError(OSError, ValueError):
-    """The run directory cannot be written or read. Also a ValueError, so that the door says it in one line."""
-
-
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """A run directory by its path. Use `create` for a new one and `open` for one that is there."""
@@ -104,7 +100,7 @@ class RunDirectory:
                 " output.name=ANOTHER_NAME starts a new run"
             ) from error
         except OSError as error:
-            raise RunDirectoryError(f"cannot create {path}: {_reason(error)}; output.directory=FOLDER changes it") from error
+            raise RunDirectoryError(f"cannot create {path}: {reason(error)}; output.directory=FOLDER changes it") from error
         return cls(path)
 
     @classmethod
@@ -138,8 +134,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def health_path(self) -> Path:
-        return self.path / "health.jsonl"
+    def recorded(self) -> Lines:
+        """metrics.jsonl."""
+        return Lines(self.metrics_path)
+
+    @property
+    def health(self) -> Lines:
+        """health.jsonl."""
+        return Lines(self.path / "health.jsonl")
 
     @property
     def report_path(self) -> Path:
@@ -159,60 +161,11 @@ class RunDirectory:
 
     def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """One line at the end; with `sync` it is on the disk when this returns."""
-        line = json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        with _told(self.metrics_path, "write"), self.metrics_path.open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end and not _ends_a_line(file, end):
-                # A line torn by a crash or a full disk would swallow the one that follows it.
-                file.truncate(_whole(self.metrics_path.read_bytes()))
-            file.write(line)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
+        self.recorded.append(record, sync=sync)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records. A torn last line is not there yet; a torn line before it means the file is damaged."""
-        if not self.metrics_path.exists():
-            return []
-        with _told(self.metrics_path, "read"):
-            data = self.metrics_path.read_bytes()
-        records = []
-        for number, line in enumerate(data[: _whole(data)].splitlines(), start=1):
-            record = _parsed(line)
-            if record is None:
-                shown = line[:60].decode(errors="replace")
-                where = f"{self.metrics_path}, line {number}"
-                raise RunDirectoryError(f"{where}: {shown!r} is not a JSON object; the file is damaged")
-            records.append(record)
-        return records
-
-    def metrics_position(self) -> int:
-        """Bytes of whole lines so far."""
-        if not self.metrics_path.exists():
-            return 0
-        with _told(self.metrics_path, "read"):
-            return _whole(self.metrics_path.read_bytes())
-
-    def metrics_after(self, position: int) -> bytes:
-        """The whole lines after a position."""
-        with _told(self.metrics_path, "read"):
-            data = self.metrics_path.read_bytes()
-        return data[position : _whole(data)]
-
-    def truncate_metrics(self, position: int) -> None:
-        """Forget what was written after `position`: a resumed run writes those lines again."""
-        here = self.metrics_position()
-        if not 0 <= position <= here:
-            raise ValueError(f"{self.metrics_path}: position {position} is asked for; 0 to {here} (whole lines) are allowed")
-        if not self.metrics_path.exists():
-            return
-        with _told(self.metrics_path, "write"), self.metrics_path.open("rb+") as file:
-            if position:
-                file.seek(position - 1)
-                if file.read(1) != b"\n":
-                    raise ValueError(f"{self.metrics_path}: position {position} is inside a line; the file was altered")
-            file.truncate(position)
-            os.fsync(file.fileno())
+        """All records of metrics.jsonl."""
+        return self.recorded.read()
 
     # Rollouts and checkpoints
 
@@ -227,11 +180,11 @@ class RunDirectory:
             there = ", ".join(map(str, self.rollout_steps())) or "none"
             raise ValueError(f"{path} is not there; steps with stored rollouts: {there}")
         try:
-            with _told(path, "read"):
+            with told(path, "read"):
                 lines = gzip.decompress(path.read_bytes()).splitlines()
         except (EOFError, zlib.error) as error:
             raise RunDirectoryError(f"{path} is damaged: {error}") from error
-        records = [_parsed(line) for line in lines]
+        records = [parsed(line) for line in lines]
         if None in records:
             raise RunDirectoryError(f"{path}, line {records.index(None) + 1}: not a JSON object; the file is damaged")
         return [record for record in records if record is not None]
@@ -267,86 +220,15 @@ class RunDirectory:
         """What `write_environment` wrote; empty if it did not get to that."""
         if not self.environment_path.exists():
             return {}
-        with _told(self.environment_path, "read"):
-            found = _parsed(self.environment_path.read_bytes())
+        with told(self.environment_path, "read"):
+            found = parsed(self.environment_path.read_bytes())
         if found is None:
             raise RunDirectoryError(f"{self.environment_path} is not a JSON object; the file is damaged")
         return found
 
     def _write(self, path: Path, text: str) -> None:
-        with _told(path, "write"), _beside(path) as partial:
+        with told(path, "write"), beside(path) as partial:
             partial.write_text(text, encoding="utf-8")
-
-
-def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Records as compressed lines. The same records give the same bytes."""
-    with _told(path, "write"), _beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
-        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
-            for record in records:
-                file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
-    return path
-
-
-@contextmanager
-def _told(path: Path, verb: str) -> Iterator[None]:
-    """What the system refuses, as a sentence."""
-    try:
-        yield
-    except RunDirectoryError:
-        raise
-    except OSError as error:
-        raise RunDirectoryError(f"cannot {verb} {path}: {_reason(error)}") from error
-
-
-def _reason(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; what was written before is whole, and after making room the run can be resumed"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "the folder is not writable or not readable for this user"
-    return error.strerror or str(error)
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Write beside and rename, so that a file is whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _ends_a_line(file: Any, end: int) -> bool:
-    file.seek(end - 1)
-    return bool(file.read(1) == b"\n")
-
-
-def _whole(data: bytes) -> int:
-    """Where the last whole line ends. The last line is torn if it does not parse, even with a newline."""
-    end = data.rfind(b"\n") + 1
-    start = data.rfind(b"\n", 0, max(0, end - 1)) + 1
-    return start if end == len(data) and _parsed(data[start:end]) is None else end
 
 
 def _steps(folder: Path, ending: str) -> list[int]:

@@ -14,7 +14,8 @@ from legato.compare.definition import Definition
 from legato.compare.processes import Machine
 from legato.dashboard.summary import number
 from legato.diagnostics.clipping import predicted_clip_fraction
-from legato.diagnostics.format import RunDirectory, finite
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import finite
 from legato.lab.bed import Say, named
 from legato.lab.constructed import SHARE, quintiles
 from legato.lab.replay import restored

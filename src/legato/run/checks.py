@@ -134,6 +134,9 @@ def _health(case: Case) -> Iterator[str]:
             f"{case.says('health.action')} with health.lr_factor = 1, health.clip_factor = 1 and health.skip_data = false"
             " changes nothing: the run would repeat what it was rolled back from"
         )
+    adapting = [part.name for part in case.algorithm.objective.trust if part.adapts]
+    if health.clip_factor != 1 and adapting:
+        yield f"{case.says('health.clip_factor')} has no effect on {adapting[0]!r}, whose band goes back to its target"
 
 
 def _output(case: Case) -> Iterator[str]:

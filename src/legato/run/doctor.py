@@ -72,7 +72,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
 
 
 def _ours(directory: RunDirectory) -> Examined:
-    records = directory.metrics()
+    records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
     settled = 0
     try:

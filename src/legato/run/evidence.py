@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from legato.core.rollout import Group
-from legato.diagnostics.format import RunDirectory, RunDirectoryError, write_records
+from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import Finding
-from legato.run.records import record
+from legato.diagnostics.lines import RunDirectoryError, write_records
+from legato.run.records import records
 from legato.training.trainer import StepReport
 
 METRICS_KEPT = 60
@@ -62,8 +63,7 @@ class Evidence:
             (folder / "finding.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
             (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in self._metrics))
             for held in self._steps:
-                written = [record(each.rollout, each.score) for group in held.groups for each in group.members]
-                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", written)
+                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", records(held.groups))
                 tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in held.tensors.items()}
                 save_file(tensors, folder / f"tensors-{held.step:06d}.safetensors")
         except OSError as error:

@@ -129,8 +129,9 @@ class Execution:
         config = self.resolved.config
         every = config.output.rollouts_every_steps
         step = self.trainer.steps_done + 1
-        due, last = bool(every) and step % every == 0, step == config.training.steps
-        report = self.trainer.step(config.output.rollout_tokens if due or last else None)
+        last = step == config.training.steps
+        due = bool(every) and (step % every == 0 or last)
+        report = self.trainer.step(config.output.rollout_tokens if due else None)
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
             self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
@@ -144,9 +145,9 @@ class Execution:
             logger.log(step, report.metrics)
         evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
         if evaluate:
-            self._evaluate(report, keep=due or last)
+            self._evaluate(report if every else None, keep=due or last)
         elif due:
-            self.directory.write_rollouts(step, records(report))
+            self.directory.write_rollouts(step, records(report.groups, report.details))
         left = (time.perf_counter() - started) / max(1, step - self.first_step) * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         if self.callback is not None:
@@ -190,7 +191,13 @@ class Execution:
         self._tell_notes()
         if keep or self._target_reached():
             kept = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
-            self.directory.write_rollouts(step, [*kept, *([] if report is None else records(report))])
+            trained = self._stored(step) if report is None else records(report.groups, report.details)
+            self.directory.write_rollouts(step, [*kept, *trained])
+
+    def _stored(self, step: int) -> list[dict[str, Any]]:
+        """What a step wrote of its own rollouts before it was evaluated."""
+        there = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
+        return [each for each in there if not each.get("held_out")]
 
     @property
     def _seed(self) -> int:
@@ -242,7 +249,7 @@ class Execution:
             "best": self.best,
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,
-            "metrics_position": self.directory.metrics_position(),
+            "metrics_position": self.directory.recorded.position(),
             "made_of": dict(self.made_of),
             "health": self.health.memory(),
         }
@@ -253,7 +260,7 @@ class Execution:
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
         self.saved_at = self.first_step = self.trainer.steps_done
-        self.health.remember(memory["health"])
+        self.health.remember(memory.get("health", {}))
         self.tighten(self.health.clip_scale)
 
 

@@ -47,10 +47,10 @@ class Health:
         alarm = worst(finding for finding in findings if finding.level == "alarm")
         folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
         for finding in findings:
-            found: dict[str, Any] = {"kind": "health", **asdict(finding)}
+            found: dict[str, Any] = {"kind": "finding", **asdict(finding)}
             if finding.level == "alarm" and folder is not None:
                 found["evidence"] = str(folder.relative_to(self.directory.path))
-            self.directory.append_metrics(found)
+            self.directory.health.append(found, sync=True)
             if finding.level != "note":
                 self.say(f"{finding.level} at step {finding.step}: {finding.words} ({finding.rule})")
         if folder is not None:
@@ -91,10 +91,17 @@ class Health:
 
     def memory(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
-        return {"watch": self.watch.state(), "recoveries": list(self.recoveries), "clip_scale": self.clip_scale}
+        return {
+            "watch": self.watch.state(),
+            "recoveries": list(self.recoveries),
+            "clip_scale": self.clip_scale,
+            "position": self.directory.health.position(),
+        }
 
     def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave."""
+        """Take over what `memory` gave; nothing where the run is from before the watch."""
+        if not memory:
+            return
         self.watch.load(memory["watch"])
         self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])
 

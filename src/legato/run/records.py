@@ -1,20 +1,20 @@
 """Rollouts as the lines of a file."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from legato.core.rollout import Rollout, Score, Unscorable
-from legato.training.trainer import StepReport
+from legato.core.rollout import Group, Rollout, Score, Unscorable
 
 
-def records(report: StepReport) -> list[dict[str, Any]]:
-    """Those a step was trained on, with what stood at their tokens where that was asked for."""
+def records(groups: Iterable[Group], details: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Those a step was trained on, with what stood at their tokens where that is known."""
     plain = [
         record(member.rollout, member.score) | {"group": number}
-        for number, group in enumerate(report.groups)
+        for number, group in enumerate(groups)
         for member in group.members
     ]
-    return [each | more for each, more in zip(plain, report.details or repeat({}), strict=False)]
+    return [{**each, **more} for each, more in zip(plain, details or repeat({}), strict=False)]
 
 
 def record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:

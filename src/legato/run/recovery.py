@@ -4,7 +4,6 @@ A deterministic trainer that is only rolled back repeats what it was rolled back
 something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,8 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     earlier = list(health.recoveries)
     memory = checkpoint.read_memory(folder)
     evidence = health.folder(alarm.step)
+    # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
+    checkpoint.give_up(folder.parent, folder)
     _give_up_metrics(directory, int(memory["metrics_position"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
@@ -51,11 +52,10 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     execution.tighten(clip_scale)
     words = _words(done, len(health.recoveries), options.recoveries)
     where = {"evidence": str(evidence.relative_to(directory.path))} if evidence.is_dir() else {}
-    directory.append_metrics(
+    directory.health.append(
         {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
     )
     health.say(words)
-    checkpoint.give_up(folder.parent, folder)
     # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
     execution.save_again()
 
@@ -85,17 +85,10 @@ def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
 
 
 def _give_up_metrics(directory: RunDirectory, position: int, folder: Path) -> None:
-    """The steps that are given up leave the record, so that a step stands there once; the evidence has them.
-
-    Earlier recoveries stay in it: going back further than they did does not undo them.
-    """
-    given_up = directory.metrics_after(position)
+    """The steps that are given up leave the record, so that a step stands there once; the evidence has them."""
     if folder.is_dir():
-        (folder / "abandoned.jsonl").write_bytes(given_up)
-    directory.truncate_metrics(position)
-    for record in map(json.loads, given_up.splitlines()):
-        if record["kind"] == "recovery":
-            directory.append_metrics(record)
+        (folder / "abandoned.jsonl").write_bytes(directory.recorded.after(position))
+    directory.recorded.truncate(position)
 
 
 def _words(done: Mapping[str, Any], number: int, most: int) -> str:

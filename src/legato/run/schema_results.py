@@ -65,7 +65,7 @@ class Output:
     keep_last: Count = 2
     """How many checkpoints are kept beside the best."""
     rollouts_every_steps: Whole = 20
-    """How often the rollouts of a step are written; 0: never."""
+    """How often the rollouts of a step are written, those of the last among them; 0: never."""
     rollout_tokens: Whole = 16384
     """Of how many tokens of such a step ratio, log-prob, advantage and coefficient are written too; 0: none."""
     tensorboard: Flag = False

@@ -201,7 +201,8 @@ def resume(
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
         trainer.load_sampler(checkpoint.sampler_state(folder))
-        directory.truncate_metrics(int(memory["metrics_position"]))
+        directory.recorded.truncate(int(memory["metrics_position"]))
+        directory.health.truncate(int(memory.get("health", {}).get("position", 0)))
         execution = Execution(
             resolved=resolved,
             directory=directory,

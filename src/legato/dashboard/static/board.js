@@ -95,11 +95,11 @@ const views = {
   async health(place) {
     const found = await ask("health", { run: state.chosen });
     const items = found.map(each => make("div", { className: "finding" },
-      make("span", {}, make("span", { className: "badge " + each.level, textContent: each.level })),
+      make("span", {}, make("span", { className: "badge " + each.level, textContent: each.what })),
       make("span", { className: "dim", textContent: "step " + each.step }),
-      make("div", {}, make("b", { textContent: each.sentence }),
+      make("div", {}, make("b", { textContent: each.words }),
         make("div", { className: "dim", textContent: each.run + (each.rule ? ", rule " + each.rule : "") })),
-      ...(each.evidence ? [make("pre", { textContent: each.evidence })] : [])));
+      ...(each.evidence ? [make("div", { className: "dim where", textContent: "evidence in " + each.evidence })] : [])));
     const none = make("p", { className: "dim", textContent: "Nothing was found in the runs that are chosen." });
     place.replaceChildren(make("h2", { textContent: "Findings" }), ...(items.length ? items : [none]));
   },

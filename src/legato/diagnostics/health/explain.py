@@ -79,7 +79,7 @@ def _by_rules(records: Sequence[Record], settled: int) -> list[Diagnosis]:
             if seen == last:
                 episodes[name].last = last
                 episodes[name].steps += last != episodes[name].told
-    kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "health" and r.get("evidence")}
+    kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "finding" and r.get("evidence")}
     return [_told(each, steps, last, kept.get(each.rule.name)) for each in episodes.values()]
 
 
@@ -123,12 +123,17 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
             name="recovered",
             level="warning",
             says=f"The run was rolled back {len(found)} time{'s' if len(found) > 1 else ''} by the health watch.",
-            evidence=tuple(str(record.get("words", "")) for record in found),
+            evidence=tuple(_with_folder(record) for record in found),
             causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
             tries=(f"start with a learning rate times {found[-1].get('lr_scale', 1):g}: that is what it went on with",),
             first=int(found[0]["step"]),
         )
     ]
+
+
+def _with_folder(record: Record) -> str:
+    folder = record.get("evidence")
+    return str(record.get("words", "")) + (f" What was given up: {folder}." if folder else "")
 
 
 def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
