@@ -15,6 +15,11 @@ def legible(text: str, *, one_line: bool = False) -> str:
     return "".join(character if character in kept or not _unseen(character) else _escape(character) for character in text)
 
 
+def piece(text: str) -> str:
+    """The text of a token: its spaces are seen, and so is that it has none."""
+    return legible(text, one_line=True).replace(" ", "\u2423") or "\u2205"
+
+
 def shortened(text: str, width: int) -> str:
     """At most `width` characters, the middle left out: questions start a text and answers end it."""
     if len(text) <= width:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from legato.dashboard.curves import quantile, short
-from legato.dashboard.legible import legible
+from legato.dashboard.legible import piece
 from legato.dashboard.summary import Record, number
 from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, VIOLET, Figure, Trace, axis, band_edges, figure, line, shares
 from legato.diagnostics.format import RunDirectory
@@ -197,7 +197,7 @@ def _most_moved(found: Sequence[Measured]) -> Measured:
 def strip(chosen: Measured, band: Record) -> Figure | None:
     """A response token by token: its log-ratios, which of them had no gradient, and log s."""
     details = chosen.record["details"]
-    pieces = [html.escape(_piece(str(piece))) for piece in details["pieces"]][:_STRIP]
+    pieces = [html.escape(piece(str(each))) for each in details["pieces"]][:_STRIP]
     values = [number({"": value}, "") for value in details["log_ratios"]][:_STRIP]
     coefficients = details.get("coefficients") or [None] * len(pieces)
     places = list(range(1, len(pieces) + 1))
@@ -233,7 +233,3 @@ def strip(chosen: Measured, band: Record) -> Figure | None:
     more = "" if len(details["pieces"]) <= _STRIP else f" The first {_STRIP} of {len(details['pieces'])} tokens."
     caption = f"A response of step {chosen.step}, token by token.{said}{more} Dashed: the clip band."
     return figure("Token strip", caption, data, layout, wide=True)
-
-
-def _piece(text: str) -> str:
-    return legible(text, one_line=True).replace(" ", "\u2423") or "\u2205"

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from legato.algorithms.algorithm import Algorithm
-from legato.dashboard.legible import legible
+from legato.dashboard.legible import piece
 from legato.lab.examples import Rows
 from legato.surface import algorithm, loss
 
@@ -104,7 +104,7 @@ def _cell(token: Token, count: int, advantage: float) -> str:
     )
     told = f"ratio {token.ratio:.4g}, weight {token.weight:.4g}, coefficient {token.coefficient:.3g}"
     told += ", clipped" if token.clipped else ", outside the band" if token.outside else ""
-    word = legible(token.word.replace(" ", "␣"), one_line=True) or "(empty)"
+    word = piece(token.word)
     shown = html.escape(word if count == 1 else f"{word} x {count}").replace(" ", "&nbsp;")
     style += "; border-radius: 5px; padding: 3px 6px; margin: 2px"
     return f'<span title="{html.escape(told)}" style="{style}">{shown}</span> '

@@ -18,6 +18,7 @@ from legato.lab.examples import OUTLIERS, REWARDS, Rows, group, outliers
 from legato.lab.replay import Replayed, replay
 from legato.lab.strip import Walked, strips, walked
 from legato.surface import advantages, algorithm, loss
+from legato.training.details import pieces
 
 PAIR = ("grpo", "gspo")
 LOW, HIGH = 3e-4, 4e-4
@@ -258,11 +259,10 @@ def _rows(again: Replayed, look: Observed, row: int) -> tuple[Rows, int]:
     """The group of a row as its update saw it, and the place of the row in it."""
     groups, rollouts = again.group_of(), again.rollouts()
     member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
-    tokenizer = again.bed.policy.tokenizer
-    words = [
-        tuple(tokenizer.decode([token]) for token in rollouts[int(each)].tokens[rollouts[int(each)].mask].tolist())
-        for each in look.rows[member]
-    ]
+    words = []
+    for each in look.rows[member].tolist():
+        written = pieces(rollouts[each].tokens.tolist(), again.bed.policy.tokenizer)
+        words.append(tuple(text for text, own in zip(written, rollouts[each].mask.tolist(), strict=True) if own))
     found = Rows(
         title="the group",
         old=look.old[member],
