@@ -17,6 +17,7 @@ from legato.core.parts import nearest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
 from legato.diagnostics.health.explain import Diagnosis, Record, explain, ranked, steps_of
+from legato.run.health import settled
 from legato.run.load import load
 
 _AGGREGATES = {
@@ -74,7 +75,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
-    settled = 0
+    warming = 0
     try:
         resolved = load([directory.config_path])
     except ValueError as error:
@@ -82,9 +83,9 @@ def _ours(directory: RunDirectory) -> Examined:
     else:
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        settled = -(-training.warm_up_updates // updates)
+        warming = settled(resolved.config)
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
-    found += explain(records, settled=settled)
+    found += explain(records, settled=warming)
     start = next((record for record in records if record.get("kind") == "start"), {})
     title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
     return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)))

@@ -26,14 +26,18 @@ _LOOK_EVERY_SECONDS = 0.5
 _BOUNDS = ("low", "high", "log_low", "log_high")
 
 
+def settled(config: Config) -> int:
+    """The steps in which the learning rate warms up."""
+    training = config.training
+    return -(-training.warm_up_updates // (training.updates_per_step * training.epochs_per_step))
+
+
 class Health:
     """The watch of one run, with what it did so far."""
 
     def __init__(self, config: Config, directory: RunDirectory, say: Callable[[str], None]) -> None:
-        training = config.training
-        updates = training.updates_per_step * training.epochs_per_step
         self.options = config.health
-        self.watch = Watch(settled=-(-training.warm_up_updates // updates), ignored=config.health.ignored)
+        self.watch = Watch(settled=settled(config), ignored=config.health.ignored)
         self.evidence = Evidence(directory, config.health.evidence_steps)
         self.directory, self.say = directory, say
         self.recoveries: list[dict[str, Any]] = []
