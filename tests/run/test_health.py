@@ -89,7 +89,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def recovered(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One that recovers."""
-    return remembered(tmp_path_factory.mktemp("recovered"), RECOVER)
+    return remembered(tmp_path_factory.mktemp("recovered"), {**RECOVER, "output.rollouts_every_steps": 3})
 
 
 def of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -179,6 +179,16 @@ def test_a_recovery_goes_back_changes_something_and_goes_on(recovered: SimpleNam
     assert [record["optimizer/lr"] for record in found][1:4] == pytest.approx([0.25 * 3e-3 * n / 18 for n in (5, 7, 9)])
     given_up = (recovered.directory / "evidence" / "step-000007" / "abandoned.jsonl").read_text().splitlines()
     assert [r["step"] for r in map(json.loads, given_up) if r["kind"] == "step"] == [2, 3, 4, 5, 6, 7]
+
+
+def test_rollouts_of_steps_that_were_given_up_are_not_taken_for_those_of_the_run(recovered: SimpleNamespace) -> None:
+    directory = RunDirectory.open(recovered.directory)
+    folder = directory.path / "evidence" / "step-000007"
+    assert sorted(path.name for path in folder.glob("abandoned-*")) == [f"abandoned-00000{n}.jsonl.gz" for n in (3, 6)]
+    assert directory.rollout_steps() == [0, 3, 6, 9, 10]
+    given_up = gzip.decompress((folder / "abandoned-000006.jsonl.gz").read_bytes()).splitlines()
+    members = [member for group in recovered.reports[5].groups for member in group.members]
+    assert [json.loads(line)["text"] for line in given_up] == [member.rollout.text for member in members]
 
 
 def test_the_dashboard_and_the_report_show_what_happened(recovered: SimpleNamespace) -> None:

@@ -6,8 +6,8 @@
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
     checkpoints/step-000120/        model and trainer state
     health.jsonl                    what the health watch found and did, one JSON object a line
-    evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also
-                                    abandoned.jsonl, the lines of metrics.jsonl that were given up
+    evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also what
+                                    was given up: lines of metrics.jsonl and stored rollouts, as abandoned*
     report.html                     the report, one file
 
 Kinds of lines in metrics.jsonl:

@@ -5,6 +5,7 @@ evidence/step-000057/
   metrics.jsonl                 the steps before, as the run recorded them
   rollouts-000057.jsonl.gz      what the policy wrote, a rollout a line
   tensors-000057.safetensors    tokens, mask, group, rewards, advantages, log-probs of sampler and anchor; rows as above
+  abandoned*                    after a recovery: what was recorded of the steps that were given up (`recovery.py`)
 """
 
 import json

@@ -35,7 +35,7 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     evidence = health.folder(alarm.step)
     # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
     checkpoint.give_up(folder.parent, folder)
-    _give_up_metrics(directory, int(memory["metrics_position"]), evidence)
+    _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
     skipped = cursor - trainer.collector.cursor if options.skip_data else 0
@@ -84,11 +84,17 @@ def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
     raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint to go back to.")
 
 
-def _give_up_metrics(directory: RunDirectory, position: int, folder: Path) -> None:
-    """The steps that are given up leave the record, so that a step stands there once; the evidence has them."""
+def _give_up(directory: RunDirectory, position: int, step: int, folder: Path) -> None:
+    """What was written after a step leaves the record, so that a step stands there once; the evidence has it."""
     if folder.is_dir():
         (folder / "abandoned.jsonl").write_bytes(directory.recorded.after(position))
     directory.recorded.truncate(position)
+    for later in [each for each in directory.rollout_steps() if each > step]:
+        path = directory.rollouts_path(later)
+        if folder.is_dir():
+            path.replace(folder / f"abandoned-{later:06d}.jsonl.gz")
+        else:
+            path.unlink()
 
 
 def _words(done: Mapping[str, Any], number: int, most: int) -> str:
