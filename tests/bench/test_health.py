@@ -108,7 +108,7 @@ def test_the_page_says_what_was_measured() -> None:
     runs = [
         ran("verify", 100, [*healthy, *fallen], [(52, "drift", "alarm")]),
         ran("collapse", 0, [*healthy, *fallen], [(52, "drift", "alarm"), (54, "collapse", "alarm")]),
-        ran("collapse", 1, [*healthy, *fallen], [(56, "reward-lost", "alarm")]),
+        ran("collapse", 1, [*healthy, *fallen], [(55, "reward-lost", "alarm")]),
         ran("recover", 0, [*healthy, *[0.6] * 60], [(52, "drift", "alarm")], recoveries=[recovery]),
         ran("recover", 1, [*healthy, *[0.4] * 60], [(52, "drift", "alarm")], exit_code=3),
         ran("rollback", 0, [*healthy, *fallen], [(52, "drift", "alarm")], recoveries=[recovery] * 3, exit_code=3),
