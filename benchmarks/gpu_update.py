@@ -325,7 +325,7 @@ FACTORS = (
 B4: dict[str, Part] = {}
 for _shape in work.SHAPES:
     B4[f"{_shape} Legato"] = our_part(_shape, "defaults", steps=5)
-    B4 |= {f"{_shape} Legato, {name}": our_part(_shape, name) for name in (FACTORS if _shape == "0.6B" else FACTORS[:1])}
+    B4 |= {f"{_shape} Legato, {name}": our_part(_shape, name) for name in (FACTORS if _shape == "0.6B" else FACTORS[:2])}
     for _name in ("defaults", "skipping off"):
         B4[f"{_shape} 40 % silent, {_name}"] = our_part(_shape, _name, silent=0.4)
     B4[f"{_shape} TRL strong"] = trl_part(_shape, strong=True)

@@ -1,6 +1,6 @@
 """What comparisons of mixtures of experts found, kept for docs/experiments/moe.md.
 
-    legato compare recipes/compare/moe.toml --gpus 0 --parallel 5 --out runs/moe
+    legato compare recipes/compare/moe.toml --gpus 0 --parallel 20 --out runs/moe
     python -m benchmarks.moe runs/moe --bed tiny --machine "one H200"
 
 A comparison that is not finished can be kept too: seeds count once every arm has them. `experiment_page` makes the page.
@@ -8,6 +8,7 @@ A comparison that is not finished can be kept too: seeds count once every arm ha
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def stored() -> dict[str, Any]:
 def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """The content of a compare.json without the curves that the page does not show."""
     runs = [{key: run[key] for key in KEPT} for run in comparison["runs"]]
+    for run in runs:
+        # Where the comparison lay is nobody's business.
+        run["reason"] = re.sub(r"\S*/runs/", "runs/", run["reason"] or "")
     return {**{key: value for key, value in comparison.items() if key != "runs"}, "runs": runs, "on": machine}
 
 
@@ -70,9 +74,14 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "lr 4e-4 took GRPO and GSPO to reward 0 within three steps, at flips of 6 and 8 %: the bed is near the edge.",
         "",
         "```",
-        ".venv/bin/legato compare recipes/compare/moe.toml --gpus 0 --parallel 5   # grpo, grpo+R2, gspo, rspo; five seeds",
+        ".venv/bin/legato compare recipes/compare/moe.toml --gpus 0 --parallel 20  # grpo, grpo+R2, gspo, rspo; five seeds",
+        ".venv/bin/legato compare recipes/compare/upcycled.toml --gpus 0           # SmolLM2 as a mixture; three seeds",
         ".venv/bin/legato compare recipes/compare/moe-smoke.toml                   # on a CPU: two seeds, smaller",
         "```",
+        "",
+        "How to read it: R2 puts the experts of the old policy back in every forward of an update. Where `grpo+R2` ends as",
+        "`grpo` does, flips are not what broke it; the arms differ in their clip besides. One learning rate was measured: what",
+        "falls at this one may stand at a lower.",
     ]
     for bed, title in BEDS.items():
         if bed in results:

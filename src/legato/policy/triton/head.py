@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-TILE = 128
+TILE = 256
 _ROWS, _STEP, _GROUP = 128, 64, 16
 _AT_ONCE = 1024
 """Rows whose float32 products are held where the product and its end are two kernels."""
@@ -67,22 +67,18 @@ def _finish(z, at, to, targets, scales, best_out, total_out, moment_out, chosen_
 def _project(hidden, weight, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V, H,
              multiplier, BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
              PROGRAMS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
-    down, across = tl.cdiv(N, BM), tl.cdiv(V, 2 * TILE)
+    down, across = tl.cdiv(N, BM), tl.cdiv(V, TILE)
     for tile in range(tl.program_id(0), down * across, PROGRAMS):
         # Tiles in the order of stripes GROUP high, so that a stripe of the weight is read while it is in the cache.
         first = tile // (GROUP * across) * GROUP
         high = tl.minimum(down - first, GROUP)
         at, to = first + tile % (GROUP * across) % high, tile % (GROUP * across) // high
-        product = tl.zeros((BM, 2 * TILE), dtype=tl.float32)
+        product = tl.zeros((BM, TILE), dtype=tl.float32)
         for step in range(tl.cdiv(H, BK)):
             x = hidden.load([at * BM, step * BK])
-            w = weight.load([to * 2 * TILE, step * BK])
+            w = weight.load([to * TILE, step * BK])
             product = tl.dot(x, w.T, product)
-        # The product is finished in two halves: the numbers in flight of one fit beside the accumulators.
-        left, right = tl.split(tl.permute(tl.reshape(product, (BM, 2, TILE)), (0, 2, 1)))
-        _finish(left, at, 2 * to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
-                multiplier, BM, TILE, SOFTCAP, KEEP, True)
-        _finish(right, at, 2 * to + 1, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
+        _finish(product, at, to, targets, scales, best_out, total_out, moment_out, chosen_out, distances, stride, N, V,
                 multiplier, BM, TILE, SOFTCAP, KEEP, True)
 
 
@@ -129,13 +125,14 @@ def _fold(best_in, total_in, moment_in, chosen_in, normaliser_out, logprob_out, 
 
 @triton.jit
 def _slope(distances, targets, scales, best, normaliser, entropy, towards, towards_entropy, stride, N, V, multiplier,
-           TILE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr):
-    row, block = tl.program_id(0), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
+           TILE: tl.constexpr, AT_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr):
+    row = tl.program_id(0)
+    tiles = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     inside = columns < V
     spot = distances + row.to(tl.int64) * stride + columns
     z = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
-    z += tl.load(best + columns // TILE * N + row, mask=inside, other=0.0)
+    z += tl.load(best + tiles * N + row, mask=tiles * TILE < V, other=0.0)[:, None]
     below = z - tl.load(normaliser + row)
     p = tl.exp2(below)
     pull, scale = tl.load(towards + row), tl.load(scales + row)
@@ -175,7 +172,7 @@ def project(
 ) -> Projection:
     """Log-probs and entropies of `targets` [K] under softmax(cap(hidden weight^T * multiplier) / temperature)."""
     rows, vocabulary = len(hidden), len(weight)
-    tiles, device = 2 * triton.cdiv(vocabulary, 2 * TILE), hidden.device
+    tiles, device = triton.cdiv(vocabulary, TILE), hidden.device
     best, total, moment = (torch.empty(tiles, rows, dtype=torch.float32, device=device) for _ in range(3))
     chosen, normaliser, logprobs, entropy = (torch.zeros(rows, dtype=torch.float32, device=device) for _ in range(4))
     scales = temperature.float().reciprocal() * _LOG2E
@@ -183,24 +180,26 @@ def project(
     distances = torch.empty(rows, -(-vocabulary // 8) * 8, dtype=hidden.dtype, device=device) if keep else None
     out = hidden if distances is None else distances
     given = (targets, scales, best, total, moment, chosen)
-    common = {"BM": _ROWS, "TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
+    common = {"TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
     if rows and tensor_memory(hidden):
         programs = _multiprocessors(device)
         described = TensorDescriptor.from_tensor(out[:, :vocabulary] if keep else hidden, [_ROWS, TILE if keep else _STEP])
         _project[(programs,)](
-            TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [2 * TILE, _STEP]),
-            *given, described, out.stride(0), rows, vocabulary, hidden.shape[1], multiplier, BK=_STEP, GROUP=_GROUP,
-            PROGRAMS=programs, num_warps=8, num_stages=3, **common,
+            TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [TILE, _STEP]),
+            *given, described, out.stride(0), rows, vocabulary, hidden.shape[1], multiplier, BM=_ROWS, BK=_STEP,
+            GROUP=_GROUP, PROGRAMS=programs, num_warps=8, num_stages=3, **common,
         )  # fmt: skip
     elif rows:
         for first in range(0, rows, _AT_ONCE):
             product = wide_product(hidden[first : first + _AT_ONCE], weight.t())
-            _finish_product[(triton.cdiv(len(product), _ROWS), tiles)](
-                product, *given, out, out.stride(0), first, len(product), rows, vocabulary, multiplier, num_warps=8, **common
-            )
+            _finish_product[(triton.cdiv(len(product), _ROWS // 2), tiles)](
+                product, *given, out, out.stride(0), first, len(product), rows, vocabulary, multiplier, BM=_ROWS // 2,
+                num_warps=8, **common,
+            )  # fmt: skip
     if rows:
-        _fold[(triton.cdiv(rows, 32),)](
-            best, total, moment, chosen, normaliser, logprobs, entropy, rows, tiles, ROWS=32, BLOCK=64
+        # Few rows a program: each walks all tiles, and what counts is how many walk at the same time.
+        _fold[(triton.cdiv(rows, 8),)](
+            best, total, moment, chosen, normaliser, logprobs, entropy, rows, tiles, ROWS=8, BLOCK=128
         )
     return Projection(
         logprobs=logprobs,
@@ -226,10 +225,10 @@ def slope(
     assert distances is not None
     rows, vocabulary = distances.shape
     if rows:
-        _slope[(rows, triton.cdiv(vocabulary, 4096))](
+        _slope[(rows, triton.cdiv(vocabulary, 16 * TILE))](
             distances, targets, found.scales, found.best, found.normaliser, found.entropy, towards.contiguous(),
             (towards if towards_entropy is None else towards_entropy).contiguous(), distances.stride(0), rows, vocabulary,
-            multiplier, TILE=TILE, BLOCK=4096, SOFTCAP=softcap or 0.0, WITH_ENTROPY=towards_entropy is not None, num_warps=8,
+            multiplier, TILE=TILE, AT_ONCE=16, SOFTCAP=softcap or 0.0, WITH_ENTROPY=towards_entropy is not None, num_warps=8,
         )  # fmt: skip
     return distances
 
