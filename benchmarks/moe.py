@@ -80,8 +80,8 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "```",
         "",
         "How to read it: R2 puts the experts of the old policy back in every forward of an update. Where `grpo+R2` ends as",
-        "`grpo` does, flips are not what broke it; the arms differ in their clip besides. One learning rate was measured: what",
-        "falls at this one may stand at a lower.",
+        "`grpo` does, flips are not what broke it; the arms differ in their clip besides. One learning rate was measured:",
+        "what falls at this one may stand at a lower.",
     ]
     for bed, title in BEDS.items():
         if bed in results:
