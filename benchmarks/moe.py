@@ -54,6 +54,39 @@ def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
     return {**{key: value for key, value in comparison.items() if key != "runs"}, "runs": runs, "on": machine}
 
 
+def figures(results: Mapping[str, Any]) -> dict[str, str]:
+    """Path to text: for each bed its curves and what flips by depth."""
+    from legato.dashboard.comparison_figures import ARMS, learning
+    from legato.dashboard.drawing import drawn
+    from legato.dashboard.traces import figure, line, shares
+
+    made = {}
+    for bed, found in results.items():
+        colours = dict(zip(found["arms"], ARMS, strict=False))
+        depths = []
+        for arm, colour in colours.items():
+            flips = _by_depth(arm, found["runs"])
+            depths += [line([float(layer) for layer in flips], list(flips.values()), arm, colour)]
+        layout = shares("experts changed", whole=False) | {"xaxis": {"title": {"text": "layer"}}}
+        for name, made_of in {
+            "learning": learning(found["runs"], colours, "", wide=False),
+            "depth": figure("Experts changed by depth", "", depths, layout),
+        }.items():
+            if made_of is not None:
+                made[f"docs/figures/moe-{bed}-{name}.svg"] = drawn(made_of)
+    return made
+
+
+def _by_depth(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Mean over seeds of the experts that changed, by layer."""
+    layers: dict[int, list[float]] = {}
+    for run in runs:
+        for key, value in (run["routing"] or {}).items():
+            if run["arm"] == arm and key.startswith("router/flip_layer") and value is not None:
+                layers.setdefault(int(key.removeprefix("router/flip_layer")), []).append(value)
+    return {layer: sum(found) / len(found) for layer, found in sorted(layers.items())}
+
+
 def experiment_page(results: Mapping[str, Any]) -> str:
     """docs/experiments/moe.md"""
     lines = [
@@ -86,6 +119,12 @@ def experiment_page(results: Mapping[str, Any]) -> str:
     for bed, title in BEDS.items():
         if bed in results:
             lines += ["", f"## {title}", "", *_section(results[bed])]
+            lines += [
+                "",
+                f"![learning](../figures/moe-{bed}-learning.svg)",
+                "",
+                f"![by depth](../figures/moe-{bed}-depth.svg)",
+            ]
         else:
             lines += ["", f"## {title}", "", "Not measured yet."]
     return "\n".join(lines) + "\n"
@@ -112,23 +151,14 @@ def changes(options: Mapping[str, Any]) -> str:
 
 
 def _routing(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Means over steps and seeds: what flipped and how far ratios went, and flips by depth."""
+    """Means over steps and seeds: what flipped and how far ratios went."""
     by_arm = {arm: [_with_last(run["routing"]) for run in runs if run["arm"] == arm] for arm in arms}
     rows = [[arm, *(_cell(key, [each.get(key) for each in found]) for key in MEASURES)] for arm, found in by_arm.items()]
-    depth = sorted(
-        {key for found in by_arm.values() for each in found for key in each if key.startswith("router/flip_layer")},
-        key=lambda key: int(key.removeprefix("router/flip_layer")),
-    )
-    layers = [[arm, *(_cell("last", [each.get(key) for each in found]) for key in depth)] for arm, found in by_arm.items()]
     return [
         "",
         "**Routers and ratios.** Means over steps and seeds; correlations are over tokens and over responses.",
         "",
         *markdown(("arm", *MEASURES.values()), rows),
-        "",
-        "**Experts changed, by depth.**",
-        "",
-        *markdown(("arm", *(f"layer {number}" for number in range(len(depth)))), layers),
     ]
 
 

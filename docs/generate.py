@@ -44,6 +44,7 @@ def pages() -> dict[str, str]:
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(stored()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
+        **moe.figures(moe.stored()),
         **figures((gpu_page.stored() or {"sections": {}})["sections"]),
     }
 

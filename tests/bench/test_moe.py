@@ -30,10 +30,16 @@ def test_a_comparison_is_kept_and_its_flips_accuracies_and_intervals_are_on_the_
     command = ["moe", str(store.path), "--bed", "tiny", "--machine", "a machine", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     moe.main()
-    page = moe.experiment_page(json.loads(output.read_text()))
+    kept = json.loads(output.read_text())
+    page, drawn = moe.experiment_page(kept), moe.figures(kept)
     assert "on a machine. `grpo`: algorithm = grpo; `grpo+R2`: algorithm = grpo, training.routing_replay = R2." in page
     assert "| grpo | 4.0% | 12.5% | - |" in page and "| grpo+R2 | 2.0% | 12.5% | - |" in page
-    assert "| layer 9 | layer 10 |" in page and "| 90.0% | 100.0% |" in page
+    for name, path in {
+        "learning": "docs/figures/moe-tiny-learning.svg",
+        "by depth": "docs/figures/moe-tiny-depth.svg",
+    }.items():
+        assert f"![{name}](..{path.removeprefix('docs')})" in page and ">grpo+R2<" in drawn[path]
+    assert moe._by_depth("grpo", kept["tiny"]["runs"]) == {layer: pytest.approx(0.1 * layer) for layer in range(11)}
     assert "| 2 | 75.0% (75.0% to 75.0%) | 75.0% (75.0% to 75.0%) |" in page
     assert "- grpo+R2 and grpo cannot be told apart" in page and "75.0 % (75.0 to 75.0)" in page
     assert page.count("Not measured yet.") == 1

@@ -27,12 +27,12 @@ def figures(results: Results) -> list[Figure]:
     for point in results["points"]:
         here = [run for run in results["runs"] if run["point"] == point["point"]]
         at = f", {label(point['point'])}" if point["point"] else ""
-        found += [_learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
+        found += [learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
     found += [_final(results, colours), _cost(results)]
     return [each for each in found if each is not None]
 
 
-def _learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: bool) -> Figure | None:
+def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: bool) -> Figure | None:
     data: list[Trace] = []
     steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
     for arm, colour in colours.items():
