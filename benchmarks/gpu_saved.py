@@ -10,6 +10,7 @@ from benchmarks.gpu_measure import Bench, Part
 
 from legato.core.outcome import Coefficients
 from legato.policy.packs import Pack, Texts, pack
+from legato.training.plan import packs
 
 RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 16384
 CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
@@ -34,18 +35,9 @@ def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int,
     )
 
 
-def packs_of(texts: Texts, most: int) -> list[Pack]:
-    """Whole groups in order, at most so many tokens a pack; a larger group is a pack of its own."""
-    found, rows, held = list[Pack](), list[int](), 0
-    for group in texts.group.unique().tolist():
-        members = (texts.group == group).nonzero().squeeze(1).tolist()
-        size = int(texts.prompt_lengths[group]) + int((texts.lengths[members] - 1).sum())
-        if rows and held + size > most:
-            found.append(pack(texts, torch.tensor(rows)))
-            rows, held = [], 0
-        rows += members
-        held += size
-    return [*found, pack(texts, torch.tensor(rows))]
+def packs_of(texts: Any, most: int) -> list[Pack]:
+    """As the trainer cuts an update: whole groups, at most so many tokens a pack, evenly filled."""
+    return [pack(texts, rows) for rows in packs(texts, texts.group.unique().tolist(), most)]
 
 
 def learn_all(policy: Any, packs: list[Pack]) -> None:
