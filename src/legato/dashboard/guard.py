@@ -62,7 +62,9 @@ class Guard:
             await self.app(scope, receive, self._sending(send))
             return
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
-        if scope["path"] == "/" and hmac.compare_digest(given.encode(), self.key.encode()):
+        # Something that looks a link over before it is followed asks for HEAD; that must not use the key up.
+        entering = scope["path"] == "/" and scope["method"] == "GET"
+        if entering and hmac.compare_digest(given.encode(), self.key.encode()):
             self.key = secrets.token_urlsafe(24)
             self._renewed(self.address)
             cookie = f"{self._name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"

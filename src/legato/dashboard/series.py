@@ -7,6 +7,7 @@ import numpy
 import numpy.typing
 
 from legato.dashboard.curves import short
+from legato.dashboard.summary import number
 
 BUCKETS = 384
 """Even; a curve on a screen shows no more."""
@@ -28,7 +29,7 @@ class Series:
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Records with "step", in order; what is not a finite number is not there."""
-        records = [record for record in records if isinstance(record.get("step"), int | float)]
+        records = [record for record in records if number(record, "step") is not None]
         for start in range(0, len(records), 512):
             self._add(records[start : start + 512])
 
@@ -40,7 +41,11 @@ class Series:
         self._room()
         keys = list(self.keys)
         rows = [[v if type(v := record.get(key)) in (int, float) else None for key in keys] for record in records]
-        values = numpy.array(rows, dtype=numpy.float32).reshape(len(records), len(keys))
+        try:
+            values = numpy.array(rows, dtype=numpy.float32)
+        except OverflowError:  # JSON has whole numbers of any size
+            values = numpy.array([[number(record, key) for key in keys] for record in records], dtype=numpy.float32)
+        values = values.reshape(len(records), len(keys))
         steps = numpy.array([record["step"] for record in records], dtype=float)
         while self.records + len(records) > BUCKETS * self.width:
             self._join()

@@ -13,6 +13,7 @@ from legato.dashboard.curves import points
 from legato.dashboard.legible import legible
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Record, number
+from legato.dashboard.tail import opened
 from legato.dashboard.traces import Figure, axis, figure, shares
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.lines import RunDirectoryError
@@ -127,8 +128,9 @@ def _phases(seeds: Sequence[Sequence[Record]]) -> dict[str, float]:
 def read_config(directory: RunDirectory) -> dict[str, Any]:
     """The resolved recipe; empty where it cannot be read."""
     try:
-        return tomllib.loads(directory.config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with opened(directory.config_path) as file:
+            return tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
