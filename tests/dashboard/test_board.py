@@ -184,8 +184,8 @@ def test_a_curve_keeps_means_and_extremes(count: int, portion: int) -> None:
 
 def test_what_is_not_a_number_is_not_drawn() -> None:
     series = Series()
-    series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None}, {"step": 2, "late": 3}, {"a": 5.0}])
-    assert set(series.keys) == {"a", "late"}
+    series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None, "a@0": 1.0}, {"step": 2, "late": 3}, {"a": 5.0}])
+    assert set(series.keys) == {"a", "late"}, "and nothing by update, which is not drawn"
     assert series.curve("late") == {"x": [2.0], "mean": [3.0], "low": [3.0], "high": [3.0]}
     assert series.curve("b") is None
 

@@ -17,6 +17,7 @@ from legato.dashboard import stored, tail
 from legato.dashboard.board import configs, curves
 from legato.dashboard.guard import Guard
 from legato.dashboard.runs import Folder
+from legato.dashboard.series import MOST_KEYS, Series
 from legato.dashboard.stored import PORTION, Filter, listed, shown
 from legato.dashboard.tail import LONGEST
 from legato.diagnostics.format import RunDirectory
@@ -156,6 +157,13 @@ def test_the_list_stays_small_whatever_a_run_calls_itself(tmp_path: Path) -> Non
     directory = RunDirectory.create(tmp_path, "run")
     directory.append_metrics({"kind": "start", "algorithm": "x" * 500_000, "model": "tiny"})
     assert len(json.dumps(Folder(tmp_path).runs()[0].row())) < 2000
+
+
+def test_a_run_of_ever_new_quantities_fills_no_memory() -> None:
+    series = Series()
+    for start in range(0, 3000, 100):
+        series.add([{"step": start, **{f"key/{number}": 1.0 for number in range(start, start + 100)}}])
+    assert len(series.keys) == MOST_KEYS and series.curve("key/0") is not None and series.curve("key/2999") is None
 
 
 def test_a_long_prompt_can_be_shown_whole_as_well(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from legato.dashboard.summary import number
 
 BUCKETS = 384
 """Even; a curve on a screen shows no more."""
+MOST_KEYS = 1000
+"""Of a run, 6 kB each; no trainer of ours writes as many."""
 
 Floats = numpy.typing.NDArray[numpy.float32]
 _TOTAL, _COUNT, _LOW, _HIGH = range(4)
@@ -36,7 +38,7 @@ class Series:
     def _add(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             for key, value in record.items():
-                if key not in self.keys and key != "step" and type(value) in (int, float):
+                if key not in self.keys and type(value) in (int, float) and len(self.keys) < MOST_KEYS and _kept(key):
                     self.keys[key] = len(self.keys)
         self._room()
         keys = list(self.keys)
@@ -111,3 +113,8 @@ class Series:
             "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
             "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
         }
+
+
+def _kept(key: str) -> bool:
+    """What is told update by update is not drawn here, and would be most of the memory where a step has many updates."""
+    return key != "step" and "@" not in key
