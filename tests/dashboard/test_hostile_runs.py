@@ -47,7 +47,7 @@ def write_raw(directory: RunDirectory, step: int, text: str) -> None:
 def test_a_key_is_used_up_by_whoever_enters_and_not_by_a_look_at_the_link() -> None:
     guard = Guard(app=lambda *_: asyncio.sleep(0), port=8000, renewed=lambda address: None)
 
-    def status(method: str, query: str) -> int:
+    def status(method: str, query: str, cookie: str = "") -> int:
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -57,11 +57,14 @@ def test_a_key_is_used_up_by_whoever_enters_and_not_by_a_look_at_the_link() -> N
             return {}
 
         scope = {"type": "http", "method": method, "path": "/", "query_string": query.encode()}
-        asyncio.run(guard(scope | {"headers": [(b"host", b"127.0.0.1:8000")]}, receive, send))
+        headers = [(b"host", b"127.0.0.1:8000"), (b"cookie", cookie.encode())]
+        asyncio.run(guard(scope | {"headers": headers}, receive, send))
         return int(sent[0]["status"])
 
     query = f"key={guard.key}"
     assert [status(method, query) for method in ("HEAD", "GET", "GET")] == [403, 200, 403]
+    known, query = f"{guard._name}={guard._cookie}", f"key={guard.key}"
+    assert status("GET", query, known) == 200 and guard.key not in query, "also by a browser that has entered before"
 
 
 def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +114,20 @@ def test_what_cannot_be_read_is_not_tried_for_ever(tmp_path: Path, monkeypatch: 
     if harm == "zeros and lines":
         found = curves(folder, ["run"], ["reward/mean"], 300, False)
         assert found["curves"][0]["mean"] == [1, 2] and found["damaged"]["run"] >= 3 and not found["reading"]
+
+
+def test_a_long_file_that_was_cut_back_is_said_to_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    line = '{"kind":"step","step":%d,"reward/mean":%d,"padding":"' + "x" * 1000 + '"}\n'
+    directory.metrics_path.write_text("".join(line % (step, 1) for step in range(1, 1001)))
+    folder = Folder(tmp_path)
+    assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == []
+    directory.metrics_path.write_text("".join(line % (step, 2) for step in range(1, 5001)))
+    monkeypatch.setattr(folder, "read_beside", lambda: None)
+    assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == ["run"], "the page asks again"
+    folder._read_all()
+    found = curves(folder, ["run"], ["reward/mean"], 300, False)
+    assert found["reading"] == [] and set(found["curves"][0]["mean"]) == {2.0}
 
 
 def test_a_folder_of_someone_else_does_not_hide_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: in
     return {
         "keys": there,
         "curves": made,
-        "reading": [run.name for run in runs if run.first_look is not None],
+        "reading": [run.name for run in runs if run.first_look is not None or run.behind],
         "damaged": {run.name: run.damaged for run in runs if run.damaged},
     }
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-_GUARD = 64
+_GUARD = 4096
+"""Bytes: the end of a line may be the same in every line (counts of a histogram), all of it is not."""
 _SLICE = 1 << 20
 LONGEST = 1 << 21
 """Bytes of a line; what is longer is none of ours (zeros after a power cut, say), and counts as lines that are damaged."""
