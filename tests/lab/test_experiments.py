@@ -44,6 +44,9 @@ def test_the_identity_holds_while_a_policy_is_trained(small: list[str]) -> None:
     # Perplexities of 40, as a policy that hardly learnt has them, are where float32 reaches 1e-6.
     assert max(check.measured for check in found.checks[1:3]) < 2e-6
     assert [point["responses"] for point in found.data["course"]] == [64, 64]
+    ends = next(sheet for sheet in found.sheets if sheet.name == "ends")
+    # Responses of two steps are not the same ones: there is no ratio between them.
+    assert [row[-1] is None for row in ends.rows] == [True, False, False, False]
     assert abs(found.data["mean_s"] - found.data["quotient_of_means"]) > 0
 
 

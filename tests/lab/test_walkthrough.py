@@ -1,10 +1,13 @@
 """Worked examples, and rollouts of a run done again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from legato.lab import walkthrough
 from legato.lab.examples import group, outliers
+from legato.lab.replay import replay
 from legato.lab.strip import strips, walked
 from legato.lab.walkthrough import examples, inside_from, of_run
 
@@ -58,6 +61,12 @@ def test_any_rollout_can_be_named(run: Path) -> None:
 
 def test_without_a_step_the_next_one_is_done(run: Path) -> None:
     assert of_run(run, step=None, rollout=None, words=[], say=quiet).data["step"] == 5
+
+
+def test_a_response_without_a_token_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walkthrough, "replay", lambda *given: replace(replay(*given), seen=()))
+    with pytest.raises(ValueError, match="rollout 3 of step 5 has no token"):
+        of_run(run, step=None, rollout=3, words=[], say=quiet)
 
 
 def test_what_cannot_be_walked_through_is_told(run: Path, tmp_path: Path) -> None:
