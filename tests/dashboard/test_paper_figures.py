@@ -66,10 +66,10 @@ def test_variance_against_length_finds_the_law_it_was_made_by(tmp_path: Path) ->
     seen = figures(run(tmp_path, rows))["Variance against length"]
     found, even = seen.data
     assert found["x"] == [4, 16, 64, 256]
-    plain = [
-        statistics.variance(sum(r["details"]["log_ratios"]) / r["tokens"] for r in rows if r["tokens"] == n)
-        for n in found["x"]
-    ]
+    moved = [(r["tokens"], statistics.fmean(r["details"]["log_ratios"])) for r in rows]
+    middle = statistics.fmean(log_s for _, log_s in moved)
+    # All are of one update of 1,200 responses, whose mean takes 1/1200 of a degree of freedom from each.
+    plain = [sum((log_s - middle) ** 2 for n, log_s in moved if n == length) / (300 - 0.25) for length in found["x"]]
     assert found["y"] == pytest.approx(plain, rel=1e-4)
     assert found["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.25)
     assert even["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.02)
@@ -86,6 +86,16 @@ def test_drift_between_responses_flattens_the_slope(tmp_path: Path) -> None:
             rows.append(response([drift + chance.gauss(0, 0.01) for _ in range(length)]))
     slope = re.search(r"slope (-?[\d.]+)", figures(run(tmp_path, rows))["Variance against length"].data[0]["name"])
     assert slope and float(slope.group(1)) > -0.2
+
+
+def test_what_all_responses_of_an_update_moved_by_is_no_spread(tmp_path: Path) -> None:
+    chance, rows = random.Random(0), []
+    for length in (4, 16, 64):
+        for _ in range(100):
+            update = chance.randrange(1, 4)
+            rows.append(response([0.05 * update + chance.gauss(0, 0.01) for _ in range(length)], update=update))
+    found = figures(run(tmp_path, rows))["Variance against length"].data[0]
+    assert found["y"] == pytest.approx([1e-4 / length for length in (4, 16, 64)], rel=0.35)
 
 
 def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
