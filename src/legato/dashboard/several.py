@@ -129,9 +129,9 @@ def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
     found = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _of_a_thousand))}
     caption = (
         "Seconds for a thousand tokens, so that arms whose responses differ in length can be laid side by side: sampled"
-        " ones under rollouts, those of responses that were trained on under anchor and update. Keeping the engine's experts"
-        " (R3) costs under rollouts, those of the old policy (R2) under anchor, putting them back under update. What else"
-        " two arms differ in costs too."
+        " ones under rollouts, those of responses that were trained on under anchor and update. Recording routes in the"
+        " engine (rollouts.record_routes) costs under rollouts, replay (R2, R3) under anchor and update; routers are measured in"
+        " every arm. What else two arms differ in costs too."
     )
     return cost_bars(found, "Cost of routing", caption, "seconds of 1,000 tokens") if found else None
 
