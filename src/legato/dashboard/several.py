@@ -130,8 +130,8 @@ def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
     caption = (
         "Seconds for a thousand tokens, so that arms whose responses differ in length can be laid side by side: sampled"
         " ones under rollouts, those of responses that were trained on under anchor and update. Recording routes in the"
-        " engine (rollouts.record_routes) costs under rollouts, replay (R2, R3) under anchor and update; routers are measured in"
-        " every arm. What else two arms differ in costs too."
+        " engine (rollouts.record_routes) costs under rollouts, replay (R2, R3) under anchor and update; routers are"
+        " measured in every arm. What else two arms differ in costs too."
     )
     return cost_bars(found, "Cost of routing", caption, "seconds of 1,000 tokens") if found else None
 
