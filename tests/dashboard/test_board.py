@@ -101,6 +101,11 @@ def test_nonsense_is_refused_in_a_sentence(served: tuple[int, str], path: str) -
     assert status == 400 and json.loads(body)["error"]
 
 
+def test_what_is_asked_for_twice_is_answered_once(served: tuple[int, str]) -> None:
+    found = json.loads(get(served[0], "/api/curves?run=one&run=one&key=reward/mean&key=reward/mean", cookie=served[1])[2])
+    assert len(found["curves"]) == 1
+
+
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         Folder(tmp_path / "nothing")

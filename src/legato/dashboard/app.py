@@ -106,7 +106,7 @@ def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
 
 
 def _all(request: "Request", name: str) -> list[str]:
-    return request.query_params.getlist(name)
+    return list(dict.fromkeys(request.query_params.getlist(name)))
 
 
 def _one(request: "Request", name: str) -> str:

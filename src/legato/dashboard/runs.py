@@ -221,11 +221,13 @@ class Folder:
 
     def run(self, name: str) -> Run:
         """A run by its name; names are looked up and never made into paths."""
-        if name not in self.found:
+        found = self.found.get(name)
+        if found is None:
             self.runs()
-        if name not in self.found:
+            found = self.found.get(name)
+        if found is None:
             raise ValueError(f"no run is called {name!r} in {self.path}")
-        return self.found[name]
+        return found
 
     def read_beside(self) -> None:
         """Let a thread read what is too long to be read while a page waits."""
