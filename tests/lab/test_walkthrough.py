@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from legato.lab import walkthrough
 from legato.lab.examples import group, outliers
@@ -44,6 +45,13 @@ def test_what_a_token_says_is_shown_and_never_run() -> None:
     words = (("<script>", "\u202e", " ", "x"), *rows.words[1:])
     shown = strips(walked(type(rows)(**{name: getattr(rows, name) for name in rows.__slots__} | {"words": words}), "grpo"))
     assert "<script>" not in shown and "&lt;script&gt;" in shown and "\\u202e" in shown
+
+
+def test_without_an_advantage_nothing_is_clipped() -> None:
+    rows = replace(group(), advantages=torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64))
+    shown = strips(walked(rows, "gspo"))
+    # The second response, of three tokens, is outside on the side that A pushes to; the last two have no A at all.
+    assert shown.count("line-through") == 3
 
 
 def test_a_step_done_again_is_the_step_of_the_run(run: Path) -> None:
