@@ -101,6 +101,11 @@ def test_nonsense_is_refused_in_a_sentence(served: tuple[int, str], path: str) -
     assert status == 400 and json.loads(body)["error"]
 
 
+def test_what_is_asked_for_twice_is_answered_once(served: tuple[int, str]) -> None:
+    found = json.loads(get(served[0], "/api/curves?run=one&run=one&key=reward/mean&key=reward/mean", cookie=served[1])[2])
+    assert len(found["curves"]) == 1
+
+
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         Folder(tmp_path / "nothing")
@@ -184,8 +189,8 @@ def test_a_curve_keeps_means_and_extremes(count: int, portion: int) -> None:
 
 def test_what_is_not_a_number_is_not_drawn() -> None:
     series = Series()
-    series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None}, {"step": 2, "late": 3}, {"a": 5.0}])
-    assert set(series.keys) == {"a", "late"}
+    series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None, "a@0": 1.0}, {"step": 2, "late": 3}, {"a": 5.0}])
+    assert set(series.keys) == {"a", "late"}, "and nothing by update, which is not drawn"
     assert series.curve("late") == {"x": [2.0], "mean": [3.0], "low": [3.0], "high": [3.0]}
     assert series.curve("b") is None
 

@@ -264,6 +264,19 @@ def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
     page.wait("document.getElementById('text').textContent !== 'no'")
 
 
+def test_what_is_gone_meanwhile_is_said(page: Browser, folder: Path, tmp_path: Path) -> None:
+    """A recovery moves the rollouts of steps that it gives up."""
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    here = RunDirectory(folder / "<img src=x onerror='window.hacked=5'>").rollouts_path(8)
+    here.rename(tmp_path / "kept")
+    page.press("j")
+    page.wait("document.querySelector('#detail .bad')?.textContent.includes('is not there')")
+    (tmp_path / "kept").rename(here)
+    assert [each for each in page.complaints() if "status of 400" not in each] == []
+    page.events.clear()
+
+
 def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
     open_rollouts(page)
     page.run("document.querySelectorAll('#list tr.row')[2].click()")
@@ -317,7 +330,8 @@ def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
     page.wait("document.querySelector('#tab-health').getAttribute('aria-selected') === 'true'")
     page.press("?")
     page.wait("document.getElementById('keys').open")
-    page.run("document.getElementById('keys').close()")
+    page.press("Enter")
+    page.wait("!document.getElementById('keys').open")
     controls = "[...document.querySelectorAll('button:not([role=tab]), input, select')]"
     assert page.run(f"{controls}.filter(e => e.tabIndex < 0).length") == 0
 

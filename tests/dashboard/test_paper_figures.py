@@ -66,10 +66,10 @@ def test_variance_against_length_finds_the_law_it_was_made_by(tmp_path: Path) ->
     seen = figures(run(tmp_path, rows))["Variance against length"]
     found, even = seen.data
     assert found["x"] == [4, 16, 64, 256]
-    plain = [
-        statistics.variance(sum(r["details"]["log_ratios"]) / r["tokens"] for r in rows if r["tokens"] == n)
-        for n in found["x"]
-    ]
+    moved = [(r["tokens"], statistics.fmean(r["details"]["log_ratios"])) for r in rows]
+    middle = statistics.fmean(log_s for _, log_s in moved)
+    # All are of one update of 1,200 responses, whose mean takes 1/1200 of a degree of freedom from each.
+    plain = [sum((log_s - middle) ** 2 for n, log_s in moved if n == length) / (300 - 0.25) for length in found["x"]]
     assert found["y"] == pytest.approx(plain, rel=1e-4)
     assert found["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.25)
     assert even["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.02)
@@ -86,6 +86,16 @@ def test_drift_between_responses_flattens_the_slope(tmp_path: Path) -> None:
             rows.append(response([drift + chance.gauss(0, 0.01) for _ in range(length)]))
     slope = re.search(r"slope (-?[\d.]+)", figures(run(tmp_path, rows))["Variance against length"].data[0]["name"])
     assert slope and float(slope.group(1)) > -0.2
+
+
+def test_what_all_responses_of_an_update_moved_by_is_no_spread(tmp_path: Path) -> None:
+    chance, rows = random.Random(0), []
+    for length in (4, 16, 64):
+        for _ in range(100):
+            update = chance.randrange(1, 4)
+            rows.append(response([0.05 * update + chance.gauss(0, 0.01) for _ in range(length)], update=update))
+    found = figures(run(tmp_path, rows))["Variance against length"].data[0]
+    assert found["y"] == pytest.approx([1e-4 / length for length in (4, 16, 64)], rel=0.35)
 
 
 def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
@@ -153,6 +163,43 @@ def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -
     assert (mean["name"], other["name"]) == ("grpo, training.routing_replay=off", "grpo, training.routing_replay=R2")
     # Steps 2 and 3 of seeds 1 and 2: (2.5 + 5) / 2; the first step sets things up.
     assert [trace["y"] for trace in found["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
+
+
+def seeds_of(parent: Path, arms: dict[str, list[list[dict[str, Any]]]]) -> list[RunDirectory]:
+    """Runs by value of routing_replay, a seed each, with the given steps."""
+    made = []
+    for replay, seeds in arms.items():
+        for seed, steps in enumerate(seeds):
+            made.append(RunDirectory.create(parent, f"{replay}-{seed}"))
+            text = f'[algorithm]\nname = "grpo"\n[training]\nseed = {seed}\nrouting_replay = "{replay}"\n'
+            made[-1].write_config(text)
+            for number, step in enumerate(steps, start=1):
+                made[-1].append_metrics({"kind": "step", "step": number, **step})
+    return made
+
+
+def test_seeds_that_clip_nothing_count_in_a_mean_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    shares = [[0.0, 0.02, 0.0], [0.0, 0.0, 0.04]]
+    runs = seeds_of(tmp_path, {"off": [[{"clip/tokens": share} for share in seed] for seed in shares]})
+    found = {each["title"]: each for each in drawn(write_several(runs, tmp_path / "page.html"))}
+    low, high, mean = found["Clipped tokens"]["data"]
+    assert mean["y"] == [None, 0.01, 0.02]
+    assert (low["y"], high["y"]) == ([0.01, 0.01, 0.01], [0.01, 0.02, 0.04])
+
+
+def test_mixtures_have_the_cost_of_routing_for_as_many_tokens(tmp_path: Path) -> None:
+    def step(seconds: float, tokens: float, silent: float) -> dict[str, float]:
+        times = {f"time/{phase}_seconds": seconds for phase in ("rollouts", "anchor", "update")}
+        return times | {"tokens/response": tokens, "update/silent_rows": silent, "router/flip_mean": 0.02}
+
+    setting_up = step(100.0, 1.0, 0.0)
+    # R2 takes 1.5 times as long for half as many tokens, of which it trains on a quarter: for as many it costs more.
+    arms = {"off": [[setting_up, step(2.0, 2000, 0.0)]], "R2": [[setting_up, step(3.0, 1000, 0.75), step(3.0, 1000, 1.0)]]}
+    runs = seeds_of(tmp_path, arms)
+    found = {each["title"]: each for each in drawn(write_several(runs, tmp_path / "page.html"))}
+    bars = {trace["name"]: trace["y"] for trace in found["Cost of routing"]["data"]}
+    assert bars == {"rollouts": [1.0, 3.0], "anchor": [1.0, 12.0], "update": [1.0, 12.0]}
+    assert found["Cost of routing"]["data"][0]["x"][1] == "grpo, training.routing_replay=R2"
 
 
 def test_an_arm_is_called_by_what_sets_it_apart() -> None:

@@ -1,6 +1,7 @@
 """Tokens made to order, the spread of log s over lengths, the identity of ratio and perplexities, beside plain accounts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,25 @@ def test_independent_tokens_are_called_so() -> None:
     assert found.gap == pytest.approx(1, abs=0.1)
     assert found.sigma == pytest.approx(0.02, rel=0.01)
     assert found.kappa == pytest.approx(1, abs=0.05)
+
+
+def test_a_gap_that_every_bin_alone_would_allow_is_seen_in_all_of_them_together() -> None:
+    """Eight bins at a gap of 1.5, each within two standard errors of 1."""
+    lengths, sigma2 = [16.0, 23, 32, 45, 64, 91, 128, 181], 4e-4
+    wide = [replace(each, distinct=40) for each in bins([1.5 * sigma2 / n for n in lengths], lengths, sigma2)]
+    assert all(each.gap - 1 < 2 * each.gap_error for each in wide)
+    found = replace(
+        spread(*responses("independent", rows=20)), bins=tuple(wide), fits=fitted(wide, sigma2), gap=1.5, slope=-1.0
+    )
+    assert found.verdict.startswith("short-range correlation") and "may fall as 1/L" in found.verdict
+    few = tuple(replace(each, distinct=4) for each in wide)
+    assert replace(found, bins=few, fits=fitted(few, sigma2)).verdict.startswith("independent tokens cannot be ruled out")
+
+
+def test_what_too_few_lengths_cannot_tell_is_not_told() -> None:
+    ratios, mask, batch = responses("independent", rows=20)
+    found = spread(ratios[:20], mask[:20], batch[:20])
+    assert len(found.bins) == 1 and math.isnan(found.tau) and math.isnan(found.slope)
 
 
 def test_what_updates_have_in_common_is_no_spread() -> None:

@@ -115,7 +115,18 @@ def test_the_predicted_clip_fractions_of_the_sweep(deviation: float, printed: li
 
 def test_the_published_fifteen_per_cent_implies_a_deviation() -> None:
     assert predicted_clip_fraction(3e-4, 4e-4, 3.339e-4) == pytest.approx(0.15, abs=1e-4)
+    # If the first of four updates never clips, the others clip 20 %.
+    assert predicted_clip_fraction(3e-4, 4e-4, 4.13e-4) == pytest.approx(0.20, abs=2e-4)
     assert predicted_clip_fraction(0.2, 0.2, 3.4e-4) == 0
+
+
+def test_the_lengths_at_which_the_published_clip_fractions_go_together() -> None:
+    """0.26 % of the tokens at |lw| = 0.3 give the token deviation; the width that clips 15 % gives the length."""
+    deviation = math.sqrt(0.0026 * 0.3**2)
+    assert deviation == pytest.approx(0.0153, abs=5e-5)
+    width = math.expm1(1.036433 * 3.34e-4)
+    for kappa, length in ((1.0, 2098), (3.6, 7554)):
+        assert calibrated_width(0.15, 0.0153, kappa, length) == pytest.approx(width, rel=1e-3)
 
 
 def test_the_measured_clip_fraction_is_the_predicted_one() -> None:

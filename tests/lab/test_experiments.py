@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from legato.compare.definition import Definition
 from legato.compare.jobs import differences, jobs
 from legato.diagnostics.clipping import predicted_clip_fraction
 from legato.lab import equivalence, failure, variance
 from legato.lab.bed import DEFAULT, make_bed, named, target_of
 from legato.lab.clipping import Found, account
 from legato.lab.equivalence import Pair, breaks
-from legato.lab.sweep import EPSILONS, arms, course, looked, read_epsilons, start
+from legato.lab.sweep import EPSILONS, arms, course, defined, looked, read_epsilons, start
 
 
 def quiet(text: str) -> None:
@@ -45,6 +44,9 @@ def test_the_identity_holds_while_a_policy_is_trained(small: list[str]) -> None:
     # Perplexities of 40, as a policy that hardly learnt has them, are where float32 reaches 1e-6.
     assert max(check.measured for check in found.checks[1:3]) < 2e-6
     assert [point["responses"] for point in found.data["course"]] == [64, 64]
+    ends = next(sheet for sheet in found.sheets if sheet.name == "ends")
+    # Responses of two steps are not the same ones: there is no ratio between them.
+    assert [row[-1] is None for row in ends.rows] == [True, False, False, False]
     assert abs(found.data["mean_s"] - found.data["quotient_of_means"]) > 0
 
 
@@ -66,6 +68,9 @@ def test_the_spread_of_a_policy_is_measured_and_the_policy_put_back(small: list[
     assert set(found.data["by_update"]) == {"1", "2", "3"}
     with pytest.raises(ValueError, match="updates_per_step = 1"):
         variance.variance(target_of([*small, "training.updates_per_step=1"]), steps=1, rows=100, say=quiet)
+    with pytest.raises(ValueError, match="responses were seen after the first update"):
+        few = ["training.prompts_per_step=2", "training.updates_per_step=2"]
+        variance.variance(target_of([*small, *few]), steps=1, rows=100, say=quiet)
 
 
 def test_failures_are_constructed_and_looked_for(small: list[str]) -> None:
@@ -92,12 +97,16 @@ def test_a_course_reads_the_records_of_a_run() -> None:
 
 
 def test_the_arms_of_a_sweep_share_all_but_the_band(small: list[str], tmp_path: Path) -> None:
-    recipes, options = start(small, tmp_path, quiet)
-    assert (tmp_path / "start" / "config.json").is_file() and options["policy.warm_up"] is False
-    definition = Definition(recipes=recipes, arms={a.name: a.options for a in arms(EPSILONS)}, seeds=(0,), options=options)
+    words = [*small, "training.skip_silent_rows=false"]
+    definition = defined(words, arms(EPSILONS), folder=tmp_path, seeds=(0,), steps=3, say=quiet)
+    assert (tmp_path / "start" / "config.json").is_file() and definition.options["policy.warm_up"] is False
     found = jobs(definition, tmp_path)
     assert len(found) == 14 and differences(found) == []
     assert {job.resolved.config.policy.model for job in found} == {str((tmp_path / "start").resolve())}
+    # The share that is measured is of responses with an advantage, as that which is predicted.
+    assert {(job.resolved.config.training.skip_silent_rows, job.resolved.config.training.steps) for job in found} == {
+        (True, 3)
+    }
 
 
 def test_a_sweep_from_a_run_starts_at_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
@@ -132,6 +141,10 @@ def test_a_sweep_is_told_by_its_numbers() -> None:
     results = {"runs": [{"steps": 5}], "model": "tiny", "task": "x", "recipes": [], "seeds": [0]}
     told = account(found, results)
     assert "100 times as many" in told.sentences[0]
+    # No more is said than the numbers say: a band that clips 16 % acts, and 0.1 points of difference are none.
+    assert "the widest band, 0.001, clipped 16.00% of the responses" in told.sentences[3]
+    assert "neither" not in told.sentences[2] and not any("load_balance" in sentence for sentence in told.sentences)
+    assert "load_balance" in account(found, results | {"load_balance": 0.01}).sentences[-1]
     verdicts = {check.what: check.verdict for check in told.checks}
     assert verdicts["clipped at epsilon 0.001"] == "as expected"  # 15.9 % is predicted
     assert verdicts["clipped at the narrowest band, 0.001"] == "differs"

@@ -1,10 +1,14 @@
 """Worked examples, and rollouts of a run done again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from legato.lab import walkthrough
 from legato.lab.examples import group, outliers
+from legato.lab.replay import replay
 from legato.lab.strip import strips, walked
 from legato.lab.walkthrough import examples, inside_from, of_run
 
@@ -43,6 +47,13 @@ def test_what_a_token_says_is_shown_and_never_run() -> None:
     assert "<script>" not in shown and "&lt;script&gt;" in shown and "\\u202e" in shown
 
 
+def test_without_an_advantage_nothing_is_clipped() -> None:
+    rows = replace(group(), advantages=torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64))
+    shown = strips(walked(rows, "gspo"))
+    # The second response, of three tokens, is outside on the side that A pushes to; the last two have no A at all.
+    assert shown.count("line-through") == 3
+
+
 def test_a_step_done_again_is_the_step_of_the_run(run: Path) -> None:
     found = of_run(run, step=2, rollout=None, words=[], say=quiet)
     assert any("all 64 responses are those the run stored" in sentence for sentence in found.sentences)
@@ -58,6 +69,12 @@ def test_any_rollout_can_be_named(run: Path) -> None:
 
 def test_without_a_step_the_next_one_is_done(run: Path) -> None:
     assert of_run(run, step=None, rollout=None, words=[], say=quiet).data["step"] == 5
+
+
+def test_a_response_without_a_token_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walkthrough, "replay", lambda *given: replace(replay(*given), seen=()))
+    with pytest.raises(ValueError, match="rollout 3 of step 5 has no token"):
+        of_run(run, step=None, rollout=3, words=[], say=quiet)
 
 
 def test_what_cannot_be_walked_through_is_told(run: Path, tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[
         folder.answering += 1
         try:
             status, found = 200, answer(request)
-        except ValueError as error:
-            status, found = 400, {"error": str(error)}
+        except (ValueError, OSError) as error:
+            status, found = 400 if isinstance(error, ValueError) else 500, {"error": str(error)}
         finally:
             folder.answering -= 1
         return Response(json.dumps(found, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
@@ -106,7 +106,7 @@ def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
 
 
 def _all(request: "Request", name: str) -> list[str]:
-    return request.query_params.getlist(name)
+    return list(dict.fromkeys(request.query_params.getlist(name)))
 
 
 def _one(request: "Request", name: str) -> str:

@@ -23,12 +23,12 @@ def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: in
     known = {run.name: run.drawn() for run in runs}
     folder.read_beside()
     points = max(20, min(points, _MOST_VALUES // max(1, len(runs) * len(keys))))
-    there = sorted({key for series in known.values() for each in series.values() for key in each.keys if "@" not in key})
+    there = sorted({key for series in known.values() for each in series.values() for key in each.keys})
     made = _joined(runs, known, keys, points) if join else _each(runs, known, keys, points)
     return {
         "keys": there,
         "curves": made,
-        "reading": [run.name for run in runs if run.first_look is not None],
+        "reading": [run.name for run in runs if run.first_look is not None or run.behind],
         "damaged": {run.name: run.damaged for run in runs if run.damaged},
     }
 

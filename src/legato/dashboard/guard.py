@@ -58,15 +58,18 @@ class Guard:
         if refusal is not None:
             await self._answer(send, *refusal)
             return
-        if self._known(headers):
-            await self.app(scope, receive, self._sending(send))
-            return
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
-        if scope["path"] == "/" and hmac.compare_digest(given.encode(), self.key.encode()):
+        # Something that looks a link over before it is followed asks for HEAD; that must not use the key up.
+        entering = scope["path"] == "/" and scope["method"] == "GET"
+        if entering and hmac.compare_digest(given.encode(), self.key.encode()):
             self.key = secrets.token_urlsafe(24)
             self._renewed(self.address)
             cookie = f"{self._name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
             await self._answer(send, 200, _ENTERED, {"set-cookie": cookie, "content-type": "text/html; charset=utf-8"})
+            return
+        # After the key: one that a known browser opened would stay in its history, and good.
+        if self._known(headers):
+            await self.app(scope, receive, self._sending(send))
             return
         await self._answer(send, 403, b"This needs the address that `legato dashboard` printed last; a key works once.\n")
 

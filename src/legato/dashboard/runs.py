@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from legato.dashboard.health import shown
-from legato.dashboard.legible import legible
+from legato.dashboard.legible import legible, shortened
 from legato.dashboard.series import Series
 from legato.dashboard.several import flat, read_config
 from legato.dashboard.summary import number
-from legato.dashboard.tail import Tail, last_lines, spread_lines
+from legato.dashboard.tail import LONGEST, Tail, last_lines, opened, spread_lines
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import LEVELS
 
@@ -22,11 +22,13 @@ _DEEPEST = 4
 _QUIET_SECONDS = 300
 _FIRST_LOOK = 200
 """Lines of a long file that are read before it is read whole."""
-_AT_ONCE = 2 << 20
-"""Bytes that are read while a page waits; more is read beside it."""
+_AT_ONCE = LONGEST
+"""Bytes that are read while a page waits; more is read beside it. Not less than a line: reading beside must get on."""
 _SLICE = 1 << 18
 """Bytes that are read beside at once."""
 _KINDS = ("step", "evaluation", "warm-up")
+_WIDEST = 300
+"""Characters of a word in the list, which is sent every second."""
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
@@ -112,7 +114,7 @@ class Run:
 
     def _start(self) -> dict[str, Any] | None:
         try:
-            with self.directory.metrics_path.open("rb") as file:
+            with opened(self.directory.metrics_path) as file:
                 lines = [file.readline(1 << 20) for _ in range(8)]
         except OSError:
             return None
@@ -136,11 +138,12 @@ class Run:
     def _planned(self) -> dict[str, int]:
         """Seed and steps. Two hundred configs read as TOML would take a second."""
         try:
-            text = self.directory.config_path.read_text(encoding="utf-8", errors="replace")
+            with opened(self.directory.config_path) as file:
+                text = file.read(1 << 20).decode(errors="replace")
         except OSError:
             return {}
         training = text.partition("\n[training]\n")[2].partition("\n[")[0]
-        return {name: int(value) for name, value in re.findall(r"^(seed|steps) = (\d+)$", training, re.MULTILINE)}
+        return {name: int(value) for name, value in re.findall(r"^(seed|steps) = (\d{1,15})$", training, re.MULTILINE)}
 
     def options(self) -> dict[str, Any]:
         """The resolved config by dotted path; empty where it cannot be read."""
@@ -218,11 +221,13 @@ class Folder:
 
     def run(self, name: str) -> Run:
         """A run by its name; names are looked up and never made into paths."""
-        if name not in self.found:
+        found = self.found.get(name)
+        if found is None:
             self.runs()
-        if name not in self.found:
+            found = self.found.get(name)
+        if found is None:
             raise ValueError(f"no run is called {name!r} in {self.path}")
-        return self.found[name]
+        return found
 
     def read_beside(self) -> None:
         """Let a thread read what is too long to be read while a page waits."""
@@ -232,28 +237,38 @@ class Folder:
                 self._reader.start()
 
     def _read_all(self) -> None:
-        while behind := [run for run in list(self.found.values()) if run.behind]:
+        stuck = set[str]()  # files that are there and cannot be read
+        while behind := [run for run in list(self.found.values()) if run.behind and run.name not in stuck]:
             for run in behind:
                 while run.behind and run.read(_SLICE):
                     # Whoever waits for an answer comes first: what is read here can be shown a second later.
                     time.sleep(0.02 if self.answering else 0)
-                run.first_look = None
+                if run.behind:
+                    stuck.add(run.name)
+                else:
+                    run.first_look = None
 
 
 def _directories(path: Path, depth: int) -> Iterator[Path]:
     """Run directories at or below `path`; nothing is looked for inside of one."""
-    if (path / "metrics.jsonl").is_file() or ((path / "config.toml").is_file() and (path / "environment.json").is_file()):
-        yield path
-        return
-    if depth == 0:
-        return
     try:
-        inside = sorted(each for each in path.iterdir() if not each.name.startswith(".") and each.is_dir())
+        run = _is_run(path)
+        inside = [] if run or depth == 0 else sorted(filter(_is_open, path.iterdir()))
     except OSError:
-        return
+        return  # a folder that only someone else may read, as `lost+found` is
+    if run:
+        yield path
     for each in inside:
-        if not each.is_symlink():
-            yield from _directories(each, depth - 1)
+        yield from _directories(each, depth - 1)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() or all((path / name).is_file() for name in ("config.toml", "environment.json"))
+
+
+def _is_open(path: Path) -> bool:
+    """Whether runs are looked for in it: hidden folders and links, which may go round in circles, are left alone."""
+    return not path.name.startswith(".") and path.is_dir() and not path.is_symlink()
 
 
 def _fill(series: Mapping[str, Series], records: Iterable[Mapping[str, Any] | None]) -> None:
@@ -270,4 +285,4 @@ def _changed(path: Path) -> float:
 
 
 def _line(value: Any) -> str:
-    return legible(str(value), one_line=True)
+    return legible(shortened(str(value), _WIDEST), one_line=True)

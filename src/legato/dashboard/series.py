@@ -7,9 +7,12 @@ import numpy
 import numpy.typing
 
 from legato.dashboard.curves import short
+from legato.dashboard.summary import number
 
 BUCKETS = 384
 """Even; a curve on a screen shows no more."""
+MOST_KEYS = 1000
+"""Of a run, 6 kB each; no trainer of ours writes as many."""
 
 Floats = numpy.typing.NDArray[numpy.float32]
 _TOTAL, _COUNT, _LOW, _HIGH = range(4)
@@ -28,19 +31,23 @@ class Series:
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Records with "step", in order; what is not a finite number is not there."""
-        records = [record for record in records if isinstance(record.get("step"), int | float)]
+        records = [record for record in records if number(record, "step") is not None]
         for start in range(0, len(records), 512):
             self._add(records[start : start + 512])
 
     def _add(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             for key, value in record.items():
-                if key not in self.keys and key != "step" and type(value) in (int, float):
+                if key not in self.keys and type(value) in (int, float) and len(self.keys) < MOST_KEYS and _kept(key):
                     self.keys[key] = len(self.keys)
         self._room()
         keys = list(self.keys)
         rows = [[v if type(v := record.get(key)) in (int, float) else None for key in keys] for record in records]
-        values = numpy.array(rows, dtype=numpy.float32).reshape(len(records), len(keys))
+        try:
+            values = numpy.array(rows, dtype=numpy.float32)
+        except OverflowError:  # JSON has whole numbers of any size
+            values = numpy.array([[number(record, key) for key in keys] for record in records], dtype=numpy.float32)
+        values = values.reshape(len(records), len(keys))
         steps = numpy.array([record["step"] for record in records], dtype=float)
         while self.records + len(records) > BUCKETS * self.width:
             self._join()
@@ -106,3 +113,8 @@ class Series:
             "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
             "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
         }
+
+
+def _kept(key: str) -> bool:
+    """What is told update by update is not drawn here, and would be most of the memory where a step has many updates."""
+    return key != "step" and "@" not in key

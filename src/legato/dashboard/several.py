@@ -3,7 +3,7 @@
 import html
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from legato.dashboard.curves import points
 from legato.dashboard.legible import legible
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Record, number
-from legato.dashboard.traces import Figure, axis, figure, shares
+from legato.dashboard.tail import opened
+from legato.dashboard.traces import Figure, Trace, axis, figure, shares
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.lines import RunDirectoryError
 from legato.diagnostics.seeds import mean
@@ -22,19 +23,15 @@ OF_A_RUN = ("training.seed", "output.name", "output.directory")
 """What may differ between seeds of the same thing."""
 
 _LOGARITHMIC = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
+_FLIPS = "router/flip_mean"
 _CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Held-out accuracy", "evaluation", "eval/accuracy_sampled", shares("accuracy")),
     ("Reward", "step", "reward/mean", axis("reward")),
     ("Lengths", "step", "length/mean", axis("tokens", least=0)),
     ("Entropy", "step", "entropy/mean", axis("nats", least=0)),
-    (
-        "Clipped tokens",
-        "step",
-        "clip/tokens",
-        {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}},
-    ),
+    ("Clipped tokens", "step", "clip/tokens", _LOGARITHMIC),
     ("Gradient norm", "step", "gradient/norm", axis("norm", least=0)),
-    ("Experts that changed", "step", "router/flip_mean", shares("share of experts", whole=False)),
+    ("Experts that changed", "step", _FLIPS, shares("share of experts", whole=False)),
 )
 _PHASES = ("rollouts", "anchor", "update")
 
@@ -99,9 +96,9 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
         data = []
         for arm, seeds in runs.items():
             courses = [dict(zip(*points([r for r in seed if r.get("kind") == kind], key), strict=True)) for seed in seeds]
-            if layout["yaxis"].get("type") == "log":
-                courses = [{step: value for step, value in course.items() if value > 0} for course in courses]
             data += over_seeds([course for course in courses if course], arm, colours[arm])
+        if layout["yaxis"].get("type") == "log":
+            data = _above_zero(data)
         caption = "Mean over seeds, and its 95 % interval where there are several."
         made.append(figure(title, caption, data, layout, wide=not made))
     phases = {arm: found for arm, seeds in runs.items() if (found := _phases(seeds))}
@@ -109,16 +106,54 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
         "Seconds of a step by where they go, mean over steps and seeds. Replaying routes shows under anchor and update."
     )
     made.append(cost_bars(phases, "Cost of a step", caption, "seconds of a step") if phases else None)
+    made.append(_routing(runs))
     return [each for each in made if each is not None]
 
 
-def _phases(seeds: Sequence[Sequence[Record]]) -> dict[str, float]:
-    """Mean seconds of a step by phase; the first step, which sets things up, is left out where there are more."""
+def _above_zero(data: Sequence[Trace]) -> list[Trace]:
+    """For a logarithmic axis. Seeds at 0 count in a mean; where the mean itself is 0 there is no point."""
+    least = min((y for trace in data for y in trace["y"] if y > 0), default=None)
+    if least is None:
+        return []
+    edges = [trace.get("showlegend") is False for trace in data]
+    return [
+        trace | {"y": [max(y, least) if edge else y or None for y in trace["y"]]}
+        for trace, edge in zip(data, edges, strict=True)
+    ]
+
+
+def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
+    """Of mixtures: what keeping and replaying experts costs, for as many tokens; None where no run is one."""
+    if not any(number(record, _FLIPS) is not None for seeds in runs.values() for seed in seeds for record in seed):
+        return None
+    found = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _of_a_thousand))}
+    caption = (
+        "Seconds for a thousand tokens, so that arms whose responses differ in length can be laid side by side: sampled"
+        " ones under rollouts, those of responses that were trained on under anchor and update. Recording routes in the"
+        " engine (rollouts.record_routes) costs under rollouts, replay (R2, R3) under anchor and update; routers are"
+        " measured in every arm. What else two arms differ in costs too."
+    )
+    return cost_bars(found, "Cost of routing", caption, "seconds of 1,000 tokens") if found else None
+
+
+def _of_a_thousand(record: Record, phase: str) -> float | None:
+    """Rows without an advantage are sampled and then left out."""
+    seconds, tokens = number(record, f"time/{phase}_seconds"), number(record, "tokens/response") or 0.0
+    tokens *= 1 - (0.0 if phase == "rollouts" else number(record, "update/silent_rows") or 0.0)
+    return 1000 * seconds / tokens if seconds is not None and tokens > 0 else None
+
+
+def _of_a_step(record: Record, phase: str) -> float | None:
+    return number(record, f"time/{phase}_seconds")
+
+
+def _phases(seeds: Sequence[Sequence[Record]], cost: Callable[[Record, str], float | None] = _of_a_step) -> dict[str, float]:
+    """Mean seconds by phase; the first step, which sets things up, is left out where there are more."""
     found = {}
     for phase in _PHASES:
         each = []
         for seed in seeds:
-            seconds = [value for record in seed if (value := number(record, f"time/{phase}_seconds")) is not None]
+            seconds = [value for record in seed if (value := cost(record, phase)) is not None]
             each += [mean(seconds[1:] or seconds)] if seconds else []
         found[phase] = mean(each) if each else math.nan
     return {} if any(map(math.isnan, found.values())) else found
@@ -127,8 +162,9 @@ def _phases(seeds: Sequence[Sequence[Record]]) -> dict[str, float]:
 def read_config(directory: RunDirectory) -> dict[str, Any]:
     """The resolved recipe; empty where it cannot be read."""
     try:
-        return tomllib.loads(directory.config_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with opened(directory.config_path) as file:
+            return tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

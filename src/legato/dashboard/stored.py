@@ -15,6 +15,8 @@ MOST = 400
 PORTION = 20_000
 """Characters of a text that are shown before the rest is asked for."""
 _PREVIEW = 160
+_LARGEST = 1 << 27
+"""Bytes to which the rollouts of a step may unpack: a small file can hold any number of zeros."""
 
 ORDERS = {"stored": None, "reward": "reward", "length": "tokens", "advantage": "advantage"}
 
@@ -57,20 +59,24 @@ class Filter:
 
 def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: str = "stored") -> dict[str, Any]:
     """Rows of the rollouts that the filter takes, newest step first, at most MOST; and what could not be read."""
-    rows, damaged = list[dict[str, Any]](), list[str]()
+    rows, damaged, matching = list[dict[str, Any]](), list[str](), 0
     key = ORDERS.get(order)
-    for step in sorted(steps, reverse=True):
+    left = sorted(steps)
+    while left and (key is not None or matching < MOST):
+        step = left.pop()
         try:
             found = _of_step(directory, step)
         except ValueError as error:
             damaged.append(legible(str(error), one_line=True))
             continue
-        rows += [_row(record, step, index) for index, record in enumerate(found) if asked.takes(record)]
-        if len(rows) >= MOST and key is None:
-            break
-    if key is not None:
-        rows.sort(key=lambda row: (row[key] is None, -(row[key] or 0.0)))
-    return {"rows": rows[:MOST], "more": max(0, len(rows) - MOST), "damaged": damaged}
+        taken = [_row(record, step, index) for index, record in enumerate(found) if asked.takes(record)]
+        matching += len(taken)
+        rows += taken
+        if key is not None:
+            rows.sort(key=lambda row: (row[key] is None, -(row[key] or 0.0)))
+        # Cut at every step: a long run has millions.
+        rows = rows[:MOST]
+    return {"rows": rows, "more": matching - len(rows), "unsearched": len(left), "damaged": damaged}
 
 
 def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dict[str, Any]:
@@ -83,12 +89,13 @@ def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dic
     siblings = [
         _row(each, step, number) for number, each in enumerate(found) if group is not None and each.get("group") == group
     ]
-    text = str(record.get("text") or "")
+    text, prompt = (str(record.get(key) or "") for key in ("text", "prompt"))
+    components = _mapping(record.get("components"))
     return _row(record, step, index) | {
-        "prompt": legible(str(record.get("prompt") or "")[: None if whole else PORTION]),
+        "prompt": legible(prompt[: None if whole else PORTION]),
         "text": legible(text[: None if whole else PORTION]),
-        "left": 0 if whole else max(0, len(text) - PORTION),
-        "components": {legible(str(k), one_line=True): v for k, v in _mapping(record.get("components")).items()},
+        "left": 0 if whole else max(0, len(text) - PORTION) + max(0, len(prompt) - PORTION),
+        "components": {legible(str(k), one_line=True): number(components, k) for k in components},
         "unscorable": legible(str(record.get("unscorable") or ""), one_line=True),
         "details": _details(record),
         "siblings": siblings,
@@ -147,11 +154,11 @@ def _of_step(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
     return _read(directory, step, changed)
 
 
-@lru_cache(maxsize=6)
+@lru_cache(maxsize=2)
 def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, Any]]:
-    """Some steps stay read: people go to and fro. Held by time of change, since a resumed run writes a step again."""
+    """Two steps stay read: people go to and fro. Held by time of change, since a resumed run writes a step again."""
     try:
-        return directory.read_rollouts(step)
+        return directory.read_rollouts(step, _LARGEST)
     except RunDirectoryError:
         raise
     except OSError as error:

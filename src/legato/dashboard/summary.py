@@ -109,9 +109,13 @@ def wilson(share: float, trials: float) -> Interval:
 def number(record: Record, key: str) -> float | None:
     """A finite number of a record, or None: whatever else stands there is not drawn."""
     value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return None
+    return found if math.isfinite(found) else None
 
 
 def samples(directory: RunDirectory, count: int = 3) -> Samples:

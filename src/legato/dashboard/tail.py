@@ -1,11 +1,25 @@
 """A file of lines that another process is writing: each line is read once, and only when it is whole."""
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-_GUARD = 64
+_GUARD = 4096
+"""Bytes: the end of a line may be the same in every line (counts of a histogram), all of it is not."""
 _SLICE = 1 << 20
+LONGEST = 1 << 21
+"""Bytes of a line; what is longer is none of ours (zeros after a power cut, say), and counts as lines that are damaged."""
+
+
+def opened(path: Path) -> BinaryIO:
+    """A plain file for reading; OSError for anything else, since a pipe would be waited for and a device never ends."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a file")
+    return file
 
 
 @dataclass(slots=True)
@@ -22,15 +36,15 @@ class Tail:
     def lines(self, most: int = _SLICE) -> tuple[bool, list[bytes]]:
         """Whether the file was begun again, and the next whole lines: about `most` bytes of them, or one longer line."""
         try:
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 again = self._begun_again(file.fileno())
                 file.seek(self.position)
                 data = file.read(most)
-                while data and b"\n" not in data and (more := file.read(most)):
+                while data and b"\n" not in data and len(data) < LONGEST and (more := file.read(most)):
                     data += more
         except OSError:
             return False, []
-        whole = data[: data.rfind(b"\n") + 1]
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) >= LONGEST else b"")
         self.position += len(whole)
         self.before = (self.before + whole)[-_GUARD:]
         return again, whole.splitlines()
@@ -57,7 +71,7 @@ class Tail:
 def last_lines(path: Path, most: int) -> list[bytes]:
     """The whole lines among the last `most` bytes."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most))
             data = file.read(most)
@@ -72,15 +86,15 @@ def spread_lines(path: Path, count: int) -> list[bytes]:
     """Whole lines at about equal distances through the file, the last among them: a first look at a long one."""
     found, reached = [], -1
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             size = file.seek(0, os.SEEK_END)
             for number in range(count):
                 file.seek(number * size // count)
                 if number:
-                    file.readline()
+                    file.readline(LONGEST)
                 if file.tell() <= reached:
                     continue
-                line = file.readline()
+                line = file.readline(LONGEST)
                 reached = file.tell() - 1
                 if line.endswith(b"\n"):
                     found.append(line)

@@ -31,6 +31,11 @@ class Measured:
     log_ratios: list[float]
 
     @property
+    def update(self) -> tuple[int, float | None]:
+        """Which update saw it: its step, and its number there."""
+        return self.step, number(self.record["details"], "update")
+
+    @property
     def log_s(self) -> float:
         """The log of the sequence ratio."""
         return math.fsum(self.log_ratios) / len(self.log_ratios)
@@ -122,14 +127,16 @@ def _variance(found: Sequence[Measured]) -> Figure | None:
     for each in found:
         groups.setdefault(round(4 * math.log2(len(each.log_ratios))), []).append(each)
     kept = [members for _, members in sorted(groups.items()) if len(members) >= _FEWEST]
-    points = [(math.fsum(len(m.log_ratios) for m in members) / len(members), members) for members in kept]
-    points = [(length, members) for length, members in points if _spread([m.log_s for m in members]) > 0]
+    updates: dict[tuple[int, float | None], list[float]] = {}
+    for each in found:
+        updates.setdefault(each.update, []).append(each.log_s)
+    points = [(_length(members), *_spread(members, updates)) for members in kept]
+    points = [(length, variance, freedom) for length, variance, freedom in points if variance > 0]
     if len(points) < 2:
         return None
-    lengths = [length for length, _ in points]
-    variances = [_spread([m.log_s for m in members]) for _, members in points]
-    # Wilson-Hilferty: chi-squared of n - 1 degrees, 95 %.
-    ends = [_interval(variance, len(members) - 1) for variance, (_, members) in zip(variances, points, strict=True)]
+    lengths, variances = [length for length, _, _ in points], [variance for _, variance, _ in points]
+    # Wilson-Hilferty: chi-squared, 95 %.
+    ends = [_interval(variance, freedom) for _, variance, freedom in points]
     inside = [(value - each.log_s) ** 2 for each in found for value in each.log_ratios]
     freedom = sum(len(each.log_ratios) - 1 for each in found)
     sigma2 = math.fsum(inside) / freedom if freedom else 0.0
@@ -160,18 +167,26 @@ def _variance(found: Sequence[Measured]) -> Figure | None:
     layout["xaxis"] = {"title": {"text": "tokens of a response"}, "type": "log"}
     layout["yaxis"] = {"title": {"text": "Var(log s)"}, "type": "log", "exponentformat": "power"}
     caption = (
-        "Variance of log s over responses of like length, with 95 % intervals. Above the dashed line tokens move together;"
+        "Variance of log s over responses of like length, with 95 % intervals; what all responses of an update moved by is"
+        " taken off. Above the dashed line tokens move together;"
         " a slope flatter than -1 means drift between responses or long memory."
     )
     return figure("Variance against length", caption, data, layout)
 
 
-def _spread(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+def _length(members: Sequence[Measured]) -> float:
+    return math.fsum(len(each.log_ratios) for each in members) / len(members)
 
 
-def _interval(variance: float, freedom: int) -> tuple[float, float]:
+def _spread(members: Sequence[Measured], updates: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
+    """Variance around the mean of each one's update, and its degrees of freedom: a mean of n takes 1 / n from each."""
+    around = [(each.log_s, updates[each.update]) for each in members]
+    freedom = len(members) - math.fsum(1 / len(mine) for _, mine in around)
+    squares = math.fsum((value - math.fsum(mine) / len(mine)) ** 2 for value, mine in around)
+    return (squares / freedom, freedom) if freedom >= 1 else (0.0, 0.0)
+
+
+def _interval(variance: float, freedom: float) -> tuple[float, float]:
     part = 2 / (9 * freedom)
     quantiles = [max(1e-9, 1 - part + sign * 1.96 * math.sqrt(part)) ** 3 for sign in (1, -1)]
     return variance / quantiles[0], variance / quantiles[1]

@@ -173,17 +173,22 @@ class RunDirectory:
         """The rollouts of a step. The same records give the same bytes."""
         return write_records(self.rollouts_path(step), records)
 
-    def read_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """The rollouts of a step, as written."""
+    def read_rollouts(self, step: int, most: int | None = None) -> list[dict[str, Any]]:
+        """The rollouts of a step, as written; a file that unpacks to more than `most` bytes is refused."""
         path = self.rollouts_path(step)
-        if not path.exists():
+        if not path.is_file():
             there = ", ".join(map(str, self.rollout_steps())) or "none"
             raise ValueError(f"{path} is not there; steps with stored rollouts: {there}")
         try:
-            with told(path, "read"):
-                lines = gzip.decompress(path.read_bytes()).splitlines()
+            with told(path, "read"), gzip.open(path) as file:
+                data = bytearray()
+                while part := file.read(1 << 18):
+                    data += part
+                    if most is not None and len(data) > most:
+                        raise RunDirectoryError(f"{path} unpacks to more than {most:,} bytes, more than can be shown")
         except (EOFError, zlib.error) as error:
             raise RunDirectoryError(f"{path} is damaged: {error}") from error
+        lines = bytes(data).splitlines()
         records = [parsed(line) for line in lines]
         if None in records:
             raise RunDirectoryError(f"{path}, line {records.index(None) + 1}: not a JSON object; the file is damaged")

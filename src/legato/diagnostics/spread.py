@@ -20,6 +20,8 @@ from legato.diagnostics.variance import integrated_autocorrelation
 
 FEWEST = 8
 """Responses a bin needs to count."""
+TELLING = 4
+"""By how much one misfit must be below another: two standard errors of one parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,17 +101,21 @@ class Spread:
         """In words, by slope and gap together."""
         if len(self.bins) < 3:
             return "too few lengths to tell explanations apart"
-        spread = [abs(each.gap - 1) <= 3 * each.gap_error for each in self.bins]
-        if all(spread):
-            return "independent tokens: the gap is 1 at every length, within its error"
         best, second = self.fits[0], self.fits[1]
+        # Over all bins together: each of them alone may be within its error of 1 where all of them lie above it.
+        gained = _misfit(self.bins, [each.independent for each in self.bins]) - best.misfit
+        if gained < TELLING:
+            return (
+                "independent tokens cannot be ruled out: no explanation fits better than a gap of 1 by more than chance"
+                f" (by {gained:.1f}; {TELLING} is telling)"
+            )
         word = f"{best.name} fits best"
         if self.gap < 1:
             word = "the gap is below 1: tokens of a response partly cancel, more than independent ones would"
             return f"{word}; slope {self.slope:.2f} (s.e. {self.slope_error:.2f})"
-        if second.misfit - best.misfit < 4:
+        if second.misfit - best.misfit < TELLING:
             word = f"{best.name} and {second.name} fit about equally well"
-        falls = "falls as 1/L" if abs(self.slope + 1) <= 2 * self.slope_error else "does not fall as 1/L"
+        falls = "may fall as 1/L" if abs(self.slope + 1) <= 2 * self.slope_error else "does not fall as 1/L"
         return f"{word}; slope {self.slope:.2f} (s.e. {self.slope_error:.2f}), so Var(log s) {falls}"
 
 
@@ -134,12 +140,13 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
     found = [each for each in found if each.variance > 0]
     fits = fitted(found, sigma2)
     slope, error = weighted_slope(found)
+    between = intercept(found)
     total = sum(each.responses for each in found)
     mean = sum(each.responses * each.variance for each in found) / max(1, total)
     plain = sum(each.responses * each.independent for each in found) / max(1, total)
     return Spread(
         sigma=math.sqrt(sigma2),
-        tau=math.sqrt(max(0.0, intercept(found))),
+        tau=math.sqrt(max(between, 0.0)),  # in this order: what is not known stays so
         kappa=kappa,
         first=first,
         slope=slope,

@@ -16,6 +16,10 @@ from legato.lab.sweep import LOOK, Arm, Course, arms, course, looked, trained
 
 TOLERANCE = 0.1
 """How far measured and predicted share may differ before the page says that log s is not as the formula has it."""
+_DILUTED = (
+    "training.load_balance keeps responses without an advantage in the updates; they count as not clipped, so measured"
+    " shares are too low by their part."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,8 @@ def clipping(
     results = trained(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
     found = [_found(arm, results, folder, seeds, say) for arm in listed]
     # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
-    return account(found, {**results, "model": target_of(words).resolved.config.policy.model})
+    config = target_of(words).resolved.config
+    return account(found, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
 
 
 def _found(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> Found:
@@ -91,7 +96,7 @@ def account(found: Sequence[Found], results: Mapping[str, Any]) -> Account:
             "steps": str(steps),
             "seeds": ", ".join(map(str, results["seeds"])),
         },
-        sentences=_sentences(found, sweep),
+        sentences=[*_sentences(found, sweep), *([_DILUTED] if results.get("load_balance") else [])],
         checks=_checks(found, sweep),
         sheets=[_main(found), _updates(found), _quintiles(found), _granularity(found)],
         figures=_figures(found, sweep),
@@ -121,10 +126,11 @@ def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
             "Clipped after the first update of a step, measured (and predicted): "
             + ", ".join(f"{e.arm.low:g}: {e.mean('clipped'):.1%} ({e.mean('predicted'):.1%})" for e in sweep)
             + ".",
-            f"The largest difference is {off.mean('clipped') - off.mean('predicted'):+.1%} at {off.arm.low:g}: log s is"
-            " neither normal nor independent of the advantage.",
+            f"The largest difference is {off.mean('clipped') - off.mean('predicted'):+.1%} at {off.arm.low:g}; the formula"
+            " takes log s as normal around 0 and independent of the advantage.",
             f"The spread of s in those updates was {min(e.mean('spread') for e in sweep):.2g} to"
-            f" {max(e.mean('spread') for e in sweep):.2g}: bands far above it never act, and are no clip.",
+            f" {max(e.mean('spread') for e in sweep):.2g}; the widest band, {sweep[-1].arm.low:g}, clipped"
+            f" {sweep[-1].mean('clipped'):.2%} of the responses.",
         ]
         best, worst = max(sweep, key=lambda e: e.mean("reward")), min(sweep, key=lambda e: e.mean("reward"))
         said.append(

@@ -24,6 +24,8 @@ STEPS = 285
 OTHER_TEMPERATURE = 1.1
 PUBLISHED = {"perplexity": -0.752, "entropy": -0.816}
 """Relative changes over training that arXiv 2510.23142 reports."""
+_OWN = "what the policy writes, by step"
+"""Other responses at the end than at the start, so that there is no ratio between the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
 
     kept = [point for point in course if "first_entropy" in point]
     return {
-        "what the policy writes, by step": {
+        _OWN: {
             "entropy_start": mean(own_old, "entropy"),
             "entropy_end": mean(own_new, "entropy"),
             "perplexity_start": mean(own_old, "perplexity"),
@@ -231,7 +233,7 @@ def _sheets(
     for name, each in ends.items():
         h = (each["entropy_start"], each["entropy_end"])
         ppl = (each["perplexity_start"], each["perplexity_end"])
-        s = float(torch.tensor(h[0] - h[1]).exp())
+        s = None if name == _OWN else float(torch.tensor(h[0] - h[1]).exp())
         rows.append((name, *ppl, ppl[1] / ppl[0] - 1, *h, h[1] / h[0] - 1, s))
     published = torch.tensor(implied, dtype=torch.float64)
     start, end = float(published.exp()), float((published * (1 + PUBLISHED["entropy"])).exp())
@@ -256,7 +258,8 @@ def _sheets(
         Sheet(
             name="ends",
             title="Perplexity and cross-entropy over the run",
-            note="Means over responses. s: exp of the mean H at the start minus that at the end.",
+            note="Means over responses. s: exp of the mean H at the start minus that at the end, where they are of the same"
+            " responses.",
             headings=("of", "PPL start", "PPL end", "PPL change", "H start", "H end", "H change", "s"),
             rows=tuple(rows),
             shares=("PPL change", "H change"),

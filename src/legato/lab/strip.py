@@ -92,16 +92,15 @@ def strips(walks: Sequence[Walked]) -> str:
             cells.append(_cell(alike[0], len(alike), walk.advantage))
         head = f"{walk.algorithm}, A = {walk.advantage:+.3g}, s = {math.exp(walk.log_s):.6f}"
         lines.append(f'<p class="dim">{html.escape(head)}</p><p style="line-height: 2.1">{"".join(cells)}</p>')
-    legend = "Green: made likelier, red: made less likely, stronger with the weight; grey and struck through: clipped."
+    legend = "Green: made likelier, red: made less likely, stronger with the weight; struck through: clipped; grey: A = 0."
     return f'<div class="card">{"".join(lines)}<p class="dim">{legend} Hover for the numbers.</p></div>'
 
 
 def _cell(token: Token, count: int, advantage: float) -> str:
     hue = "16,185,129" if advantage > 0 else "239,68,68"
     strength = min(0.85, 0.12 + 0.3 * abs(token.weight)) if token.weight else 0.0
-    style = (
-        f"background: rgba({hue},{strength:.2f})" if strength else "background: var(--well); text-decoration: line-through"
-    )
+    style = f"background: rgba({hue},{strength:.2f})" if strength else "background: var(--well)"
+    style += "; text-decoration: line-through" if token.clipped else ""
     told = f"ratio {token.ratio:.4g}, weight {token.weight:.4g}, coefficient {token.coefficient:.3g}"
     told += ", clipped" if token.clipped else ", outside the band" if token.outside else ""
     word = piece(token.word)

@@ -75,16 +75,23 @@ def trained(
     say: Say,
 ) -> dict[str, Any]:
     """Train every arm with every seed; what is finished in `folder` is not done again. Returns compare.json's content."""
-    recipes, options = start(words, folder, say)
-    if steps is not None:
-        options["training.steps"] = steps
-    definition = Definition(
-        recipes=recipes, arms={arm.name: arm.options for arm in found}, seeds=tuple(seeds), options=options
-    )
+    definition = defined(words, found, folder=folder, seeds=seeds, steps=steps, say=say)
     compared = compare(definition, folder=folder / "sweep", machine=Machine(parallel=parallel), say=say)
     if compared.exit_code:
         raise KeyboardInterrupt
     return compared.results
+
+
+def defined(
+    words: Sequence[str], found: Sequence[Arm], *, folder: Path, seeds: Sequence[int], steps: int | None, say: Say
+) -> Definition:
+    """The comparison of the arms."""
+    recipes, options = start(words, folder, say)
+    if steps is not None:
+        options["training.steps"] = steps
+    # The share that is predicted is of responses with an advantage, so only those may be among the measured.
+    options["training.skip_silent_rows"] = True
+    return Definition(recipes=recipes, arms={arm.name: arm.options for arm in found}, seeds=tuple(seeds), options=options)
 
 
 def start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...], dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from legato.dashboard.experiment import Account, Check, Sheet, Value
 from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
-from legato.diagnostics.spread import Spread, spread
+from legato.diagnostics.spread import FEWEST, TELLING, Spread, spread
 from legato.lab import synthetic
 from legato.lab.bed import Bed, Observed, Say, facts, make_bed
 from legato.lab.synthetic import Simulated
@@ -40,6 +40,11 @@ def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Accou
                 "training.updates_per_step = 1: every ratio is 1; the spread of log s needs several updates a step"
             )
         found = measured(moved)
+        if not found.bins:
+            raise ValueError(
+                f"{sum(len(each.rows) for each in moved)} responses were seen after the first update of a step; none moved,"
+                f" or fewer than {FEWEST} are of about one length: --steps, training.prompts_per_step or training.lr help"
+            )
         by_index = [
             (index, measured([each for each in moved if each.index == index]))
             for index in sorted({each.index for each in moved})
@@ -143,7 +148,8 @@ def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> l
         Sheet(
             name="explanations",
             title="Which explanation fits",
-            note="Least squares of log variances over the bins, weighted by their certainty; a difference of 4 is telling.",
+            note="Least squares of log variances over the bins, weighted by their certainty; a difference of"
+            f" {TELLING} is telling.",
             headings=("explanation", "parameter", "value", "misfit"),
             rows=fits,
         ),

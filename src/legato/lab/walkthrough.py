@@ -207,7 +207,9 @@ def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence
     """A rollout of a run, as the run's own trainer saw it in its update."""
     again = replay(path, step, words, say)
     row = _chosen(again, rollout)
-    look = next(each for each in again.seen if row in each.rows.tolist())
+    look = next((each for each in again.seen if row in each.rows.tolist()), None)
+    if look is None:
+        raise ValueError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
     rows, here = _rows(again, look, row)
     record = again.rollouts()[row]
     walks = [walked(rows, name)[here] for name in PAIR]

@@ -20,7 +20,8 @@ export async function ask(path, parameters = {}) {
     for (const each of Array.isArray(value) ? value : [value])
       if (each !== "" && each !== null && each !== undefined) query.append(name, each);
   const answer = await fetch("/api/" + path + "?" + query, { headers: { accept: "application/json" } });
-  const found = await answer.json().catch(() => ({ error: "not allowed: use the address that was printed last" }));
+  const lost = answer.status === 403 ? "not allowed: use the address that was printed last" : "no answer, status " + answer.status;
+  const found = await answer.json().catch(() => ({ error: lost }));
   if (!answer.ok) throw new Error(found.error || answer.statusText);
   return found;
 }

@@ -43,21 +43,25 @@ function controls(place) {
   });
   return make("div", { className: "bar" }, run, make("select", { id: "step" }), search,
     field("verdict", [["", "right or wrong"], ["right", "right"], ["wrong", "wrong"], ["trained", "trained on"], ["held-out", "held out"]]),
-    field("stop", [["", "any end"], ["end_token", "end token"], ["length", "cut at the limit"], ["stop_string", "stop string"]]),
+    field("stop", [["", "any end"], ["end_token", "end token"], ["length", "cut at the limit"], ["stop_string", "stop string"],
+      ["environment", "ended by the environment"], ["aborted", "given up by the engine"]]),
     limit("shortest", "tokens from"), limit("longest", "tokens to"),
     field("order", [["stored", "as stored"], ["reward", "by reward"], ["length", "by length"], ["advantage", "by advantage"]]));
 }
 
+// Whether the steps there are have changed: a recovery takes some away as well.
 async function steps() {
   const found = await ask("steps", { run: asked.run }), select = document.getElementById("step");
-  if (!select) return;
+  if (!select) return false;
   const there = [...select.options].map(each => each.value).join();
   const now = [["all", "all steps"], ...found.slice().reverse().map(step => [String(step), "step " + step])];
-  if (there !== now.map(([value]) => value).join()) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
+  const changed = there !== now.map(([value]) => value).join();
+  if (changed) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
   if (!asked.step || !now.some(([value]) => value === asked.step)) asked.step = now.length > 1 ? now[1][0] : "all";
   select.value = asked.step;
   select.setAttribute("aria-label", "Step");
   select.onchange = () => { asked.step = select.value; list(); };
+  return changed;
 }
 
 export async function showRollouts(place, { again = false, late = () => false }) {
@@ -69,17 +73,20 @@ export async function showRollouts(place, { again = false, late = () => false })
       make("div", { className: "card list rows", id: "list" }), make("div", { className: "card detail", id: "detail" })));
     again = false;
   }
-  const before = [...(document.getElementById("step")?.options || [])].length;
-  await steps();
+  const changed = await steps();
   if (late()) return;
   // While a run goes on, what is being read stays as it is until a step is added.
-  if (!again || document.getElementById("step").options.length !== before) await list(again);
+  if (!again || changed) await list(again);
 }
+
+// What was asked for can be gone: a run deleted, a step given up by a recovery.
+const failing = error => make("p", { className: "bad", textContent: String(error.message || error) });
 
 async function list(keep = false) {
   const place = document.getElementById("list");
-  const mine = ++listing, found = await ask("rollouts", asked);
-  if (!place.isConnected || mine !== listing) return;
+  const mine = ++listing, found = await ask("rollouts", asked).catch(error => ({ error }));
+  if (!place?.isConnected || mine !== listing) return;
+  if (found.error) { place.replaceChildren(failing(found.error)); return; }
   rows = found.rows;
   const head = ["step", "prompt", "response", "reward", "A", "tokens"];
   const body = rows.map((row, number) => {
@@ -95,7 +102,9 @@ async function list(keep = false) {
     line.addEventListener("keydown", event => { if (event.key === "Enter") open(row); });
     return line;
   });
-  const notes = [...found.damaged, ...(found.more ? [found.more + " more are not listed"] : []), ...(rows.length ? [] : ["Nothing matches."])];
+  const more = found.unsearched ? found.more + " more are not listed, and " + found.unsearched + " older steps were not searched"
+    : found.more ? found.more + " more are not listed" : "";
+  const notes = [...found.damaged, ...(more ? [more] : []), ...(rows.length ? [] : ["Nothing matches."])];
   place.replaceChildren(...notes.map(text => make("p", { className: "dim", textContent: text })),
     make("table", {}, make("thead", {}, make("tr", {}, ...head.map(text => make("th", { textContent: text })))), make("tbody", {}, ...body)));
   place.dataset.count = rows.length;
@@ -118,8 +127,9 @@ async function open(row, whole = false) {
   const mine = ++opening;
   opened = row;
   mark();
-  const found = await ask("rollout", parameters);
-  if (mine !== opening) return;
+  const found = await ask("rollout", parameters).catch(error => ({ error })), detail = document.getElementById("detail");
+  if (mine !== opening || !detail) return;
+  if (found.error) { detail.replaceChildren(failing(found.error)); return; }
   const right = found.accuracy === null ? "" : found.accuracy >= 1 ? "right" : "wrong";
   const facts = ["step " + found.step, right, "reward " + short(found.reward), found.advantage === null ? "" : "advantage " + short(found.advantage),
     found.tokens + " tokens", found.stop, found.answer === null ? "" : "right answer: " + found.answer,
@@ -127,7 +137,7 @@ async function open(row, whole = false) {
   const text = make("pre", { textContent: found.text, dir: "auto", id: "text" });
   const rest = make("button", { type: "button", textContent: "Show the other " + found.left.toLocaleString("en") + " characters" });
   rest.addEventListener("click", () => open(row, true));
-  document.getElementById("detail").replaceChildren(
+  detail.replaceChildren(
     make("div", { className: "tag", textContent: facts.filter(Boolean).join(" \u00b7 ") }),
     make("h3", { textContent: "Prompt" }), make("pre", { textContent: found.prompt, dir: "auto" }),
     ...(found.details ? [strip(found)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),

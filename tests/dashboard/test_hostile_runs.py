@@ -1,0 +1,224 @@
+"""Run directories that are wrong in ways no trainer of ours leaves them: none may stop, fill or mislead the dashboard."""
+
+import asyncio
+import gzip
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+
+from dashboard.synthetic import synthetic_run
+from legato.dashboard import stored, tail
+from legato.dashboard.board import configs, curves
+from legato.dashboard.guard import Guard
+from legato.dashboard.runs import Folder
+from legato.dashboard.series import MOST_KEYS, Series
+from legato.dashboard.stored import PORTION, Filter, listed, shown
+from legato.dashboard.tail import LONGEST
+from legato.diagnostics.format import RunDirectory
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What `work` gives, which must not wait for ever."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"no end within {seconds} s"
+    return found[0]
+
+
+def rows_of(folder: Folder) -> dict[str, dict[str, Any]]:
+    found = {row["name"]: row for row in (run.row() for run in folder.runs())}
+    json.dumps(list(found.values()), allow_nan=False)
+    return found
+
+
+def write_raw(directory: RunDirectory, step: int, text: str) -> None:
+    directory.rollouts_path(step).parent.mkdir(exist_ok=True)
+    directory.rollouts_path(step).write_bytes(gzip.compress(text.encode()))
+
+
+def test_a_key_is_used_up_by_whoever_enters_and_not_by_a_look_at_the_link() -> None:
+    guard = Guard(app=lambda *_: asyncio.sleep(0), port=8000, renewed=lambda address: None)
+
+    def status(method: str, query: str, cookie: str = "") -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> dict[str, Any]:
+            return {}
+
+        scope = {"type": "http", "method": method, "path": "/", "query_string": query.encode()}
+        headers = [(b"host", b"127.0.0.1:8000"), (b"cookie", cookie.encode())]
+        asyncio.run(guard(scope | {"headers": headers}, receive, send))
+        return int(sent[0]["status"])
+
+    query = f"key={guard.key}"
+    assert [status(method, query) for method in ("HEAD", "GET", "GET")] == [403, 200, 403]
+    known, query = f"{guard._name}={guard._cookie}", f"key={guard.key}"
+    assert status("GET", query, known) == 200 and guard.key not in query, "also by a browser that has entered before"
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_LARGEST", 10_000)
+    directory = RunDirectory.create(tmp_path, "run")
+    write_raw(directory, 1, json.dumps({"text": "x" * 9_000}))
+    write_raw(directory, 2, json.dumps({"text": "x" * 11_000}))
+    found = listed(directory, [1, 2], Filter())
+    assert [row["step"] for row in found["rows"]] == [1]
+    assert "unpacks to more than 10,000 bytes" in found["damaged"][0]
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    synthetic_run(tmp_path, steps=3, name="whole")
+    odd = RunDirectory.create(tmp_path, "odd")
+    odd.write_environment({})
+    odd.write_config("")
+    os.mkfifo(odd.metrics_path)
+    (odd.path / "rollouts").mkdir()
+    os.mkfifo(odd.rollouts_path(1))
+    folder = Folder(tmp_path)
+    assert set(within(10, lambda: rows_of(folder))) == {"whole", "odd"}
+    found = within(10, lambda: curves(folder, ["whole", "odd"], ["reward/mean"], 300, False))
+    assert [each["run"] for each in found["curves"]] == ["whole"]
+    assert "is not there" in within(10, lambda: listed(odd, [1], Filter()))["damaged"][0]
+    odd.config_path.unlink()
+    os.mkfifo(odd.config_path)
+    assert within(10, lambda: configs(folder, ["odd"]))["same"] == []
+
+
+@pytest.mark.parametrize("harm", ["zeros", "zeros and lines", "may not be read"])
+def test_what_cannot_be_read_is_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    good = b'{"kind":"step","step":1,"reward/mean":1}\n{"kind":"step","step":2,"reward/mean":2}\n'
+    directory.metrics_path.write_bytes(b"\0" * (3 * LONGEST) + (b"\n" + good if harm == "zeros and lines" else b""))
+    if harm == "may not be read":
+
+        def refused(path: Path) -> Any:
+            raise PermissionError(path)
+
+        monkeypatch.setattr(tail, "opened", refused)
+    folder = Folder(tmp_path)
+    curves(folder, ["run"], ["reward/mean"], 300, False)
+    assert folder._reader is not None
+    folder._reader.join(10)
+    assert not folder._reader.is_alive()
+    if harm == "zeros and lines":
+        found = curves(folder, ["run"], ["reward/mean"], 300, False)
+        assert found["curves"][0]["mean"] == [1, 2] and found["damaged"]["run"] >= 3 and not found["reading"]
+
+
+def test_a_long_file_that_was_cut_back_is_said_to_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    line = '{"kind":"step","step":%d,"reward/mean":%d,"padding":"' + "x" * 1000 + '"}\n'
+    directory.metrics_path.write_text("".join(line % (step, 1) for step in range(1, 1001)))
+    folder = Folder(tmp_path)
+    assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == []
+    directory.metrics_path.write_text("".join(line % (step, 2) for step in range(1, 5001)))
+    monkeypatch.setattr(folder, "read_beside", lambda: None)
+    assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == ["run"], "the page asks again"
+    folder._read_all()
+    found = curves(folder, ["run"], ["reward/mean"], 300, False)
+    assert found["reading"] == [] and set(found["curves"][0]["mean"]) == {2.0}
+
+
+def test_a_folder_of_someone_else_does_not_hide_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lost+found` at the root of a disk: asking for a file in it is refused, which tests that run as root do not meet."""
+    synthetic_run(tmp_path, steps=2, name="whole")
+    (tmp_path / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def refusing(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    assert set(rows_of(Folder(tmp_path))) == {"whole"}
+
+
+def test_numbers_beyond_all_measure_are_not_there(tmp_path: Path) -> None:
+    synthetic_run(tmp_path, steps=3, name="whole")
+    odd = RunDirectory.create(tmp_path, "odd")
+    odd.write_config(f"\n[training]\nseed = {'9' * 5000}\nsteps = 7\n")
+    huge = "1" + "0" * 400
+    lines = [
+        '{"kind":"step","step":1,"reward/mean":0.5}',
+        f'{{"kind":"step","step":2,"reward/mean":{huge}}}',
+        '{"kind":"step","step":NaN,"reward/mean":9}',
+        f'{{"kind":"step","step":{huge},"reward/mean":9}}',
+    ]
+    odd.metrics_path.write_text("\n".join(lines) + "\n")
+    folder = Folder(tmp_path)
+    assert rows_of(folder)["odd"]["steps"] == 7
+    found = curves(folder, ["whole", "odd"], ["reward/mean"], 300, False)
+    json.dumps(found, allow_nan=False)
+    assert {each["run"]: each["x"] for each in found["curves"]} == {"whole": [1, 2, 3], "odd": [1]}
+    write_raw(odd, 1, '{"text":"t","components":{"a":NaN,"b":"x","c":1}}')
+    assert json.loads(json.dumps(shown(odd, 1, 0, whole=True), allow_nan=False))["components"] == {
+        "a": None,
+        "b": None,
+        "c": 1.0,
+    }
+
+
+def test_the_list_stays_small_whatever_a_run_calls_itself(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.append_metrics({"kind": "start", "algorithm": "x" * 500_000, "model": "tiny"})
+    assert len(json.dumps(Folder(tmp_path).runs()[0].row())) < 2000
+
+
+def test_a_run_of_ever_new_quantities_fills_no_memory() -> None:
+    series = Series()
+    for start in range(0, 3000, 100):
+        series.add([{"step": start, **{f"key/{number}": 1.0 for number in range(start, start + 100)}}])
+    assert len(series.keys) == MOST_KEYS and series.curve("key/0") is not None and series.curve("key/2999") is None
+
+
+def test_a_long_prompt_can_be_shown_whole_as_well(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.write_rollouts(1, [{"prompt": "p" * (PORTION + 7), "text": "short"}])
+    assert shown(directory, 1, 0, whole=False)["left"] == 7
+    whole = shown(directory, 1, 0, whole=True)
+    assert len(whole["prompt"]) == PORTION + 7 and whole["left"] == 0
+
+
+def test_ordering_all_steps_holds_no_more_than_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Row(dict[str, Any]):
+        __hash__ = object.__hash__
+
+    alive, most, made = WeakSet[Row](), [0], stored._row
+
+    def counted(*given: Any) -> dict[str, Any]:
+        row = Row(made(*given))
+        alive.add(row)
+        most[0] = max(most[0], len(alive))
+        return row
+
+    monkeypatch.setattr(stored, "MOST", 5)
+    monkeypatch.setattr(stored, "_row", counted)
+    directory = RunDirectory.create(tmp_path, "run")
+    for step in range(1, 31):
+        directory.write_rollouts(step, [{"text": "x", "reward": float(step * 10 + n)} for n in range(10)])
+    found = listed(directory, range(1, 31), Filter(), "reward")
+    assert [row["reward"] for row in found["rows"]] == [309, 308, 307, 306, 305]
+    assert (found["more"], found["unsearched"]) == (295, 0)
+    assert most[0] <= 25, "a run of a hundred thousand steps would not fit"
+
+
+def test_what_was_not_searched_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MOST", 5)
+    directory = RunDirectory.create(tmp_path, "run")
+    for step in range(1, 5):
+        directory.write_rollouts(step, [{"text": "x"}] * 3)
+    found = listed(directory, range(1, 5), Filter())
+    assert [row["step"] for row in found["rows"]] == [4, 4, 4, 3, 3]
+    assert (found["more"], found["unsearched"]) == (1, 2)
