@@ -125,6 +125,14 @@ def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> N
         assert later and all(mean != 1.0 for mean in later)
 
 
+def test_updates_are_numbered_through_the_epochs_of_a_step() -> None:
+    """The first of a second pass is not of a policy that nothing has moved, and must not be taken for it."""
+    (report,) = run(trainer(updates_per_step=2, epochs_per_step=2), 1)
+    found = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
+    assert found[0] == 1.0 and all(each != 1.0 for each in found[1:])
+    assert "ratio/sequence_mean@4" not in report.metrics
+
+
 def test_the_weights_are_moved_in_place_and_served_from_where_they_are() -> None:
     this = trainer()
     before = {name: parameter.data_ptr() for name, parameter in this.policy.parameters().items()}

@@ -62,7 +62,8 @@ def document() -> str:
             "## Of a run",
             "",
             "Recorded once per step in `metrics.jsonl`. Metrics of the objective above are over all updates of the step; those",
-            "marked `@0`, `@1` ... are of the updates with that index within the step. Losses are means over the updates.",
+            "marked `@0`, `@1` ... are of the first, the second ... update of the step, counted through its epochs. Losses are",
+            "means over the updates.",
             "",
             *table(RUN_METRICS),
         ]

@@ -147,7 +147,7 @@ class Trainer:
         return StepReport(
             step=self.steps_done,
             metrics={
-                **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
+                **_summed(sums, reports, without, norms, self.optimizer.lr),
                 **_adapted(self.state),
                 **_seen(tally),
                 "rollouts/repetition": repetition(batch.tokens, batch.lengths),
@@ -321,15 +321,15 @@ def _seen(tally: Tally) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
 
 
-def _summed(
-    sums: Sums, updates: list[Update], reports: list[Report], without: list[int], norms: list[float], lr: float
-) -> dict[str, float]:
-    """Metrics of the updates: over all of them (`sums`), and per update index k as `key@k`."""
+def _summed(sums: Sums, reports: list[Report], without: list[int], norms: list[float], lr: float) -> dict[str, float]:
+    """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`.
+
+    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
+    """
     metrics = _report(sums, len(reports))
-    for index in sorted({update.index for update in updates}):
-        of_index = [report.sums for update, report in zip(updates, reports, strict=True) if update.index == index]
-        found = _report(sum(of_index, start=Sums()), len(of_index))
-        metrics |= {f"{key}@{index}": found[key] for key in PER_UPDATE if key in found}
+    for number, report in enumerate(reports):
+        found = _report(report.sums, 1)
+        metrics |= {f"{key}@{number}": found[key] for key in PER_UPDATE if key in found}
     rows = sum(report.rows for report in reports)
     finite = [norm for norm in norms if math.isfinite(norm)]
     return metrics | {
