@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,13 @@ def test_evidence_is_json_and_waits_on_the_host(tmp_path: Path) -> None:
     assert folder is not None
     text = (folder / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["loss/total"] is None
+
+
+def test_a_rule_that_holds_may_be_ignored_from_a_resume_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checkpoint remembers of it is not asked for when the next one is saved."""
+    named = replace(ILL, name="drift")
+    monkeypatch.setattr(watch.Watch.__init__, "__defaults__", ((named,),))
+    ended = run(tmp_path, {})
+    assert of_kind(ended.directory, "finding")
+    words = ["health.action=recover", "health.ignored=['drift']", "training.steps=11"]
+    assert resume(ended.directory, words, given=GIVEN).exit_code == 0

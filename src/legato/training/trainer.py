@@ -168,7 +168,9 @@ class Trainer:
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
         """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
         self.steps_done += 1
-        metrics = {**_seen(tally), "update/applied": 0.0, **_timed({"rollouts": seconds}, tally)}
+        # Where every group scored alike and none was left to train on, there was no update to lose.
+        lost = {"update/applied": 0.0} if tally.unscorable or not tally.rollouts else {}
+        metrics = {**_seen(tally), **lost, **_timed({"rollouts": seconds}, tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
 
     def _plan(self, batch: Batch) -> list[Update]:
@@ -288,7 +290,8 @@ class Trainer:
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take over what `memory` gave."""
         self.steps_done = int(memory["steps_done"])
-        self.state = memory["state"]
+        # A part that came with a change of the algorithm begins; one that went is forgotten.
+        self.state = {name: memory["state"].get(name, first) for name, first in self.algorithm.initial().items()}
         self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
         self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
         self.collector.load(memory["collector"])
