@@ -389,7 +389,8 @@ def a_run_at_weights_and_biases(bench: Bench) -> None:
 
     def init(**settings: Any) -> SimpleNamespace:
         given.update(settings)
-        return SimpleNamespace(log=lambda metrics, step: logged.append(step), finish=lambda: None)
+        made: dict[str, Any] = {"define_metric": lambda name, step_metric: None, "finish": lambda: None}
+        return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), **made)
 
     bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     bench.run({"output.wandb": True, "output.project": "mine", "output.tags": ["a", "b"]})
