@@ -168,9 +168,9 @@ class Trainer:
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
         """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
         self.steps_done += 1
-        # Where every group scored alike and none was left to train on, there was no update to lose.
-        lost = {"update/applied": 0.0} if tally.unscorable or not tally.rollouts else {}
-        metrics = {**_seen(tally), **lost, **_timed({"rollouts": seconds}, tally)}
+        # Where dynamic sampling found every answer right there was no update to lose.
+        applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
+        metrics = {**_seen(tally), **applied, **_timed({"rollouts": seconds}, tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
 
     def _plan(self, batch: Batch) -> list[Update]:
