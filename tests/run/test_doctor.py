@@ -114,6 +114,13 @@ def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
     assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
 
 
+def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 1.0, "words": "back to step 40."}
+    for scale, said in ((0.5, "bounds of the clip times 0.5"), (1.0, "only the problems were changed")):
+        found = examine(written(tmp_path / str(scale), [*course(), recovery | {"clip_scale": scale}]))
+        assert said in found.found[0].tries[0] and "learning rate" not in found.found[0].tries[0]
+
+
 def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> None:
     measured = [
         {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}
@@ -192,6 +199,53 @@ def test_a_table_with_other_columns_is_read_through_a_mapping(kind: str, tmp_pat
     assert "reward-lost" in names(found) and found.facts[0] == "100 steps recorded, to step 100"
 
 
+def test_evaluations_and_lines_in_pieces_are_no_steps_of_their_own(tmp_path: Path) -> None:
+    """TRL logs an evaluation as a line of the step it comes after; rules that ask for steps in a row do not break on it."""
+    rows = trl(course())
+    mixed: list[dict[str, Any]] = [{"step": 0, "eval_reward": 0.3, "eval_completions/mean_length": 200.0}]
+    for row in rows:
+        halves = ({"step": row["step"], "reward": row.pop("reward")}, row)
+        mixed += [*halves, {"step": row["step"], "eval_reward": 0.4, "eval_completions/mean_length": 180.0}]
+    found = examine(state_file(tmp_path, mixed))
+    assert found.facts[0] == "100 steps recorded, to step 100"
+    assert "clip-never" in names(found)
+
+
+def test_a_step_that_was_logged_again_counts_once_as_it_was_last(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward": 0.1} for step in range(1, 31)] + [
+        {"step": step, "reward": 0.5} for step in range(11, 41)
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = examine(path).facts
+    assert facts[0] == "40 steps recorded, to step 40" and "0.1 over the first 10 of them, 0.5 over the last" in facts[1]
+
+
+@pytest.mark.parametrize("column", ["score", "train/score"])
+def test_a_column_may_be_named_with_or_without_its_prefix(column: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    rows = [{"Step": 10 * r["step"], "train/score": r["reward/mean"]} for r in course(sick_from=61)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = examine(path, columns={"reward/mean": column})
+    assert "reward-lost" in names(found) and found.facts[0] == "100 steps recorded, to step 1000"
+
+
+def test_a_log_that_is_being_written_and_one_from_a_spreadsheet_are_read(tmp_path: Path) -> None:
+    going = tmp_path / "log.jsonl"
+    going.write_text("".join(json.dumps(row) + "\n" for row in trl(course(20))) + '{"step": 21, "rew')
+    assert examine(going).facts[0] == "20 steps recorded, to step 20"
+    sheet = tmp_path / "log.csv"
+    sheet.write_text('\ufeffstep,note,reward\n7,"two\nlines",0.5\n', encoding="utf-8")
+    assert examine(sheet).facts[0] == "1 steps recorded, to step 7"
+
+
+def test_a_reward_that_is_not_a_number_is_left_out_of_the_facts(tmp_path: Path) -> None:
+    rows = trl(course(40))
+    rows[0]["reward"] = rows[39]["clip_ratio/region_mean"] = math.nan
+    found = examine(state_file(tmp_path, rows), ["num_iterations=1"])
+    assert "nan" not in " ".join([*found.facts, *(line for each in found.found for line in each.evidence)])
+
+
 SEQUENCE = "importance_sampling_level=sequence"
 BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
 
@@ -203,6 +257,9 @@ BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
         ([SEQUENCE, *BAND, "steps_per_generation=4"], ["by its length"]),
         ([SEQUENCE, *BAND, "loss_type=grpo"], ["every ratio is 1"]),
         (["num_iterations=2"], []),
+        ([SEQUENCE, "loss_type=sapo", "num_iterations=2"], []),
+        (["loss_type=cispo", "num_iterations=2", "epsilon_high=5"], []),
+        ([SEQUENCE, *BAND, "loss_type=dr_grpo", "num_iterations=2"], []),
         ([SEQUENCE, *BAND, "loss_type=grpo", "steps_per_generation=32", "gradient_accumulation_steps=8"], []),
     ],
 )
@@ -233,6 +290,8 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
         (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "none of its columns is known"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),
+        (lambda folder: state_file(folder, trl(course(5))), ["loss_type=drgrpo"], "did you mean 'dr_grpo'"),
+        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward=reward"], "no rule reads 'reward'"),
         (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean"], "KEY=COLUMN"),
         (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean=prize"], "has no column 'prize'"),
         (lambda folder: written(folder, course(5)), ["epsilon=0.2"], "is a run of ours"),

@@ -216,9 +216,9 @@ def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: py
     seen: dict[str, Any] = {}
     give_up = recovery.checkpoint.give_up
 
-    def look(checkpoints: Path, last: Path) -> None:
+    def look(checkpoints: Path, last: Path, best: str | None) -> Any:
         seen["before"] = state(last)
-        give_up(checkpoints, last)
+        return give_up(checkpoints, last, best)
 
     monkeypatch.setattr(recovery.checkpoint, "give_up", look)
     addresses: list[tuple[int, ...]] = []

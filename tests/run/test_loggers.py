@@ -28,10 +28,13 @@ class FakeRun:
         self.finished = 0
         self.fails = False
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.axis = (name, step_metric)
+
+    def log(self, metrics: dict[str, float]) -> None:
         if self.fails:
             raise ConnectionError("gone")
-        self.logged.append((metrics, step))
+        self.logged.append(({key: value for key, value in metrics.items() if key != "step"}, int(metrics["step"])))
 
     def finish(self) -> None:
         self.finished += 1
@@ -89,6 +92,17 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     assert scalars_of(tmp_path)["reward/mean"] == [(1, 1.0), (2, 5.0), (3, 5.0)]
 
 
+def test_a_run_that_goes_back_replaces_the_steps_it_gave_up(tmp_path: Path) -> None:
+    """As a recovery of the health watch does; an evaluation is logged at the step it comes after."""
+    logger = TensorBoardLogger(tmp_path, say=print)
+    for step, value in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 5.0)):
+        logger.log(step, {"reward/mean": value})
+        logger.log(step, {"eval/accuracy_sampled": value})
+    logger.close()
+    found = scalars_of(tmp_path)
+    assert found["reward/mean"] == found["eval/accuracy_sampled"] == [(1, 1.0), (2, 5.0)]
+
+
 @pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb"])
 def test_a_package_that_is_not_there_is_told_with_the_command(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +134,7 @@ def test_wandb_gets_project_name_tags_config_and_numbers(tmp_path: Path, service
         "config": {"training": {"lr": 1e-3}},
         "dir": str(tmp_path),
     }
-    assert service.run.logged == [(scalars(METRICS), 3)]
+    assert service.run.logged == [(scalars(METRICS), 3)] and service.run.axis == ("*", "step")
     assert service.run.finished == 1
     assert said == []
 

@@ -79,6 +79,30 @@ def test_passes_and_packs_do_not_show() -> None:
         assert apart(weights(found), weights(expected)) < 1e-8, name
 
 
+@pytest.mark.parametrize("follows", ["counts", "perplexity"])
+def test_responses_that_a_filter_drops_do_not_move_the_band(follows: str) -> None:
+    """Truncated ones here. Whether they are left out beforehand or weighed with 0 must not show."""
+    changes = {"filters": ["overlong"], "objective.trust.auto-clip.follows": follows}
+    found = []
+    for skipped in (True, False):
+        this = trainer("gspo-auto", changes=changes, skip_silent_rows=skipped)
+        run(this, 3)
+        found.append(this)
+    assert bound(found[0], "updates") == bound(found[1], "updates") > 0
+    assert bound(found[0]) == pytest.approx(bound(found[1]), rel=1e-9)
+
+
+def test_a_run_that_turns_to_a_band_that_adapts_begins_with_its_start() -> None:
+    """And one that turns away from it forgets it: a change of the algorithm that a resumed run may be asked for."""
+    fixed, this = trainer("gspo"), trainer("gspo-auto")
+    run(fixed, 1)
+    this.remember(fixed.memory())
+    assert bound(this) == START
+    run(this, 1)
+    fixed.remember(this.memory())
+    assert fixed.state == {}
+
+
 def test_updates_in_which_all_score_alike_teach_nothing_and_break_nothing() -> None:
     this = trainer("gspo-auto", judge=lambda rollouts: [Score(reward=1.0, accuracy=1.0) for _ in rollouts])
     run(this, 1)

@@ -184,6 +184,17 @@ def test_without_resampling_flat_groups_stay() -> None:
     assert len(groups) == 3 and tally.flat == 3
 
 
+def test_groups_are_flat_by_reward_and_replaced_by_accuracy() -> None:
+    """Where no answer is right a shaping term still teaches: the health watch must not say that nothing is learnt."""
+
+    def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+        return [Score(reward=0.1 * (int(rollout.tokens[0]) % 2), accuracy=0.0) for rollout in rollouts]
+
+    groups, tally = collector(judge=judge).next(3)
+    assert len(groups) == 3 and (tally.flat, tally.all_wrong) == (0, 3)
+    assert collector(judge=judge, resampling="dynamic", max_refills=1).next(3)[0] == []
+
+
 def test_history_leaves_out_what_was_answered_right_by_all() -> None:
     this = collector(
         lambda prompt, sample: 1.0 if prompt in ("p0", "p2") else float(sample % 2), size=4, resampling="history"

@@ -182,6 +182,26 @@ def test_a_saved_state_goes_on_to_the_bit(dtype: torch.dtype, offload: bool) -> 
     assert second.updates == 10 and equal(straight, resumed) and equal(first.state()[0], second.state()[0])
 
 
+def test_a_state_from_before_the_first_update_forgets_the_moments() -> None:
+    """A run that is rolled back to its beginning begins: with the moments of later steps it would go elsewhere."""
+    fresh, used = weights(), weights()
+    one, two = made(fresh), made(used)
+    start = {name: weight.detach().clone() for name, weight in used.items()}
+    beginning = two.state()
+    for step in range(3):
+        give(used, gradients(step))
+        two.step()
+    with torch.no_grad():
+        for name, weight in used.items():
+            weight.copy_(start[name])
+    two.load(*beginning)
+    assert not two.state()[0]
+    for parameters, optimizer in ((fresh, one), (used, two)):
+        give(parameters, gradients(7))
+        optimizer.step()
+    assert equal(fresh, used) and equal(one.state()[0], two.state()[0])
+
+
 def test_a_state_without_masters_is_refused_where_they_are_needed() -> None:
     plain = made(weights())
     with pytest.raises(ValueError, match="master"):

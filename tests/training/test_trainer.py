@@ -1,5 +1,6 @@
 """The step as a whole: what moves, what is counted, when nothing is trained on, and that no choice of passes shows."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_a_step_makes_as_many_updates_as_asked_for() -> None:
     this = trainer(epochs_per_step=2)
     report = this.step()
     assert this.optimizer.updates == 8 and this.steps_done == report.step == 1 and this.collector.version == 1
-    assert report.metrics["ratio/sequence_mean@0"] != 1.0
+    again = [report.metrics.get(f"ratio/sequence_mean@{k}", math.nan) for k in range(4, 8)]
+    assert report.metrics["ratio/sequence_mean@0"] == 1.0 and any(math.isfinite(each) and each != 1.0 for each in again)
 
 
 def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> None:
@@ -123,6 +125,14 @@ def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> N
         keys = [f"ratio/sequence_mean@{k}" for k in (1, 2, 3)]
         later = [report.metrics[key] for key in keys if key in report.metrics]
         assert later and all(mean != 1.0 for mean in later)
+
+
+def test_updates_are_numbered_through_the_epochs_of_a_step() -> None:
+    """The first of a second pass is not of a policy that nothing has moved, and must not be taken for it."""
+    (report,) = run(trainer(updates_per_step=2, epochs_per_step=2), 1)
+    found = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
+    assert found[0] == 1.0 and all(each != 1.0 for each in found[1:])
+    assert "ratio/sequence_mean@4" not in report.metrics
 
 
 def test_the_weights_are_moved_in_place_and_served_from_where_they_are() -> None:
@@ -164,6 +174,15 @@ def test_a_first_step_without_scores_does_not_break_the_second() -> None:
     this.step()
     report = this.step()
     assert report.floor is not None and this.optimizer.updates == 4
+
+
+@pytest.mark.parametrize(("score", "told"), [(1.0, None), (0.0, 0.0)])
+def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, told: float | None) -> None:
+    """A task that is solved is no run whose updates are dropped, which is an alarm; one that is too hard is."""
+    this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
+    this.collector.resampling, this.collector.max_refills = "dynamic", 1
+    (report,) = run(this, 1)
+    assert report.groups == () and report.metrics.get("update/applied") == told
 
 
 def test_a_step_of_flat_groups_still_steps_the_optimizer() -> None:

@@ -4,7 +4,8 @@
     environment.json                format version, versions of packages by allow-list, hardware, seeds
     metrics.jsonl                   one JSON object a line, told apart by "kind"
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
-    checkpoints/step-000120/        model and trainer state
+    checkpoints/step-000120/        model and trainer state; given-up-step-000120/: the best so far, behind which a recovery
+                                    of the health watch went back; damaged-step-000120/: what a resumed run could not use
     health.jsonl                    what the health watch found and did, one JSON object a line
     evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also what
                                     was given up: lines of metrics.jsonl and stored rollouts, as abandoned*
@@ -34,9 +35,9 @@ Kinds of lines in health.jsonl, whose order is that in which things happened; wh
 
     finding     step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
     recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped,
-                evidence
+                evidence, best (the best checkpoint, where it was newer than that step)
 
-"evidence" is the name of a folder within the run directory.
+"evidence" and "best" are names of folders within the run directory.
 """
 
 import gzip

@@ -165,6 +165,9 @@ def _band(sight: Sight) -> dict[str, Piece]:
 def _followed(sight: Sight, lower: Tensor, upper: Tensor) -> dict[str, Piece]:
     """What a band that adapts follows: each response, turn or token is one ratio, and pulls by the sign of its A."""
     log_ratio, advantages = sight.trace.log_ratio, sight.signals.advantages
+    if sight.signals.keep is not None:
+        # What a filter drops cannot pull, and may have been left out of the update beforehand.
+        advantages = advantages * sight.signals.keep
     if log_ratio.shape[1] == 1:
         weights = sight.counted.to(log_ratio.dtype)
     else:

@@ -13,6 +13,7 @@ from legato.run.messages import shown
 from legato.run.resolved import flatten
 from legato.run.schema import Config
 from legato.run.schema_results import Health
+from legato.run.tighten import clip_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,8 @@ def _health(case: Case) -> Iterator[str]:
     adapting = [part.name for part in case.algorithm.objective.trust if part.adapts]
     if health.clip_factor != 1 and adapting:
         yield f"{case.says('health.clip_factor')} has no effect on {adapting[0]!r}, whose band goes back to its target"
+    elif health.clip_factor != 1 and not clip_bounds(case.algorithm):
+        yield f"{case.says('health.clip_factor')} has no effect: {case.algorithm.name} has no clip with bounds to tighten"
 
 
 def _output(case: Case) -> Iterator[str]:

@@ -4,6 +4,7 @@ Settings are looked at as values: those of TRL become the algorithm of ours they
 `legato explain` gives for it are the findings.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from legato.core.parts import nearest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
 from legato.diagnostics.health.explain import Diagnosis, Record, explain, ranked, steps_of
-from legato.run.health import settled
+from legato.run.health import meaningless, settled
 from legato.run.load import load
 
 _AGGREGATES = {
@@ -25,10 +26,15 @@ _AGGREGATES = {
     "sapo": "sequence-mean",
     "bnpo": "token-mean",
     "dapo": "token-mean",
+    "cispo": "token-mean",
+    "vespo": "token-mean",
     "dr_grpo": "sequence-sum-over-constant",
     "luspo": "sequence-sum",
 }
 """What loss_type of TRL amounts to."""
+
+_UNCLIPPED = ("sapo", "cispo", "vespo")
+"""Values of loss_type that put something else in place of the clip, as our algorithms of those names: epsilon is no band."""
 
 DEFAULTS: dict[str, Any] = {
     "importance_sampling_level": "token",
@@ -75,7 +81,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
-    warming = 0
+    warming, ignored = 0, tuple[str, ...]()
     try:
         resolved = load([directory.config_path])
     except ValueError as error:
@@ -83,9 +89,9 @@ def _ours(directory: RunDirectory) -> Examined:
     else:
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        warming = settled(resolved.config)
+        warming, ignored = settled(resolved.config), meaningless(resolved.algorithm)
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
-    found += explain(records, settled=warming)
+    found += explain(records, settled=warming, ignored=ignored)
     start = next((record for record in records if record.get("kind") == "start"), {})
     title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
     return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)))
@@ -95,7 +101,7 @@ def _facts(records: Sequence[Record]) -> list[str]:
     steps = steps_of(records)
     if not steps:
         return ["no step was recorded"]
-    rewards = [float(value) for step in steps if isinstance(value := step.get("reward/mean"), int | float)]
+    rewards = _finite(steps, "reward/mean")
     facts = [f"{len(steps)} steps recorded, to step {max(int(step['step']) for step in steps)}"]
     if rewards:
         many = max(1, min(20, len(rewards) // 4))
@@ -109,10 +115,15 @@ def _facts(records: Sequence[Record]) -> list[str]:
     return facts
 
 
+def _finite(steps: Sequence[Record], key: str) -> list[float]:
+    found = (step.get(key) for step in steps)
+    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
 def settings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
     """Settings that do not mean what they seem: those that differ from the published ones and have a caution to them."""
     published = set(cautions(entry(algorithm.name).value))
-    clipped = [float(value) for step in steps_of(records) if isinstance(value := step.get("clip/tokens"), int | float)]
+    clipped = _finite(steps_of(records), "clip/tokens")
     seen = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
     found = [
         Diagnosis(name="settings", level="warning", says=sentence, evidence=seen, lasting=True)
@@ -142,10 +153,18 @@ def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
         raise ValueError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
     low = _positive("epsilon", given["epsilon"])
     high = low if given["epsilon_high"] is None else _positive("epsilon_high", given["epsilon_high"])
-    changes: dict[str, Any] = {"objective.trust.clip.low": low, "objective.trust.clip.high": high}
-    if given["loss_type"] in _AGGREGATES:
-        changes["aggregate"] = _AGGREGATES[given["loss_type"]]
-    algorithm = override(entry("gspo" if level == "sequence" else "grpo").value, changes)
+    loss = given["loss_type"]
+    if loss not in _AGGREGATES:
+        raise ValueError(f"loss_type = {loss!r} is not one of TRL's; {nearest(str(loss), _AGGREGATES)}")
+    changes: dict[str, Any] = {"aggregate": _AGGREGATES[loss]}
+    if loss == "dr_grpo":
+        changes["aggregate.constant"] = 1.0  # max_completion_length, whose size nothing here depends on
+    if loss in _UNCLIPPED:
+        changes |= {"objective.ratio.level": level} if loss != "vespo" else {}
+        algorithm = override(entry(loss).value, changes)
+    else:
+        changes |= {"objective.trust.clip.low": low, "objective.trust.clip.high": high}
+        algorithm = override(entry("gspo" if level == "sequence" else "grpo").value, changes)
     accumulated = _positive("gradient_accumulation_steps", given["gradient_accumulation_steps"])
     generated = given["steps_per_generation"]
     each = accumulated if generated is None else _positive("steps_per_generation", generated)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from legato.core.rollout import Group
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import Finding
-from legato.diagnostics.lines import RunDirectoryError, write_records
+from legato.diagnostics.lines import RunDirectoryError, parsed, write_records
 from legato.run.records import records
 from legato.training.trainer import StepReport
 
@@ -45,14 +44,14 @@ class Evidence:
     def __init__(self, directory: RunDirectory, steps: int) -> None:
         self.directory = directory
         self._steps: deque[_Step] = deque(maxlen=steps)
-        self._metrics: deque[dict[str, Any]] = deque(maxlen=METRICS_KEPT)
 
     def hold(self, report: StepReport) -> None:
         """Remember a step; the oldest is let go."""
-        self._metrics.append({"kind": "step", "step": report.step, **report.metrics})
         if self._steps.maxlen:
             groups = tuple(_without_routes(group) for group in report.groups)
-            self._steps.append(_Step(report.step, groups, report.tensors))
+            # On the host: several steps of tables are memory that the next step may need on the device.
+            tensors = {name: tensor.detach().cpu() for name, tensor in report.tensors.items()}
+            self._steps.append(_Step(report.step, groups, tensors))
 
     def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
         """The folder, or None where the run wants none or has enough of them."""
@@ -62,19 +61,28 @@ class Evidence:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "finding.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in self._metrics))
+            (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in self._recorded()))
             for held in self._steps:
                 write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", records(held.groups))
-                tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in held.tensors.items()}
+                tensors = {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}
                 save_file(tensors, folder / f"tensors-{held.step:06d}.safetensors")
         except OSError as error:
             raise RunDirectoryError(f"cannot write {folder}: {error.strerror or error}") from error
         return folder
 
+    def _recorded(self) -> list[bytes]:
+        """The last steps as the run recorded them, those from before it was resumed among them."""
+        found: list[bytes] = []
+        for line in reversed(self.directory.recorded.after(0).splitlines()):
+            if len(found) == METRICS_KEPT:
+                break
+            if (record := parsed(line)) is not None and record.get("kind") == "step":
+                found.append(line)
+        return found[::-1]
+
     def forget(self) -> None:
         """The run goes on from somewhere else."""
         self._steps.clear()
-        self._metrics.clear()
 
 
 def _without_routes(group: Group) -> Group:

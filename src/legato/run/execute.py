@@ -11,12 +11,13 @@ from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import Finding
 from legato.policy.policy import Policy
 from legato.rollouts.sampling import Sampling
-from legato.run.health import Health, tightened
+from legato.run.health import Health
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
 from legato.run.records import record, records
 from legato.run.recovery import NoRecoveryError, recover
 from legato.run.resolved import Resolved
+from legato.run.tighten import tightened
 from legato.run.watcher import Watcher
 from legato.training import checkpoint
 from legato.training.collect import ExhaustedError
@@ -58,7 +59,7 @@ class Execution:
     """Reasons of unscorable rollouts that were shown."""
 
     def __post_init__(self) -> None:
-        self.health = Health(self.resolved.config, self.directory, self.watcher.message)
+        self.health = Health(self.resolved, self.directory, self.watcher.message)
 
     def go(self) -> tuple[str, int]:
         """Train to the end: (why it ended, exit code)."""
@@ -101,9 +102,13 @@ class Execution:
         return reason, 0
 
     def _end_early(self, reason: str) -> str:
-        self._save(may_be_best=False)
+        saved = "the state is saved"
+        try:
+            self._save(may_be_best=False)
+        except checkpoint.NotFiniteError as refusal:
+            saved = str(refusal)
         self.directory.append_metrics({"kind": "end", "reason": reason, "step": self.trainer.steps_done}, sync=True)
-        return f"{reason}; the state is saved"
+        return f"{reason}; {saved}"
 
     def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:
         """Do what an alarm asks for, then save what is due; why the run must end, where it must."""
@@ -117,10 +122,17 @@ class Execution:
         if alarm is not None and action == "stop":
             return f"stopped by the health watch: {alarm.words}"
         step, every = self.trainer.steps_done, self.resolved.config.output.checkpoint_every_steps
-        if every and step % every == 0:
-            self._save()
-        if alarm is not None and action == "pause":
-            self._save(may_be_best=False)
+        paused = alarm if action == "pause" else None
+        try:
+            if every and step % every == 0:
+                self._save()
+            if paused is not None:
+                self._save(may_be_best=False)
+        except checkpoint.NotFiniteError:
+            if paused is None:
+                raise
+            return f"stopped by the health watch: {paused.words}"
+        if paused is not None:
             self.health.pause(lambda: interrupt.received is not None)
         return None
 

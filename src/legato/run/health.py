@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.override import flatten, override
+from legato.core.scope import Scope
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import Finding
 from legato.diagnostics.health.rules import MARGIN
 from legato.diagnostics.health.watch import REST, Watch, worst
 from legato.run.evidence import Evidence
+from legato.run.resolved import Resolved
 from legato.run.schema import Config
 from legato.training.trainer import StepReport
 
 GO_ON = "continue"
 """The file in a run directory whose appearance ends a pause."""
 _LOOK_EVERY_SECONDS = 0.5
-_BOUNDS = ("low", "high", "log_low", "log_high")
 
 
 def settled(config: Config) -> int:
@@ -32,12 +32,23 @@ def settled(config: Config) -> int:
     return -(-training.warm_up_updates // (training.updates_per_step * training.epochs_per_step))
 
 
+def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
+    """Rules that say nothing of an algorithm."""
+    found = []
+    if not algorithm.objective.ratio.reads_anchor:
+        found.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
+    if any(part.scope is Scope.UPDATE and not part.reads_ratio for part in algorithm.objective.trust):
+        found += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
+    return tuple(found)
+
+
 class Health:
     """The watch of one run, with what it did so far."""
 
-    def __init__(self, config: Config, directory: RunDirectory, say: Callable[[str], None]) -> None:
+    def __init__(self, resolved: Resolved, directory: RunDirectory, say: Callable[[str], None]) -> None:
+        config = resolved.config
         self.options = config.health
-        self.watch = Watch(settled=settled(config), ignored=config.health.ignored)
+        self.watch = Watch(settled=settled(config), ignored=[*config.health.ignored, *meaningless(resolved.algorithm)])
         self.evidence = Evidence(directory, config.health.evidence_steps)
         self.directory, self.say = directory, say
         self.recoveries: list[dict[str, Any]] = []
@@ -76,8 +87,11 @@ class Health:
         return level != "note" and self.watch.since[name] > step - REST
 
     def kept(self, steps: Sequence[int], step: int) -> list[int]:
-        """Which checkpoints must stay: the newest that is healthy, where the run may have to go back to it."""
-        if self.options.action != "recover":
+        """Which checkpoints must stay: the newest that is healthy, where the run or a person may have to go back to it.
+
+        A run that ends or waits at an alarm saves the state it has then, which must not push that one out.
+        """
+        if self.options.action == "say":
             return []
         limit = self.healthy_before(step)
         return [each for each in steps if each <= limit][-1:] or list(steps[:1])
@@ -108,15 +122,3 @@ class Health:
             return
         self.watch.load(memory["watch"])
         self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])
-
-
-def tightened(algorithm: Algorithm, factor: float) -> Algorithm:
-    """The algorithm with the bounds of its trust region multiplied."""
-    if factor == 1:
-        return algorithm
-    bounds = {
-        path: value * factor
-        for path, value in flatten(algorithm).items()
-        if path.startswith("objective.trust.") and path.rpartition(".")[2] in _BOUNDS and isinstance(value, float)
-    }
-    return override(algorithm, bounds)

@@ -45,12 +45,13 @@ class TensorBoardLogger:
             module = import_module("torch.utils.tensorboard")
         except ImportError as error:
             raise ValueError("TensorBoard is switched on but not installed: pip install 'legato[tensorboard]'") from error
+        self._open: Callable[[int | None], Any] = lambda purge: module.SummaryWriter(log_dir=str(folder), purge_step=purge)
         # A resumed run writes the steps after its checkpoint again: what stood there is purged.
-        purge = first_step if first_step > 0 else None
         try:
-            self._writer = module.SummaryWriter(log_dir=str(folder), purge_step=purge)
+            self._writer = self._open(first_step if first_step > 0 else None)
         except OSError as error:
             raise ValueError(f"TensorBoard cannot write to {folder}: {error.strerror or error}") from error
+        self._last = first_step
         self._guard = _Guarded("TensorBoard", say)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -60,6 +61,11 @@ class TensorBoardLogger:
         self._guard.attempt(self._writer.close)
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step < self._last:
+            # A recovery of the health watch went back; only a new file tells that what stood there is void.
+            self._writer.close()
+            self._writer = self._open(step)
+        self._last = step
         for key, value in numbers.items():
             self._writer.add_scalar(key, value, global_step=step)
         self._writer.flush()
@@ -89,9 +95,11 @@ class WandbLogger:
                 f"W&B did not start ({type(error).__name__}: {error}); `wandb login`, WANDB_MODE=offline, or switch it off"
             ) from error
         self._guard = _Guarded("W&B", say)
+        # Its own count of steps cannot go back, as a recovery of the health watch does; what it is given then is dropped.
+        self._guard.attempt(lambda: self._run.define_metric("*", step_metric="step"))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._guard.attempt(lambda: self._run.log(scalars(metrics), step=step))
+        self._guard.attempt(lambda: self._run.log({**scalars(metrics), "step": step}))
 
     def close(self) -> None:
         self._guard.attempt(self._run.finish)

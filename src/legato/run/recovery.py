@@ -34,7 +34,7 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     memory = checkpoint.read_memory(folder)
     evidence = health.folder(alarm.step)
     # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
-    checkpoint.give_up(folder.parent, folder)
+    best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
     _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
@@ -51,11 +51,12 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     health.recoveries = [*earlier, done]
     execution.tighten(clip_scale)
     words = _words(done, len(health.recoveries), options.recoveries)
-    where = {"evidence": str(evidence.relative_to(directory.path))} if evidence.is_dir() else {}
+    kept = {"evidence": evidence if evidence.is_dir() else None, "best": best}
+    where = {name: str(path.relative_to(directory.path)) for name, path in kept.items() if path is not None}
     directory.health.append(
         {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
     )
-    health.say(words)
+    health.say(words + ("" if best is None else f"; the best checkpoint, which is newer, stays as {best}"))
     # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
     execution.save_again()
 

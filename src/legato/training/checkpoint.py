@@ -30,10 +30,16 @@ from legato.policy.policy import Policy
 from legato.training.optimizer import Optimizer
 
 FORMAT = 1
+_BEFORE = ".before.partial"
+"""What the checkpoint that is written again is called until the new one has its name."""
 
 
 class DamagedError(Exception):
     """A checkpoint that is not what was written."""
+
+
+class NotFiniteError(ValueError):
+    """A state that is not saved since it is broken."""
 
 
 def name_of(step: int) -> str:
@@ -70,7 +76,7 @@ def save(
             _flush(path)
         _flush(partial)
         # A recovery writes its checkpoint again: the old one stays until the new one has its name.
-        before = folder.with_name(f".{folder.name}.before.partial")
+        before = folder.with_name(f".{folder.name}{_BEFORE}")
         shutil.rmtree(before, ignore_errors=True)
         if folder.exists():
             folder.rename(before)
@@ -167,6 +173,17 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
     raise ValueError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
 
 
+def put_back(checkpoints: Path) -> None:
+    """A process killed between the two renames of a recovery left no checkpoint of that name; it may be the only one.
+
+    For whoever holds the run: to a reader beside it the same moment is one that passes.
+    """
+    for before in checkpoints.glob(f".step-*{_BEFORE}"):
+        folder = before.with_name(before.name.removeprefix(".").removesuffix(_BEFORE))
+        if not folder.exists():
+            before.rename(folder)
+
+
 def read_memory(folder: Path) -> dict[str, Any]:
     """What `save` was given, and the generators."""
     memory: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
@@ -226,11 +243,19 @@ def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def give_up(checkpoints: Path, last: Path) -> None:
-    """Delete what is newer than a checkpoint that a run was rolled back to."""
+def give_up(checkpoints: Path, last: Path, best: str | None) -> Path | None:
+    """Delete what is newer than a checkpoint that a run was rolled back to; the best is put aside, under another name."""
+    aside = None
     for folder in _listed(checkpoints):
-        if _step(folder) > _step(last):
+        if _step(folder) <= _step(last):
+            continue
+        if folder.name == best:
+            aside = folder.with_name(f"given-up-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
+    return aside
 
 
 def _digest(path: Path) -> str:
@@ -250,4 +275,6 @@ def _finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
     for what, tensors in (("weights of", policy.parameters()), ("optimizer state", state)):
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"the {what} {name} are not finite; such a state is not saved, the last checkpoint stays")
+                raise NotFiniteError(
+                    f"the {what} {name} are not finite; such a state is not saved, the last checkpoint stays"
+                )

@@ -192,7 +192,9 @@ class Collector:
         accuracy = [member.score.accuracy for member in members]
         flat = max(accuracy) - min(accuracy) <= 1e-6
         right = flat and min(accuracy) >= 1.0
-        tally.flat += flat
+        # By reward, as advantages are: answers that are all wrong may still be told apart by a shaping term.
+        rewards = [member.score.reward for member in members]
+        tally.flat += max(rewards) - min(rewards) <= 1e-6
         tally.all_right += right
         tally.all_wrong += flat and max(accuracy) <= 0.0
         if self.resampling == "history":

@@ -171,6 +171,8 @@ class Optimizer:
             if master is not self.weights[name]:
                 with torch.no_grad():
                     master.copy_(tensors[f"master|{name}"])
+            # A state from before the first update has no moments, and those of now must not outlive it.
+            self.inner.state.pop(master, None)
             if states.get(name):
                 self.inner.state[master] = {
                     kind: value.to(master.device, copy=True) if isinstance(value, Tensor) else value

@@ -147,7 +147,7 @@ class Trainer:
         return StepReport(
             step=self.steps_done,
             metrics={
-                **_summed(sums, updates, reports, without, norms, self.optimizer.lr),
+                **_summed(sums, reports, without, norms, self.optimizer.lr),
                 **_adapted(self.state),
                 **_seen(tally),
                 "rollouts/repetition": repetition(batch.tokens, batch.lengths),
@@ -168,7 +168,9 @@ class Trainer:
     def _idle(self, tally: Tally, seconds: float) -> StepReport:
         """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
         self.steps_done += 1
-        metrics = {**_seen(tally), "update/applied": 0.0, **_timed({"rollouts": seconds}, tally)}
+        # Where dynamic sampling found every answer right there was no update to lose.
+        applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
+        metrics = {**_seen(tally), **applied, **_timed({"rollouts": seconds}, tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
 
     def _plan(self, batch: Batch) -> list[Update]:
@@ -288,7 +290,8 @@ class Trainer:
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take over what `memory` gave."""
         self.steps_done = int(memory["steps_done"])
-        self.state = memory["state"]
+        # A part that came with a change of the algorithm begins; one that went is forgotten.
+        self.state = {name: memory["state"].get(name, first) for name, first in self.algorithm.initial().items()}
         self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
         self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
         self.collector.load(memory["collector"])
@@ -321,15 +324,15 @@ def _seen(tally: Tally) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
 
 
-def _summed(
-    sums: Sums, updates: list[Update], reports: list[Report], without: list[int], norms: list[float], lr: float
-) -> dict[str, float]:
-    """Metrics of the updates: over all of them (`sums`), and per update index k as `key@k`."""
+def _summed(sums: Sums, reports: list[Report], without: list[int], norms: list[float], lr: float) -> dict[str, float]:
+    """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`.
+
+    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
+    """
     metrics = _report(sums, len(reports))
-    for index in sorted({update.index for update in updates}):
-        of_index = [report.sums for update, report in zip(updates, reports, strict=True) if update.index == index]
-        found = _report(sum(of_index, start=Sums()), len(of_index))
-        metrics |= {f"{key}@{index}": found[key] for key in PER_UPDATE if key in found}
+    for number, report in enumerate(reports):
+        found = _report(report.sums, 1)
+        metrics |= {f"{key}@{number}": found[key] for key in PER_UPDATE if key in found}
     rows = sum(report.rows for report in reports)
     finite = [norm for norm in norms if math.isfinite(norm)]
     return metrics | {

@@ -45,9 +45,14 @@ class _Episode:
     times: int = 1
 
 
-def explain(records: Sequence[Record], *, settled: int = 0) -> list[Diagnosis]:
+def explain(records: Sequence[Record], *, settled: int = 0, ignored: Iterable[str] = ()) -> list[Diagnosis]:
     """What the rules find, what was done about it, and what became of held-out accuracy; most important first."""
-    found = [*_by_rules(records, settled), *_recoveries(records), *_held_out(records), *_still(records)]
+    found = [
+        *_by_rules(records, Watch(settled=settled, ignored=ignored)),
+        *_recoveries(records),
+        *_held_out(records),
+        *_still(records),
+    ]
     return ranked(found)
 
 
@@ -61,8 +66,8 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.get("kind", "step") == "step"]
 
 
-def _by_rules(records: Sequence[Record], settled: int) -> list[Diagnosis]:
-    watch, episodes = Watch(settled=settled), dict[str, _Episode]()
+def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
+    episodes = dict[str, _Episode]()
     rules = {rule.name: rule for rule in RULES}
     steps = steps_of(records)
     last = 0
@@ -125,10 +130,19 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
             says=f"The run was rolled back {len(found)} time{'s' if len(found) > 1 else ''} by the health watch.",
             evidence=tuple(_with_folder(record) for record in found),
             causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
-            tries=(f"start with a learning rate times {found[-1].get('lr_scale', 1):g}: that is what it went on with",),
+            tries=_went_on_with(found[-1]),
             first=int(found[0]["step"]),
         )
     ]
+
+
+def _went_on_with(last: Record) -> tuple[str, ...]:
+    """What the run was changed to, where that says how to start the next one."""
+    scales = {"a learning rate": last.get("lr_scale", 1), "bounds of the clip": last.get("clip_scale", 1)}
+    changed = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1]
+    if not changed:
+        return ("read the rollouts of the steps given up: only the problems were changed",)
+    return (f"start with {' and '.join(changed)}: that is what it went on with",)
 
 
 def _with_folder(record: Record) -> str:
@@ -162,13 +176,13 @@ def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
 def _still(records: Sequence[Record]) -> list[Diagnosis]:
     """A reward that did not move."""
     rewards = [value for record in steps_of(records) if (value := _finite(record, "reward/mean")) is not None]
-    tenth = len(rewards) // 5
-    if tenth < 10:
+    fifth = len(rewards) // 5
+    if fifth < 10:
         return []
-    first, last = rewards[:tenth], rewards[-tenth:]
-    change = sum(last) / tenth - sum(first) / tenth
-    mean = sum(first) / tenth
-    error = math.sqrt(2 * sum((value - mean) ** 2 for value in first) / (tenth - 1) / tenth)
+    first, last = rewards[:fifth], rewards[-fifth:]
+    change = sum(last) / fifth - sum(first) / fifth
+    mean = sum(first) / fifth
+    error = math.sqrt(2 * sum((value - mean) ** 2 for value in first) / (fifth - 1) / fifth)
     if abs(change) > 2 * error:
         return []
     return [

@@ -1,11 +1,14 @@
 """Logs of other trainers as records of ours: trainer_state.json of TRL, JSON lines, CSV. Standard library only."""
 
 import csv
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from legato.diagnostics.health.rules import RULES
 
 TRL: dict[str, str] = {
     "reward/mean": "reward",
@@ -25,7 +28,15 @@ TRL: dict[str, str] = {
 """Our key to the one of TRL's GRPOTrainer (1.16.0). A mapping that is given comes before it; keys of ours are taken as they
 are."""
 
-STEPS = ("step", "global_step", "_step", "train/global_step")
+_READ = {
+    key.partition("@")[0]
+    for rule in RULES
+    if rule.test != "together"
+    for key in (*rule.metrics, *rule.beside, *([] if rule.unless is None else rule.unless[:1]))
+} | set(TRL)
+"""Keys of ours that something is made of."""
+
+STEPS = ("step", "global_step", "_step", "Step")
 _PREFIX = "train/"
 """Weights & Biases and TensorBoard put it before what the trainer logs."""
 _LARGEST = 500_000_000
@@ -43,33 +54,53 @@ def find(path: Path) -> Path | None:
 
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Step records in our keys. `columns` maps a key of ours to a column of the file."""
-    mapping = {**TRL, **(columns or {})}
+    """Step records in our keys. `columns` maps a key of ours to a column of the file.
+
+    Lines of one step are one record, the last word on each number: some trainers log a step in several lines, and those that
+    were resumed log steps again.
+    """
+    given = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
+    mapping = {**TRL, **given}
     rows = list(_rows(path))
     if not rows:
         raise ValueError(f"{path} holds no step")
+    there = {str(name) for row in rows for name in row}
     for key, column in (columns or {}).items():
-        if not any(column in row or _PREFIX + column in row for row in rows):
-            there = ", ".join(sorted({str(name) for row in rows for name in row})[:30])
-            raise ValueError(f"--column {key}={column}: {path} has no column {column!r}; it has {there}")
-    records = [_record(row, number, mapping) for number, row in enumerate(rows, start=1)]
-    kept = [record for record in records if len(record) > 2]
-    if not kept:
+        if not _is_read(key):
+            raise ValueError(
+                f"--column {key}={column}: no rule reads {key!r}; those that are read: {', '.join(sorted(_READ))}"
+            )
+        if not {given[key], _PREFIX + given[key]} & there:
+            raise ValueError(
+                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(there)[:30])}"
+            )
+    found: dict[int, dict[str, Any]] = {}
+    for number, row in enumerate(rows, start=1):
+        record = _record(row, number, mapping)
+        if len(record) > 2:
+            found.setdefault(record["step"], {}).update(record)
+    if not found:
         raise ValueError(
             f"{path}: none of its columns is known; name them, as in --column reward/mean=my_reward (keys: docs/metrics.md)"
         )
-    return sorted(kept, key=lambda record: int(record["step"]))
+    return [found[step] for step in sorted(found)]
+
+
+def _is_read(key: str) -> bool:
+    return key.partition("@")[0] in _READ
 
 
 def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"{path} is larger than {_LARGEST:,} bytes; a log of metrics is needed")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".csv":
-            return list(csv.DictReader(text.splitlines()))
+            return list(csv.DictReader(io.StringIO(text, newline="")))
         if path.suffix in (".jsonl", ".ndjson"):
-            return [row for line in text.splitlines() if line.strip() and isinstance(row := json.loads(line), dict)]
+            # What stands after the last line break is still being written.
+            lines = text[: text.rfind("\n") + 1].split("\n") if "\n" in text else [text]
+            return [row for line in lines if line.strip() and isinstance(row := json.loads(line), dict)]
         tree = json.loads(text)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
@@ -86,7 +117,7 @@ def _record(row: Mapping[str, Any], number: int, mapping: Mapping[str, str]) -> 
     step = next((value for key in STEPS if (value := _number(plain.get(key))) is not None), None)
     record: dict[str, Any] = {"kind": "step", "step": number if step is None or not math.isfinite(step) else int(step)}
     for key, value in plain.items():
-        if "/" in key and key not in mapping.values() and (known := _number(value)) is not None:
+        if _is_read(key) and key not in mapping.values() and (known := _number(value)) is not None:
             record[key] = known
     for key, column in mapping.items():
         if (known := _number(plain.get(column))) is not None:
@@ -100,5 +131,5 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

@@ -162,10 +162,13 @@ class Watch:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Take over what `state` gave, of the rules there are: some may be ignored now, or be called otherwise."""
+        known = {rule.name for rule in self.rules}
         self.history = {key: list(values) for key, values in state["history"].items()}
-        self.best, self.active, self.since = dict(state["best"]), dict(state["active"]), dict(state["since"])
-        self.hits = {name: list(held) for name, held in state["hits"].items()}
+        self.best, self.active, self.since = (
+            {name: value for name, value in state[field].items() if name in known} for field in ("best", "active", "since")
+        )
+        self.hits = {name: list(held) for name, held in state["hits"].items() if name in known}
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:

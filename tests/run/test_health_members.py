@@ -1,0 +1,51 @@
+"""The rules as they are, on members of which a sign means something else than on most."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import legato
+from legato.diagnostics.format import RunDirectory
+from legato.run.doctor import examine
+from legato.run.load import load
+from legato.run.tighten import clip_bounds, tightened
+from proof.runs import light, small
+from run.test_health import early
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_reports() -> Iterator[None]:
+    with light():
+        yield
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": "gepo", "algorithm.objective.trust.clip.low": 0.01, "algorithm.objective.trust.clip.high": 0.01},
+        {"algorithm": "grpo", "algorithm.objective.trust": ["clip", "high-entropy"]},
+        {"algorithm": "gspo", "training.epochs_per_step": 3},
+    ],
+    ids=["ratios beside those of siblings", "tokens left out by entropy", "several epochs"],
+)
+def test_what_is_outside_the_band_by_design_is_no_sign_of_a_wrong_anchor(options: dict[str, Any], tmp_path: Path) -> None:
+    given = {"training.steps": 3, "evaluation.every_steps": 0, "training.prompts_per_step": 8}
+    ended = small(tmp_path, {**given, **options}, reward=early)
+    found = RunDirectory.open(ended.directory).health.read()
+    assert "anchor-off" not in [each["rule"] for each in found]
+    assert "anchor-off" not in [each.name for each in examine(ended.directory).found]
+
+
+def test_only_bounds_on_the_ratio_are_tightened() -> None:
+    value = legato.algorithm("grpo", {"objective.trust": ["clip", "clip-cov"]})
+    assert {*clip_bounds(value)} == {"objective.trust.clip.low", "objective.trust.clip.high"}
+    assert tightened(value, 0.5).objective.trust[1] == value.objective.trust[1]
+
+
+@pytest.mark.parametrize("name", ["sapo", "cispo", "rloo"])
+def test_a_factor_for_bounds_that_are_not_there_is_told(name: str) -> None:
+    words = [f"algorithm={name}", "health.action=recover", "health.clip_factor=0.5"]
+    with pytest.raises(ValueError, match="has no clip with bounds to tighten"):
+        load([], words)

@@ -1,0 +1,194 @@
+"""Recoveries and stops where something else goes wrong: kills, broken states, checkpoints that must not be lost."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health import watch
+from legato.run import execute, recovery
+from legato.run.evidence import Evidence
+from legato.run.train import resume
+from legato.run.wire import Given
+from legato.training.trainer import StepReport, Trainer
+from proof.runs import cut, differences, light, outcome, state
+from run.test_health import ILL, RECOVER, early, of_kind, run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rule() -> Iterator[None]:
+    with light(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.Watch.__init__, "__defaults__", ((ILL,),))
+        yield
+
+
+GIVEN = Given(reward=early)
+
+
+class Kill(BaseException):
+    """The end of a process, without a chance to do anything."""
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recovery to the only checkpoint that is left then."""
+    return Path(run(tmp_path_factory.mktemp("straight"), {**RECOVER, "output.keep_last": 1}).directory)
+
+
+def before(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def place(patch: pytest.MonkeyPatch) -> None:
+        def die(*_: Any, **__: Any) -> None:
+            raise Kill
+
+        patch.setattr(owner, name, die)
+
+    return place
+
+
+def between_the_renames(patch: pytest.MonkeyPatch) -> None:
+    """The old checkpoint has given up its name and the new one has not got it yet."""
+    rename = Path.rename
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial") and (path.parent / f".{target.name}.before.partial").exists():
+            raise Kill
+        return rename(path, target)
+
+    patch.setattr(Path, "rename", renamed)
+
+
+KILLS = {
+    "after the metrics": before(recovery, "restore"),
+    "before it is saved": before(execute.Execution, "save_again"),
+    "between the renames": between_the_renames,
+}
+
+
+@pytest.mark.parametrize("place", KILLS)
+def test_a_run_killed_in_the_middle_of_a_recovery_ends_as_if_it_was_not(
+    place: str, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        KILLS[place](patch)
+        with pytest.raises(Kill):
+            run(tmp_path, {**RECOVER, "output.keep_last": 1})
+    if place == "between the renames":
+        with pytest.raises(ValueError, match="no whole checkpoint"):
+            # A reader beside the run (sample, export) leaves alone what the run is about to rename.
+            recovery.checkpoint.latest(tmp_path / "run" / "checkpoints")
+    resume(tmp_path / "run", given=GIVEN)
+    assert differences(outcome(straight), outcome(tmp_path / "run")) == []
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_back_to_the_beginning_is_a_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first checkpoint has no moments; those of the run that went wrong are not carried into it."""
+    seen: dict[str, Any] = {}
+    give_up = recovery.checkpoint.give_up
+
+    def look(checkpoints: Path, last: Path, best: str | None) -> Any:
+        seen["before"] = state(last)
+        return give_up(checkpoints, last, best)
+
+    monkeypatch.setattr(recovery.checkpoint, "give_up", look)
+    ended = run(tmp_path, {**RECOVER, "output.checkpoint_every_steps": 100, "output.keep_last": 100})
+    assert of_kind(ended.directory, "recovery")[0]["step"] == 0
+    after = state(ended.directory / "checkpoints" / "step-000000")
+    for name in ("optimizer.safetensors", "model/model.safetensors", "random.safetensors"):
+        assert after[name] == seen["before"][name], name
+
+
+def test_the_best_checkpoint_outlives_a_recovery_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {0: 0.1, 4: 0.9}
+    monkeypatch.setattr(
+        execute, "accuracy_metrics", lambda kind, found: {f"eval/accuracy_{kind}": scores.get(trainers[-1].steps_done, 0.2)}
+    )
+    trainers: list[Trainer] = []
+    made = Trainer.__init__
+
+    def noted(trainer: Trainer, **parts: Any) -> None:
+        trainers.append(trainer)
+        made(trainer, **parts)
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    ended = run(tmp_path, {**RECOVER, "evaluation.every_steps": 2})
+    (done,) = of_kind(ended.directory, "recovery")
+    assert done["step"] == 1 and done["best"] == "checkpoints/given-up-step-000004"
+    assert (ended.directory / done["best"] / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("action", ["stop", "pause"])
+def test_what_is_saved_at_an_alarm_does_not_push_out_what_is_healthy(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[int] = []
+    monkeypatch.setattr(execute.Health, "pause", lambda health, _: there.extend(health.directory.checkpoint_steps()))
+    ended = run(tmp_path, {"health.action": action, "output.keep_last": 1})
+    there = there or RunDirectory.open(ended.directory).checkpoint_steps()
+    assert there[-1] == 7 and there[0] <= 2
+
+
+@pytest.mark.parametrize("action", ["stop", "pause"])
+def test_a_state_that_cannot_be_saved_is_no_other_exit_code(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def poisoned(trainer: Trainer, *rest: Any) -> Any:
+        report = step(trainer, *rest)
+        if report.step == 7:
+            next(iter(trainer.policy.parameters().values())).data.view(-1)[0] = torch.nan
+        return report
+
+    monkeypatch.setattr(Trainer, "step", poisoned)
+    ended = run(tmp_path, {"health.action": action})
+    assert ended.exit_code == 3 and "not finite" in ended.reason and "the state is saved" not in ended.reason
+    assert of_kind(ended.directory, "end")[-1]["step"] == 7
+    assert RunDirectory.open(ended.directory).checkpoint_steps()[-1] == 6
+
+
+def test_the_evidence_of_a_resumed_run_has_the_steps_before_it(tmp_path: Path) -> None:
+    ended = run(tmp_path / "straight", {})
+    again = cut(ended.directory, tmp_path, 5)
+    resume(again, given=GIVEN)
+    files = [folder / "evidence" / "step-000007" / "metrics.jsonl" for folder in (ended.directory, again)]
+    told = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files]
+    assert told[0] == told[1] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_evidence_is_json_and_waits_on_the_host(tmp_path: Path) -> None:
+    """JSON has no NaN, which is what an alarm is often about; and a device has no room for steps gone by."""
+
+    moved: list[bool] = []
+
+    class OnDevice(torch.Tensor):
+        def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+            moved.append(True)
+            return torch.zeros(2)
+
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.append_metrics({"kind": "step", "step": 1, "loss/total": float("nan")})
+    evidence = Evidence(directory, 2)
+    tensors = {"rewards": torch.zeros(2).as_subclass(OnDevice)}
+    metrics = {"loss/total": float("nan")}
+    evidence.hold(StepReport(step=1, metrics=metrics, groups=(), floor=None, unscorable={}, tensors=tensors))
+    assert moved
+    folder = evidence.write(directory.evidence_path(1), [])
+    assert folder is not None
+    text = (folder / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["loss/total"] is None
+
+
+def test_a_rule_that_holds_may_be_ignored_from_a_resume_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checkpoint remembers of it is not asked for when the next one is saved."""
+    named = replace(ILL, name="drift")
+    monkeypatch.setattr(watch.Watch.__init__, "__defaults__", ((named,),))
+    ended = run(tmp_path, {})
+    assert of_kind(ended.directory, "finding")
+    words = ["health.action=recover", "health.ignored=['drift']", "training.steps=11"]
+    assert resume(ended.directory, words, given=GIVEN).exit_code == 0
