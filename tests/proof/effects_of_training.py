@@ -384,13 +384,12 @@ def files_for_tensorboard(bench: Bench) -> None:
 
 @effect("output.wandb", "output.project", "output.tags")
 def a_run_at_weights_and_biases(bench: Bench) -> None:
-    given: dict[str, Any] = {}
-    logged: list[int] = []
+    given, logged = dict[str, Any](), list[int]()
 
     def init(**settings: Any) -> SimpleNamespace:
         given.update(settings)
-        made: dict[str, Any] = {"define_metric": lambda name, step_metric: None, "finish": lambda: None}
-        return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), **made)
+        quiet = {"define_metric": lambda name, step_metric: None, "finish": lambda: None}
+        return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), **quiet)
 
     bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     bench.run({"output.wandb": True, "output.project": "mine", "output.tags": ["a", "b"]})

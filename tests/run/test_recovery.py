@@ -77,6 +77,10 @@ def test_a_run_killed_in_the_middle_of_a_recovery_ends_as_if_it_was_not(
         KILLS[place](patch)
         with pytest.raises(Kill):
             run(tmp_path, {**RECOVER, "output.keep_last": 1})
+    if place == "between the renames":
+        with pytest.raises(ValueError, match="no whole checkpoint"):
+            # A reader beside the run (sample, export) leaves alone what the run is about to rename.
+            recovery.checkpoint.latest(tmp_path / "run" / "checkpoints")
     resume(tmp_path / "run", given=GIVEN)
     assert differences(outcome(straight), outcome(tmp_path / "run")) == []
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))

@@ -180,6 +180,7 @@ def resume(
     resolved = load([directory.config_path], words) if words else before
     sentences = changes.check(before, resolved, allow_changes)
     with locked(directory):
+        checkpoint.put_back(directory.path / "checkpoints")
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
         for warning in warnings:
             watcher.message(warning)

@@ -163,7 +163,6 @@ def check(folder: Path) -> None:
 
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
     """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
-    _put_back(checkpoints)
     warnings: list[str] = []
     for folder in reversed(_listed(checkpoints)):
         try:
@@ -174,8 +173,11 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
     raise ValueError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
 
 
-def _put_back(checkpoints: Path) -> None:
-    """A process killed between the two renames of a recovery left no checkpoint of that name; it may be the only one."""
+def put_back(checkpoints: Path) -> None:
+    """A process killed between the two renames of a recovery left no checkpoint of that name; it may be the only one.
+
+    For whoever holds the run: to a reader beside it the same moment is one that passes.
+    """
     for before in checkpoints.glob(f".step-*{_BEFORE}"):
         folder = before.with_name(before.name.removeprefix(".").removesuffix(_BEFORE))
         if not folder.exists():
