@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -171,6 +172,19 @@ def test_a_slow_fall_is_seen_beside_the_best_though_each_window_looks_usual() ->
     series = [{"reward/mean": max(0.05, 0.8 - 0.001 * step)} for step in range(700)]
     found = {told: step for step, told in watched(RULES, series)}
     assert "reward-fall" not in found and 400 < found["reward-lost"] < 480
+
+
+@pytest.mark.parametrize(("chance", "low", "high"), [(0.02, 0.0, 1.0), (0.05, 0.0, 1.0), (0.1, 0.0, 1.0), (0.6, -1.0, 1.0)])
+def test_a_reward_that_does_not_move_is_not_lost(chance: float, low: float, high: float) -> None:
+    """32 problems of 8 answers, most of them all right or all wrong, at rates at which models begin."""
+    draw = random.Random(0)
+    steps = []
+    for _ in range(600):
+        rates = [draw.betavariate(chance, 1 - chance) for _ in range(32)]
+        share = statistics.fmean(sum(draw.random() < rate for _ in range(8)) / 8 for rate in rates)
+        steps.append({"reward/mean": low + (high - low) * share, "accuracy/mean": share})
+    told = [name for _, name in watched(RULES, steps)]
+    assert not {"reward-lost", "accuracy-lost", "collapse"} & {*told}
 
 
 def test_what_is_compared_begins_after_the_warm_up() -> None:

@@ -22,7 +22,7 @@ TESTS: dict[str, str] = {
     "share": "below the threshold times the median of the window",
     "rises": "the mean of the last steps is above that of the window by so many standard errors",
     "falls": "the mean of the last steps is below that of the window by so many standard errors",
-    "of-best": "the mean of the last steps is below this share of the best mean over a window so far",
+    "of-best": "the mean of the last steps is below this share of the best mean over a window so far, by more than chance",
     "not-finite": "there, but not a finite number",
     "together": "the first rule named and a warning of another family, within the window",
 }
@@ -74,7 +74,8 @@ class Rule:
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
             said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test == "of-best":
-            said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x its best mean of {self.window} steps"
+            best = f"{self.threshold:g} x its best mean of {self.window} steps, beyond chance"
+            said = f"mean of {self.of} steps of {looked_at} < {best}"
         else:
             side = ">" if self.test == "rises" else "<"
             said = (

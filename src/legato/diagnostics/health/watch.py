@@ -14,6 +14,10 @@ from legato.diagnostics.health.rules import RULES
 REST = 20
 """A rule that held is told again only after so many steps in which it did not."""
 
+CHANCE = 5.0
+"""Standard errors by which a mean must be below the best for that to be no chance: half of a reward of a few per cent is one
+lucky problem, and where a reward may be negative half of it is nothing at all."""
+
 Judged = tuple[bool, float | None, float | None]
 """Whether a step passes the test of a rule, the value looked at, and what it was compared with."""
 
@@ -32,6 +36,8 @@ class Watch:
         """The last values of what is compared with its past; None where a step had none."""
         self.best: dict[str, float] = {}
         """The best mean over a window so far, by rule."""
+        self.spread: dict[str, float] = {}
+        """The standard deviation within the window of that best mean, by rule."""
         self.hits: dict[str, list[bool]] = {}
         """Which of the last steps passed the test, by rule."""
         self.active: dict[str, int] = {}
@@ -111,13 +117,14 @@ class Watch:
         return _moved(rule, before, recent)
 
     def _of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
-        if len(before) >= rule.window:
-            self.best[rule.name] = max(self.best.get(rule.name, -math.inf), statistics.fmean(before))
+        if len(before) >= rule.window and (usual := statistics.fmean(before)) > self.best.get(rule.name, -math.inf):
+            self.best[rule.name], self.spread[rule.name] = usual, statistics.stdev(before)
         best = self.best.get(rule.name)
         if best is None or len(recent) < rule.of:
             return False, None, best
         mean = statistics.fmean(recent)
-        return best > 0 and mean < rule.threshold * best, mean, best
+        error = self.spread.get(rule.name, 0.0) * math.sqrt(1 / rule.of + 1 / rule.window)
+        return best > 0 and mean < rule.threshold * best and best - mean > CHANCE * error, mean, best
 
     def _together(self, rule: Rule, step: int) -> Judged:
         first = next((each for each in self.rules if each.name == rule.metrics[0]), None)
@@ -156,6 +163,7 @@ class Watch:
         return {
             "history": {key: list(values) for key, values in self.history.items()},
             "best": dict(self.best),
+            "spread": dict(self.spread),
             "hits": {name: list(held) for name, held in self.hits.items()},
             "active": dict(self.active),
             "since": dict(self.since),
@@ -165,8 +173,9 @@ class Watch:
         """Take over what `state` gave, of the rules there are: some may be ignored now, or be called otherwise."""
         known = {rule.name for rule in self.rules}
         self.history = {key: list(values) for key, values in state["history"].items()}
-        self.best, self.active, self.since = (
-            {name: value for name, value in state[field].items() if name in known} for field in ("best", "active", "since")
+        self.best, self.spread, self.active, self.since = (
+            {name: value for name, value in state.get(field, {}).items() if name in known}
+            for field in ("best", "spread", "active", "since")
         )
         self.hits = {name: list(held) for name, held in state["hits"].items() if name in known}
 
