@@ -1,7 +1,7 @@
 """Whether the health watch catches what it should and stays quiet otherwise, measured on the tiny task.
 
-    python -m benchmarks.health --seeds 0-9                       # the collapse, its recovery, healthy runs
-    python -m benchmarks.health --seeds 0-4 --arms faults         # the other faults
+    python -m benchmarks.health --seeds 10-19                     # the collapse, its recovery, healthy runs
+    python -m benchmarks.health --seeds 10-14 --arms faults       # the other faults
     python -m benchmarks.health --seeds 100-102 --arms verify     # that the collapse is one
 
 One healthy run of 50 steps a seed; every arm goes on from a copy of it, to the bit, with a fault from step 51 on. What is
