@@ -92,8 +92,9 @@ def experiment_page(results: Mapping[str, Any]) -> str:
             " steps a seed. Every arm goes on from a copy of them, to the bit, with a fault from the next step on; the fault"
             " stays when a run is rolled back. Rules and thresholds were written and tried on seeds 100 to 103 and measured"
             " on seeds 0 to 9: an alarm in time on 9 of 10, 10 of 10 recovered, but 2 false alarms in 2,500 healthy steps,"
-            " both of `drift` at 6 times the usual. Its threshold was raised to 7.5, `reward-lost` asks for 5 standard errors"
-            f" since, all was committed again (`{results['thresholds']}` is the hash of what rules test), and then the seeds below"
+            " both of `drift` at 6 times the usual. Its threshold was raised to 7.5, `reward-lost` asks for 5 standard"
+            f" errors since, all was committed again (`{results['thresholds']}` is the hash of what rules test), and then the"
+            " seeds below"
             f" were run, fresh. Machine: {results['machine']}."
         ),
         *_verified(of.get("verify", []), first),
