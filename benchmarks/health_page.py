@@ -93,7 +93,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
             " stays when a run is rolled back. Rules and thresholds were written and tried on seeds 100 to 103 and measured"
             " on seeds 0 to 9: an alarm in time on 9 of 10, 10 of 10 recovered, but 2 false alarms in 2,500 healthy steps,"
             " both of `drift` at 6 times the usual. Its threshold was raised to 7.5, `reward-lost` asks for 5 standard"
-            f" errors since, all was committed again (`{results['thresholds']}` is the hash of what rules test), and then the"
+            f" errors since, all was committed again (`{results['thresholds']}` is the hash of what rules test), then the"
             " seeds below"
             f" were run, fresh. Machine: {results['machine']}."
         ),
