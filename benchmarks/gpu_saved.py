@@ -35,7 +35,7 @@ def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int,
     )
 
 
-def packs_of(texts: Any, most: int) -> list[Pack]:
+def packs_of(texts: Texts, most: int) -> list[Pack]:
     """As the trainer cuts an update: whole groups, at most so many tokens a pack, evenly filled."""
     return [pack(texts, rows) for rows in packs(texts, texts.group.unique().tolist(), most)]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from legato.core.batch import Batch
+from legato.policy.packs import Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def plan(batch: Batch, *, updates: int, epochs: int, tokens_per_pack: int, seed:
     return found
 
 
-def packs(batch: Batch, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
+def packs(batch: Batch | Texts, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
     """Rows of the groups in packs of at most so many tokens; a row longer than that is a pack of its own.
 
     As many packs as first fit by decreasing size needs, then evenly filled. A group stays together, so that its prompt is
