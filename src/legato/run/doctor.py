@@ -6,7 +6,7 @@ Settings are looked at as values: those of TRL become the algorithm of ours they
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from legato.algorithms.override import override
 from legato.core.parts import nearest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
-from legato.diagnostics.health.explain import Diagnosis, Record, explain, ranked, steps_of
+from legato.diagnostics.health.explain import Diagnosis, Record, count, explain, judged, ranked, sparse, steps_of
+from legato.diagnostics.health.rules import RULES
 from legato.run.health import meaningless, settled
 from legato.run.load import load
 
@@ -55,12 +56,17 @@ class Examined:
     title: str
     facts: tuple[str, ...]
     found: tuple[Diagnosis, ...]
+    judged: int
+    """Rules whose numbers were recorded."""
+    rules: int = len(RULES)
 
 
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examined:
     """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
+    if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
+        path = path.parent
     if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():
         if words or columns:
             raise ValueError(
@@ -74,8 +80,21 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
         )
     records = foreign.read(log, columns)
-    found = [*explain(records), *(_trl(words, records) if words else [])]
-    return Examined(title=str(log), facts=tuple(_facts(records)), found=tuple(ranked(found)))
+    found = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl(words, records) if words else []))]
+    return _examined(str(log), _facts(records), found, records)
+
+
+def _examined(title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record]) -> Examined:
+    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)), judged=len(judged(records)))
+
+
+def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
+    return replace(
+        told,
+        says=foreign.beside(told.says),
+        causes=tuple(foreign.beside(each) for each in told.causes),
+        tries=tuple(foreign.beside(each) for each in told.tries),
+    )
 
 
 def _ours(directory: RunDirectory) -> Examined:
@@ -94,7 +113,7 @@ def _ours(directory: RunDirectory) -> Examined:
     found += explain(records, settled=warming, ignored=ignored)
     start = next((record for record in records if record.get("kind") == "start"), {})
     title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
-    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)))
+    return _examined(title, facts, found, records)
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
@@ -102,7 +121,8 @@ def _facts(records: Sequence[Record]) -> list[str]:
     if not steps:
         return ["no step was recorded"]
     rewards = _finite(steps, "reward/mean")
-    facts = [f"{len(steps)} steps recorded, to step {max(int(step['step']) for step in steps)}"]
+    last = max(int(step["step"]) for step in steps)
+    facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {last}"]
     if rewards:
         many = max(1, min(20, len(rewards) // 4))
         first, last = sum(rewards[:many]) / many, sum(rewards[-many:]) / many

@@ -5,8 +5,10 @@ them too.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from legato.diagnostics.collapse import collapse
@@ -66,22 +68,40 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.get("kind", "step") == "step"]
 
 
+def judged(records: Iterable[Record]) -> list[str]:
+    """The rules whose numbers the steps have: what the others would say is not known."""
+    there = {key for record in steps_of(records) for key in record}
+    there |= {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+    named = [rule.name for rule in RULES if rule.test != "together" and not there.isdisjoint(rule.metrics)]
+    return named + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in named]
+
+
+def sparse(steps: Sequence[Record]) -> bool:
+    """Whether steps are missing between those recorded, as in a log of every tenth."""
+    numbers = [int(record["step"]) for record in steps]
+    return any(later - earlier > 1 for earlier, later in pairwise(numbers))
+
+
 def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
     episodes = dict[str, _Episode]()
     rules = {rule.name: rule for rule in RULES}
     steps = steps_of(records)
+    some = sparse(steps)
     last = 0
-    for record in steps:
+    # Counted by row, which is by step where every step is recorded: windows are of what is there, and a sign has its row.
+    start = int(steps[0]["step"]) if steps else 0
+    for row, record in enumerate(steps, start=start):
         last = int(record["step"])
-        for finding in watch.see(last, record):
+        for finding in watch.see(row, record):
             known = episodes.get(finding.rule)
             if known is None:
-                words = finding.words
-                episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, finding.since, last, last)
+                words = re.sub(r"(\d) steps\b", r"\1 logged steps", finding.words) if some else finding.words
+                first = int(steps[max(0, finding.since - start)]["step"])
+                episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, first, last, last)
             else:
                 known.times += 1
         for name, seen in watch.active.items():
-            if seen == last:
+            if seen == row:
                 episodes[name].last = last
                 episodes[name].steps += last != episodes[name].told
     kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "finding" and r.get("evidence")}
@@ -92,7 +112,8 @@ def _told(episode: _Episode, steps: Sequence[Record], last: int, folder: str | N
     rule = episode.rule
     again = f", in {episode.times} stretches" if episode.times > 1 else ""
     when = f"first at step {episode.told} (signs from {episode.first}), last at step {episode.last}"
-    evidence = [f"{when}: {episode.steps} steps{again}", *_course(steps, episode)]
+    many = count(episode.steps, "row" if sparse(steps) else "step")
+    evidence = [f"{when}: {many}{again}", *_course(steps, episode)]
     evidence += [f"rollouts, tensors and metrics of those steps: {folder}"] if folder else []
     return Diagnosis(
         name=rule.name,
@@ -127,7 +148,7 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
         Diagnosis(
             name="recovered",
             level="warning",
-            says=f"The run was rolled back {len(found)} time{'s' if len(found) > 1 else ''} by the health watch.",
+            says=f"The run was rolled back {count(len(found), 'time')} by the health watch.",
             evidence=tuple(_with_folder(record) for record in found),
             causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
             tries=_went_on_with(found[-1]),
@@ -196,6 +217,11 @@ def _still(records: Sequence[Record]) -> list[Diagnosis]:
             lasting=True,
         )
     ]
+
+
+def count(number: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _finite(record: Record, key: str) -> float | None:
