@@ -113,6 +113,7 @@ def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
     found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
     (told,) = found.found
     assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
+    assert told.causes == next(rule.causes for rule in RULES if rule.name == "drift")
     assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
 
 
@@ -131,6 +132,25 @@ def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> 
     ]
     found = examine(written(tmp_path, [*course(), *measured]))
     assert names(found)[0] == "held-out" and "10.0%" in found.found[0].says
+    assert not any("export" in line for line in found.found[0].tries)  # no checkpoint was kept
+    run = tmp_path / "run"
+    for step in (0, 50, 100):
+        RunDirectory.open(run).checkpoint_path(step).mkdir(parents=True)
+    assert f"legato export {run} FOLDER --step 50" in examine(run).found[0].tries[0]
+
+
+def test_a_run_that_recorded_nothing_is_named_by_its_settings(tmp_path: Path) -> None:
+    run = written(tmp_path, [], ["algorithm=dapo"])
+    (run / "metrics.jsonl").write_text("")
+    found = examine(run)
+    assert found.title == "run: dapo on tiny" and found.judged == 0
+
+
+def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "a", course(5)), written(tmp_path / "a" / "b", course(5))
+    with pytest.raises(ValueError, match="holds 2 runs") as refusal:
+        examine(tmp_path / "a")
+    assert str(one) in str(refusal.value) and str(two) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +342,11 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
     [
         (lambda folder: folder / "nowhere", [], "does not exist"),
         (lambda folder: folder, [], "is no run directory"),
+        (
+            lambda folder: written(folder, course(5)) / "config.toml",
+            [],
+            "is a configuration; what is read is a run directory",
+        ),
         (lambda folder: state_file(folder, []), [], "holds no step"),
         (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),

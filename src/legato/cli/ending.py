@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from legato.core.words import count
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.report import duration, verdict
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number
@@ -30,7 +31,7 @@ def end_screen(
     console.print(
         Text.assemble(
             (shortened(_plain(summary.name), 30), "bold"),
-            f"  {_plain(summary.algorithm)}, {summary.steps:,} steps in {duration(summary.seconds)}{reason}",
+            f"  {_plain(summary.algorithm)}, {count(summary.steps, 'step')} in {duration(summary.seconds)}{reason}",
         ),
         overflow="ellipsis",
         no_wrap=True,

@@ -15,9 +15,10 @@ from legato.algorithms.catalogue import entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import override
 from legato.core.parts import nearest
+from legato.core.words import count
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
-from legato.diagnostics.health.explain import Diagnosis, Record, count, explain, judged, ranked, sparse, steps_of
+from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of
 from legato.diagnostics.health.rules import RULES
 from legato.run.health import meaningless, settled
 from legato.run.load import load
@@ -73,8 +74,17 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
                 f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
             )
         return _ours(RunDirectory.open(path))
+    if path.suffix == ".toml":
+        raise ValueError(
+            f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
+            f" It is run by: legato train {path}"
+        )
     log = foreign.find(path)
     if log is None:
+        inside = _runs_in(path)
+        if inside:
+            named = ", ".join(map(str, inside[:20])) + (" ..." if len(inside) > 20 else "")
+            raise ValueError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {named}")
         raise ValueError(
             f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
@@ -82,6 +92,12 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
     records = foreign.read(log, columns)
     found = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl(words, records) if words else []))]
     return _examined(str(log), _facts(records), found, records)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The runs of a folder, and those of a comparison, which are one deeper."""
+    found = (file.parent for pattern in ("*", "*/*", "*/*/*") for file in sorted(path.glob(f"{pattern}/metrics.jsonl")))
+    return [folder for folder in found if (folder / "config.toml").is_file()]
 
 
 def _examined(title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record]) -> Examined:
@@ -101,18 +117,22 @@ def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
     warming, ignored = 0, tuple[str, ...]()
+    named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
     except ValueError as error:
         facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
     else:
+        named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored = settled(resolved.config), meaningless(resolved.algorithm)
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
-    found += explain(records, settled=warming, ignored=ignored)
-    start = next((record for record in records if record.get("kind") == "start"), {})
-    title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
+    found += explain(
+        records, settled=warming, ignored=ignored, run=str(directory.path), checkpoints=directory.checkpoint_steps()
+    )
+    start = named | next((record for record in records if record.get("kind") == "start"), {})
+    title = f"{directory.name}: {start['algorithm']} on {start['model']}"
     return _examined(title, facts, found, records)
 
 

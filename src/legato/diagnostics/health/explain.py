@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from legato.core.words import count
 from legato.diagnostics.collapse import collapse
 from legato.diagnostics.health.rule import LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
@@ -47,12 +48,22 @@ class _Episode:
     times: int = 1
 
 
-def explain(records: Sequence[Record], *, settled: int = 0, ignored: Iterable[str] = ()) -> list[Diagnosis]:
-    """What the rules find, what was done about it, and what became of held-out accuracy; most important first."""
+def explain(
+    records: Sequence[Record],
+    *,
+    settled: int = 0,
+    ignored: Iterable[str] = (),
+    run: str = "RUN",
+    checkpoints: Iterable[int] = (),
+) -> list[Diagnosis]:
+    """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
+
+    `run` is what a command would name, `checkpoints` the steps it could take.
+    """
     found = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
         *_recoveries(records),
-        *_held_out(records),
+        *_held_out(records, run, set(checkpoints)),
         *_still(records),
     ]
     return ranked(found)
@@ -144,13 +155,14 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
     found = [record for record in records if record.get("kind") == "recovery"]
     if not found:
         return []
+    known = {rule.name: rule.causes for rule in RULES}
     return [
         Diagnosis(
             name="recovered",
             level="warning",
             says=f"The run was rolled back {count(len(found), 'time')} by the health watch.",
             evidence=tuple(_with_folder(record) for record in found),
-            causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
+            causes=tuple(dict.fromkeys(cause for record in found for cause in known.get(str(record.get("rule")), ()))),
             tries=_went_on_with(found[-1]),
             first=int(found[0]["step"]),
         )
@@ -171,16 +183,22 @@ def _with_folder(record: Record) -> str:
     return str(record.get("words", "")) + (f" What was given up: {folder}." if folder else "")
 
 
-def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
+def _held_out(records: Sequence[Record], run: str, checkpoints: set[int]) -> list[Diagnosis]:
     keys = ("eval/accuracy_sampled", "eval/accuracy_sampled_low", "eval/accuracy_sampled_high")
-    measured = [
-        tuple(float(record[key]) for key in keys)
+    evaluations = [
+        record
         for record in records
         if record.get("kind") == "evaluation" and all(_finite(record, key) is not None for key in keys)
     ]
+    measured = [tuple(float(record[key]) for key in keys) for record in evaluations]
     why = collapse([(value, low, high) for value, low, high in measured])
     if why is None:
         return []
+    kept = {int(each["step"]): float(each[keys[0]]) for each in evaluations if int(each["step"]) in checkpoints}
+    best = max(kept, key=lambda step: kept[step], default=None)
+    export = (
+        () if best is None else (f"take the best checkpoint: legato export {run} FOLDER --step {best} ({kept[best]:.1%})",)
+    )
     return [
         Diagnosis(
             name="held-out",
@@ -188,7 +206,7 @@ def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
             says=f"Held-out accuracy (sampled) {why}.",
             evidence=(", ".join(f"{value:.1%}" for value, *_ in measured[-8:]) + " in the last evaluations",),
             causes=("a collapse of the policy", "a reward that is gamed: it may have stayed up meanwhile"),
-            tries=("export the best checkpoint, which is kept", "see the findings that began before the fall"),
+            tries=(*export, "see the findings that began before the fall"),
             lasting=True,
         )
     ]
@@ -217,11 +235,6 @@ def _still(records: Sequence[Record]) -> list[Diagnosis]:
             lasting=True,
         )
     ]
-
-
-def count(number: int, what: str) -> str:
-    """1 step, 2 steps."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _finite(record: Record, key: str) -> float | None:
