@@ -13,10 +13,10 @@ from legato.compare.outcomes import outcome
 from legato.compare.processes import Ended, Machine, Task, run_all
 from legato.compare.results import collect
 from legato.compare.store import Store
-from legato.core.words import count
 from legato.dashboard.comparison import write_pages
 from legato.dashboard.report import duration
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.words import count
 from legato.run.lock import locked
 
 _REPORT_SECONDS = 60.0

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from legato.core.words import count
 from legato.dashboard.report import duration
+from legato.diagnostics.words import count
 
 Results = Mapping[str, Any]
 

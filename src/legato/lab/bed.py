@@ -10,7 +10,7 @@ from torch import Tensor
 
 from legato.core.batch import collate
 from legato.core.rollout import Group
-from legato.core.words import count
+from legato.diagnostics.words import count
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
 from legato.run import wire

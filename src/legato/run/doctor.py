@@ -15,11 +15,11 @@ from legato.algorithms.catalogue import entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import override
 from legato.core.parts import nearest
-from legato.core.words import count
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
 from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of
 from legato.diagnostics.health.rules import RULES
+from legato.diagnostics.words import count
 from legato.run.health import meaningless, settled
 from legato.run.load import load
 
@@ -131,7 +131,7 @@ def _ours(directory: RunDirectory) -> Examined:
     found += explain(
         records, settled=warming, ignored=ignored, run=str(directory.path), checkpoints=directory.checkpoint_steps()
     )
-    start = named | next((record for record in records if record.get("kind") == "start"), {})
+    start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"
     return _examined(title, facts, found, records)
 
@@ -141,8 +141,8 @@ def _facts(records: Sequence[Record]) -> list[str]:
     if not steps:
         return ["no step was recorded"]
     rewards = _finite(steps, "reward/mean")
-    last = max(int(step["step"]) for step in steps)
-    facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {last}"]
+    newest = max(int(step["step"]) for step in steps)
+    facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {newest}"]
     if rewards:
         many = max(1, min(20, len(rewards) // 4))
         first, last = sum(rewards[:many]) / many, sum(rewards[-many:]) / many

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from legato.core.rollout import Problem
-from legato.core.words import count
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.words import count
 from legato.policy.parting import parting
 from legato.policy.reference import Reference
 from legato.policy.supervised import texts_of

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from legato.core.words import count
 from legato.diagnostics.collapse import collapse
 from legato.diagnostics.health.rule import LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.health.watch import Watch
+from legato.diagnostics.words import count
 
 Record = Mapping[str, Any]
 
