@@ -141,7 +141,8 @@ def test_stop_ends_with_exit_code_3_and_the_state_saved(
     folder = tmp_path / "run"
     assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
     assert RunDirectory.open(folder).checkpoint_steps()[-1] == 7
-    assert resume(folder).exit_code == 0 and len(steps(folder)) == 10
+    changed = ["training.lr=0.0015", "health.action=recover"]
+    assert resume(folder, changed, allow_changes=True).exit_code == 0 and len(steps(folder)) == 10
 
 
 def test_the_time_left_counts_the_steps_that_were_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
