@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from legato.compare import processes
 from legato.compare.definition import Definition, from_arguments, from_file
 from legato.compare.jobs import differences, jobs
 from legato.compare.processes import Machine
@@ -115,7 +116,36 @@ def test_arms_with_other_problems_weights_or_budgets_are_told_apart(change: dict
     assert told[0].startswith(f"{path} is ") and "for one (" in told[0] and "for other (override" in told[0]
 
 
-def test_cores_and_gpus_are_divided() -> None:
+def test_threads_that_were_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert Machine(parallel=1).threads == Machine(parallel=500).threads == 3
+    assert Machine().environment(0)["OMP_NUM_THREADS"] == "3"
+
+
+def test_where_runs_are_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process that prints a step as a run does, and ends when it was told."""
+    heard = tmp_path / "heard"
+    script = (
+        "import pathlib, sys, time\n"
+        "print('step  7/20  reward 0.5  left 3 s', flush=True)\n"
+        f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.02)\n"
+    )
+    begun = processes.subprocess.Popen
+    monkeypatch.setattr(processes, "_PROGRESS_SECONDS", 0.05)
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **rest: begun([words[0], "-c", script], **rest))
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        heard.touch()
+
+    task = processes.Task(name="one", words=("train",), log=tmp_path / "log")
+    code = processes.run_all([task], Machine(), begun=lambda task: None, ended=lambda end: None, say=say)
+    assert code == 0 and said == ["goes on  one: step 7 of 20"]
+
+
+def test_cores_and_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     assert Machine(parallel=1).threads == cores
     assert Machine(parallel=10 * cores).threads == 1

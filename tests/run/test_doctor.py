@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import LEVELS
+from legato.diagnostics.health.rules import RULES
 from legato.run.doctor import Examined, examine
 from legato.run.load import dump, load
 from proof.command import Command, refused
@@ -111,6 +113,7 @@ def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
     found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
     (told,) = found.found
     assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
+    assert told.causes == next(rule.causes for rule in RULES if rule.name == "drift")
     assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
 
 
@@ -129,6 +132,25 @@ def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> 
     ]
     found = examine(written(tmp_path, [*course(), *measured]))
     assert names(found)[0] == "held-out" and "10.0%" in found.found[0].says
+    assert not any("export" in line for line in found.found[0].tries)  # no checkpoint was kept
+    run = tmp_path / "run"
+    for step in (0, 50, 100):
+        RunDirectory.open(run).checkpoint_path(step).mkdir(parents=True)
+    assert f"legato export {run} FOLDER --step 50" in examine(run).found[0].tries[0]
+
+
+def test_a_run_that_recorded_nothing_is_named_by_its_settings(tmp_path: Path) -> None:
+    run = written(tmp_path, [], ["algorithm=dapo"])
+    (run / "metrics.jsonl").write_text("")
+    found = examine(run)
+    assert found.title == "run: dapo on tiny" and found.judged == 0
+
+
+def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
+    one, two = written(tmp_path / "a", course(5)), written(tmp_path / "a" / "b", course(5))
+    with pytest.raises(ValueError, match="holds 2 runs") as refusal:
+        examine(tmp_path / "a")
+    assert str(one) in str(refusal.value) and str(two) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +249,7 @@ def test_a_column_may_be_named_with_or_without_its_prefix(column: str, tmp_path:
     rows = [{"Step": 10 * r["step"], "train/score": r["reward/mean"]} for r in course(sick_from=61)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = examine(path, columns={"reward/mean": column})
-    assert "reward-lost" in names(found) and found.facts[0] == "100 steps recorded, to step 1000"
+    assert "reward-lost" in names(found) and found.facts[0] == "100 rows recorded, to step 1000"
 
 
 def test_a_log_that_is_being_written_and_one_from_a_spreadsheet_are_read(tmp_path: Path) -> None:
@@ -236,7 +258,7 @@ def test_a_log_that_is_being_written_and_one_from_a_spreadsheet_are_read(tmp_pat
     assert examine(going).facts[0] == "20 steps recorded, to step 20"
     sheet = tmp_path / "log.csv"
     sheet.write_text('\ufeffstep,note,reward\n7,"two\nlines",0.5\n', encoding="utf-8")
-    assert examine(sheet).facts[0] == "1 steps recorded, to step 7"
+    assert examine(sheet).facts[0] == "1 step recorded, to step 7"
 
 
 def test_a_reward_that_is_not_a_number_is_left_out_of_the_facts(tmp_path: Path) -> None:
@@ -246,6 +268,37 @@ def test_a_reward_that_is_not_a_number_is_left_out_of_the_facts(tmp_path: Path) 
     assert "nan" not in " ".join([*found.facts, *(line for each in found.found for line in each.evidence)])
 
 
+def test_columns_that_no_rule_reads_are_an_error_and_a_clean_verdict_says_what_it_rests_on(
+    legato: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.csv"
+    path.write_text("iter,train_score,H,kl,len\n" + "".join(f"{step},0.5,0.3,0.1,9\n" for step in range(1, 30)))
+    refused(legato("doctor", str(path)), "which are H, iter, kl, len, train_score", "--column reward/mean=COLUMN")
+    code, out, _ = legato("doctor", str(path), "--column", "entropy/mean=H")
+    read = {"entropy-fall", "entropy-lost", "entropy-rise", "entropy-explosion"}
+    assert code == 0 and f"{len(read)} of {len(RULES)} rules of the health watch had their numbers" in " ".join(out.split())
+
+
+def test_what_is_said_of_a_log_of_some_steps_names_steps_that_are_in_it_and_options_of_trl(tmp_path: Path) -> None:
+    rows = [row | {"step": 5 * row["step"], "completions/clipped_ratio": 0.7} for row in trl(course(sick_from=61))]
+    found = examine(state_file(tmp_path, rows))
+    assert found.facts[0] == "100 rows recorded, to step 500"
+    lost = next(each for each in found.found if each.name == "reward-lost")
+    told = [int(number) for number in re.findall(r"(?:step|from) (\d+)", lost.evidence[0])]
+    assert len(told) == 3 and all(number % 5 == 0 for number in told) and "rows" in lost.evidence[0]
+    assert "over the last 5 logged steps" in lost.says
+    cut = next(each for each in found.found if each.name == "truncated")
+    assert "raise rollouts.max_response_tokens (TRL: max_completion_length)" in cut.tries
+
+
+def test_metrics_of_a_run_of_ours_are_the_run(tmp_path: Path) -> None:
+    run = written(tmp_path, course(sick_from=61))
+    assert examine(run / "metrics.jsonl") == examine(run)
+    copied = tmp_path / "copied.jsonl"
+    copied.write_text('{"kind": "warm-up", "step": 400, "loss/total": 2.0}\n' + (run / "metrics.jsonl").read_text())
+    assert examine(copied).facts[0] == "100 steps recorded, to step 100"
+
+
 SEQUENCE = "importance_sampling_level=sequence"
 BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
 
@@ -253,7 +306,10 @@ BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([SEQUENCE, "loss_type=grpo", "steps_per_generation=4"], ["clip.low = 0.2", "clip.high = 0.2"]),
+        (
+            [SEQUENCE, "loss_type=grpo", "steps_per_generation=4"],
+            ["clip.low (TRL: epsilon) = 0.2", "clip.high (TRL: epsilon_high) = 0.2"],
+        ),
         ([SEQUENCE, *BAND, "steps_per_generation=4"], ["by its length"]),
         ([SEQUENCE, *BAND, "loss_type=grpo"], ["every ratio is 1"]),
         (["num_iterations=2"], []),
@@ -286,8 +342,13 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
     [
         (lambda folder: folder / "nowhere", [], "does not exist"),
         (lambda folder: folder, [], "is no run directory"),
+        (
+            lambda folder: written(folder, course(5)) / "config.toml",
+            [],
+            "is a configuration; what is read is a run directory",
+        ),
         (lambda folder: state_file(folder, []), [], "holds no step"),
-        (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "none of its columns is known"),
+        (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),
         (lambda folder: state_file(folder, trl(course(5))), ["loss_type=drgrpo"], "did you mean 'dr_grpo'"),

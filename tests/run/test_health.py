@@ -1,6 +1,7 @@
 """The health watch in whole runs: what is said and kept, what each action does, and that resumed runs stay the same."""
 
 import gzip
+import itertools
 import json
 import threading
 import time
@@ -19,7 +20,7 @@ from legato.dashboard.runs import Folder
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import watch
 from legato.diagnostics.health.rule import Rule
-from legato.run import recovery
+from legato.run import execute, recovery
 from legato.run.load import load
 from legato.run.train import resume
 from legato.run.wire import Given
@@ -134,12 +135,28 @@ def test_stop_ends_with_exit_code_3_and_the_state_saved(
 ) -> None:
     stop = {"health.action": "stop", "output.checkpoint_every_steps": 100, "reward.kind": f"{__file__}:early"}
     code, out, _ = Command(monkeypatch, capfd)("train", *words(tmp_path, {**RISING, **stop}))
-    assert code == 3 and "resume" in out
+    assert code == 3
+    assert f"resume {tmp_path / 'run'} training.lr=0.0015 health.action=recover --allow-changes" in " ".join(out.split())
     assert "stopped by the health watch: The learning rate is 0.0025." in " ".join(out.split())
     folder = tmp_path / "run"
     assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
     assert RunDirectory.open(folder).checkpoint_steps()[-1] == 7
-    assert resume(folder).exit_code == 0 and len(steps(folder)) == 10
+    changed = ["training.lr=0.0015", "health.action=recover"]
+    assert resume(folder, changed, allow_changes=True).exit_code == 0 and len(steps(folder)) == 10
+
+
+def test_the_time_left_counts_the_steps_that_were_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that is looked at once a step and then says a second more, a step is a second, though the run went back."""
+    told: list[tuple[int, float]] = []
+
+    class Clocked(Listener):
+        def step(self, step: int, steps: int, metrics: Any, evaluation: Any, seconds_left: float | None) -> None:
+            super().step(step, steps, metrics, evaluation, seconds_left)
+            told.append((steps - step, seconds_left or 0.0))
+
+    monkeypatch.setattr(execute, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    run(tmp_path, RECOVER, watcher=Clocked())
+    assert len(told) > 10 and all(seconds == pytest.approx(remaining) for remaining, seconds in told)
 
 
 def _given() -> Given:

@@ -18,6 +18,7 @@ from legato.dashboard.summary import samples, summary
 from legato.diagnostics.format import RunDirectory
 from legato.run import wire
 from legato.run.evaluate import evaluate
+from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
 from legato.run.load import load
 from legato.run.sample import sample
@@ -45,10 +46,23 @@ def _program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "legato" else "legato"
 
 
+def _go_on(directory: RunDirectory, code: int) -> str:
+    """How to continue a run that was stopped: one that the health watch ended would only fall further as it was."""
+    command = f"{_program()} resume {directory.path}"
+    if code != STOPPED_BY_WATCH:
+        return command
+    lower = load([directory.config_path]).config.training.lr / 2
+    return (
+        f"{command} training.lr={lower:g} health.action=recover --allow-changes"
+        " (half the learning rate, and back to a healthy checkpoint at the next alarm);"
+        f" why it stopped: {_program()} doctor {directory.path}"
+    )
+
+
 def _end(run: Run) -> None:
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
-        Console(highlight=False).print(f"{run.reason}\nnext       {_program()} resume {run.directory}", soft_wrap=True)
+        Console(highlight=False).print(f"{run.reason}\nnext       {_go_on(directory, run.exit_code)}", soft_wrap=True)
         return
     end_screen(
         summary(directory),

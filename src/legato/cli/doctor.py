@@ -29,7 +29,8 @@ def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str]
     for fact in examined.facts:
         console.print(Text(f"  {_plain(fact)}", style="dim"))
     if not examined.found:
-        console.print(Text("\nNothing stands out: no rule of the health watch held. docs/health.md lists them."))
+        told = f"{examined.judged} of {examined.rules} rules of the health watch had their numbers"
+        console.print(Text(f"\nNothing stands out: {told}, and none held. docs/health.md lists them."))
     for number, each in enumerate(examined.found, start=1):
         _show(console, number, each)
     if output is not None:

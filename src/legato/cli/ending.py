@@ -9,6 +9,7 @@ from rich.text import Text
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.report import duration, verdict
 from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number
+from legato.diagnostics.words import count
 
 SHOWN_SAMPLES = 3
 _STYLE = {"rose": "bold green", "fell": "bold red"}
@@ -30,7 +31,7 @@ def end_screen(
     console.print(
         Text.assemble(
             (shortened(_plain(summary.name), 30), "bold"),
-            f"  {_plain(summary.algorithm)}, {summary.steps:,} steps in {duration(summary.seconds)}{reason}",
+            f"  {_plain(summary.algorithm)}, {count(summary.steps, 'step')} in {duration(summary.seconds)}{reason}",
         ),
         overflow="ellipsis",
         no_wrap=True,

@@ -16,6 +16,7 @@ from legato.compare.store import Store
 from legato.dashboard.comparison import write_pages
 from legato.dashboard.report import duration
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.words import count
 from legato.run.lock import locked
 
 _REPORT_SECONDS = 60.0
@@ -87,8 +88,8 @@ def _run(
     tasks = _tasks(found, store)
     finished, reported = len(found) - len(tasks), [time.monotonic()]
     say(
-        f"{len(found)} runs, {finished} finished before; {machine.parallel} at once, {machine.threads} threads each;"
-        f" {store.path}"
+        f"{count(len(found), 'run')}, {finished} finished before; {machine.parallel} at once,"
+        f" {count(machine.threads, 'thread')} each; {store.path}"
     )
 
     def begun(task: Task) -> None:

@@ -2,11 +2,12 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,11 @@ from pathlib import Path
 from legato.run.interrupt import Interrupt
 
 _POLL_SECONDS = 0.1
+_PROGRESS_SECONDS = 20.0
+"""How often it is told where the runs under way are."""
+_TAIL = 4096
+_STEP = re.compile(rb"^(step|warm-up) +(\d+)/(\d+)", re.MULTILINE)
+"""How the plain display begins the line of a step."""
 _INTERRUPTED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
 """Exit codes of a run that was asked to stop, after its state was saved or before there was any."""
 _PARENT_DEATH = 1
@@ -53,7 +59,10 @@ class Machine:
 
     @property
     def threads(self) -> int:
-        """Threads of each run."""
+        """Threads of each run: what OMP_NUM_THREADS says where it is set, else its share of the cores."""
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        if asked.isascii() and asked.isdigit() and int(asked) > 0:
+            return int(asked)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.parallel)
 
@@ -74,6 +83,25 @@ class _Running:
                 process.send_signal(number)
 
 
+@dataclass(slots=True)
+class _Progress:
+    """Says now and then where runs are; what did not change is not said again."""
+
+    say: Callable[[str], None]
+    looked: float = field(default_factory=time.monotonic)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def tell(self, tasks: Iterable[Task]) -> None:
+        if time.monotonic() - self.looked < _PROGRESS_SECONDS:
+            return
+        self.looked = time.monotonic()
+        for task in tasks:
+            where = _where(task.log)
+            if where is not None and self.said.get(task.name) != where:
+                self.said[task.name] = where
+                self.say(f"goes on  {task.name}: {where}")
+
+
 def run_all(
     tasks: Sequence[Task],
     machine: Machine,
@@ -87,6 +115,7 @@ def run_all(
     A signal stops the runs after their step, with their state saved; no further one is begun. A second one kills them.
     """
     waiting, told = list(tasks), False
+    progress = _Progress(say)
     with Interrupt(lambda text: say(text.replace("this step", "the steps under way"))) as interrupt, _ending() as running:
         while running.tasks or (waiting and interrupt.received is None):
             if interrupt.received is not None and not told:
@@ -101,6 +130,7 @@ def run_all(
                 if process.poll() is not None:
                     del running.tasks[slot]
                     ended(Ended(name=task.name, code=process.returncode, reason=_last_line(task.log)))
+            progress.tell(task for task, _ in running.tasks.values())
             time.sleep(_POLL_SECONDS)
     return interrupt.exit_code
 
@@ -138,6 +168,14 @@ def _end_with_parent() -> None:
     """Between fork and exec: if we are killed, the run is asked to stop and saves, in place of going on unseen."""
     assert _LIBRARY is not None
     _LIBRARY.prctl(_PARENT_DEATH, int(signal.SIGTERM))
+
+
+def _where(log: Path) -> str | None:
+    """step 3 of 100, by what a run printed last."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        steps = _STEP.findall(file.read())
+    return None if not steps else "{} {} of {}".format(*(word.decode() for word in steps[-1]))
 
 
 def _last_line(log: Path) -> str:

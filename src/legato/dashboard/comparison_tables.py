@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legato.dashboard.report import duration
+from legato.diagnostics.words import count
 
 Results = Mapping[str, Any]
 
@@ -111,7 +112,8 @@ def _costs(results: Results, point: Mapping[str, Any]) -> Table:
     machine = results["machine"]
     return Table(
         title="Cost and stability" + (f", {label(point['point'])}" if point["point"] else ""),
-        note=f"Means over seeds. Time: the steps alone, {machine['parallel']} at once, {machine['threads']} threads each.",
+        note=f"Means over seeds. Time: the steps alone, {machine['parallel']} at once,"
+        f" {count(machine['threads'], 'thread')} each.",
         headings=("arm", "steps", "updates", "tokens sampled", "time", *shares, "collapsed", "failed"),
         rows=rows,
     )

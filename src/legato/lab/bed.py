@@ -10,6 +10,7 @@ from torch import Tensor
 
 from legato.core.batch import collate
 from legato.core.rollout import Group
+from legato.diagnostics.words import count
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
 from legato.run import wire
@@ -172,6 +173,6 @@ def facts(bed: Bed) -> dict[str, str]:
         "algorithm": bed.resolved.algorithm.name,
         "lr": f"{training.lr:g}",
         "a step": f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt},"
-        f" {training.updates_per_step * training.epochs_per_step} updates",
+        f" {count(training.updates_per_step * training.epochs_per_step, 'update')}",
         "seed": str(training.seed),
     }

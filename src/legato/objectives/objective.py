@@ -72,7 +72,8 @@ class Objective:
         ]
         if adapting and fixed:
             raise ValueError(
-                f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: take one out, as in"
+                f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: set the bounds of the"
+                f" first, objective.trust.{adapting[0]}.low and .high, or take one out, as in"
                 f" objective.trust.{fixed[0]} = null (None in Python, false in TOML)"
             )
 

@@ -6,7 +6,7 @@ Settings are looked at as values: those of TRL become the algorithm of ours they
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from legato.algorithms.override import override
 from legato.core.parts import nearest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
-from legato.diagnostics.health.explain import Diagnosis, Record, explain, ranked, steps_of
+from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of
+from legato.diagnostics.health.rules import RULES
+from legato.diagnostics.words import count
 from legato.run.health import meaningless, settled
 from legato.run.load import load
 
@@ -55,46 +57,83 @@ class Examined:
     title: str
     facts: tuple[str, ...]
     found: tuple[Diagnosis, ...]
+    judged: int
+    """Rules whose numbers were recorded."""
+    rules: int = len(RULES)
 
 
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examined:
     """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
+    if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
+        path = path.parent
     if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():
         if words or columns:
             raise ValueError(
                 f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
             )
         return _ours(RunDirectory.open(path))
+    if path.suffix == ".toml":
+        raise ValueError(
+            f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
+            f" It is run by: legato train {path}"
+        )
     log = foreign.find(path)
     if log is None:
+        inside = _runs_in(path)
+        if inside:
+            named = ", ".join(map(str, inside[:20])) + (" ..." if len(inside) > 20 else "")
+            raise ValueError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {named}")
         raise ValueError(
             f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
         )
     records = foreign.read(log, columns)
-    found = [*explain(records), *(_trl(words, records) if words else [])]
-    return Examined(title=str(log), facts=tuple(_facts(records)), found=tuple(ranked(found)))
+    found = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl(words, records) if words else []))]
+    return _examined(str(log), _facts(records), found, records)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The runs of a folder, and those of a comparison, which are one deeper."""
+    found = (file.parent for pattern in ("*", "*/*", "*/*/*") for file in sorted(path.glob(f"{pattern}/metrics.jsonl")))
+    return [folder for folder in found if (folder / "config.toml").is_file()]
+
+
+def _examined(title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record]) -> Examined:
+    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)), judged=len(judged(records)))
+
+
+def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
+    return replace(
+        told,
+        says=foreign.beside(told.says),
+        causes=tuple(foreign.beside(each) for each in told.causes),
+        tries=tuple(foreign.beside(each) for each in told.tries),
+    )
 
 
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
     warming, ignored = 0, tuple[str, ...]()
+    named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
     except ValueError as error:
         facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
     else:
+        named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored = settled(resolved.config), meaningless(resolved.algorithm)
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
-    found += explain(records, settled=warming, ignored=ignored)
-    start = next((record for record in records if record.get("kind") == "start"), {})
-    title = f"{directory.name}: {start.get('algorithm', 'unknown algorithm')} on {start.get('model', 'unknown model')}"
-    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)))
+    found += explain(
+        records, settled=warming, ignored=ignored, run=str(directory.path), checkpoints=directory.checkpoint_steps()
+    )
+    start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
+    title = f"{directory.name}: {start['algorithm']} on {start['model']}"
+    return _examined(title, facts, found, records)
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
@@ -102,7 +141,8 @@ def _facts(records: Sequence[Record]) -> list[str]:
     if not steps:
         return ["no step was recorded"]
     rewards = _finite(steps, "reward/mean")
-    facts = [f"{len(steps)} steps recorded, to step {max(int(step['step']) for step in steps)}"]
+    newest = max(int(step["step"]) for step in steps)
+    facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {newest}"]
     if rewards:
         many = max(1, min(20, len(rewards) // 4))
         first, last = sum(rewards[:many]) / many, sum(rewards[-many:]) / many

@@ -26,6 +26,8 @@ from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.trainer import StepReport, Trainer
 
 _HISTOGRAMS_EVERY = 10
+STOPPED_BY_WATCH = 3
+"""The exit code of a run that the health watch ended."""
 _SAMPLES_KEPT = 16
 """Held-out answers written beside the first and the last rollouts, so that a report can show before and after."""
 
@@ -53,8 +55,8 @@ class Execution:
     """Which problems the run is made of and what was given in Python; a resumed run must have the same."""
     noted: int = 0
     """How many of the policy's notes were told at the start; what is decided later is told when it is."""
-    first_step: int = 0
-    """The steps done when this process began."""
+    walked: int = 0
+    """Steps done by this process, those given up in a recovery among them: what the time went into."""
     told: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that were shown."""
 
@@ -81,7 +83,7 @@ class Execution:
                 try:
                     stopped = self._act(self._step(started), interrupt)
                     if stopped is not None:
-                        return self._end_early(stopped), 3
+                        return self._end_early(stopped), STOPPED_BY_WATCH
                 except ExhaustedError as end:
                     reason = str(end)
                     break
@@ -160,7 +162,8 @@ class Execution:
             self._evaluate(report if every else None, keep=due or last)
         elif due:
             self.directory.write_rollouts(step, records(report.groups, report.details))
-        left = (time.perf_counter() - started) / max(1, step - self.first_step) * (config.training.steps - step)
+        self.walked += 1
+        left = (time.perf_counter() - started) / self.walked * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         if self.callback is not None:
             self.callback(report)
@@ -271,7 +274,7 @@ class Execution:
         self.trainer.remember(memory["trainer"])
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
-        self.saved_at = self.first_step = self.trainer.steps_done
+        self.saved_at = self.trainer.steps_done
         self.health.remember(memory.get("health", {}))
         self.tighten(self.health.clip_scale)
 

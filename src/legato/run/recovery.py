@@ -66,9 +66,7 @@ def restore(execution: "Execution", folder: Path, memory: dict[str, Any]) -> Non
     take_weights(execution.policy, folder / "model", execution.resolved.config.policy.trust_remote_code)
     checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, memory)
     execution.trainer.load_sampler(checkpoint.sampler_state(folder))
-    began = execution.first_step
     execution.remember(memory)
-    execution.first_step = min(began, execution.trainer.steps_done)
     execution.health.evidence.forget()
 
 

@@ -12,6 +12,7 @@ import torch
 from legato.core.rollout import Problem
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.words import count
 from legato.policy.parting import parting
 from legato.policy.reference import Reference
 from legato.policy.supervised import texts_of
@@ -311,7 +312,7 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     training = config.training
     notes = [
         f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt} samples a step,"
-        f" {training.updates_per_step} updates, lr {training.lr:g}, seed {training.seed}",
+        f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
     ]
     for path, kind in (("task.kind", config.task.kind), ("reward.kind", config.reward.kind or "")):

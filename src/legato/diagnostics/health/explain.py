@@ -5,14 +5,17 @@ them too.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from legato.diagnostics.collapse import collapse
 from legato.diagnostics.health.rule import LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.health.watch import Watch
+from legato.diagnostics.words import count
 
 Record = Mapping[str, Any]
 
@@ -45,12 +48,22 @@ class _Episode:
     times: int = 1
 
 
-def explain(records: Sequence[Record], *, settled: int = 0, ignored: Iterable[str] = ()) -> list[Diagnosis]:
-    """What the rules find, what was done about it, and what became of held-out accuracy; most important first."""
+def explain(
+    records: Sequence[Record],
+    *,
+    settled: int = 0,
+    ignored: Iterable[str] = (),
+    run: str = "RUN",
+    checkpoints: Iterable[int] = (),
+) -> list[Diagnosis]:
+    """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
+
+    `run` is what a command would name, `checkpoints` the steps it could take.
+    """
     found = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
         *_recoveries(records),
-        *_held_out(records),
+        *_held_out(records, run, set(checkpoints)),
         *_still(records),
     ]
     return ranked(found)
@@ -66,22 +79,40 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.get("kind", "step") == "step"]
 
 
+def judged(records: Iterable[Record]) -> list[str]:
+    """The rules whose numbers the steps have: what the others would say is not known."""
+    there = {key for record in steps_of(records) for key in record}
+    there |= {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+    named = [rule.name for rule in RULES if rule.test != "together" and not there.isdisjoint(rule.metrics)]
+    return named + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in named]
+
+
+def sparse(steps: Sequence[Record]) -> bool:
+    """Whether steps are missing between those recorded, as in a log of every tenth."""
+    numbers = [int(record["step"]) for record in steps]
+    return any(later - earlier > 1 for earlier, later in pairwise(numbers))
+
+
 def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
     episodes = dict[str, _Episode]()
     rules = {rule.name: rule for rule in RULES}
     steps = steps_of(records)
+    some = sparse(steps)
     last = 0
-    for record in steps:
+    # Counted by row, which is by step where every step is recorded: windows are of what is there, and a sign has its row.
+    start = int(steps[0]["step"]) if steps else 0
+    for row, record in enumerate(steps, start=start):
         last = int(record["step"])
-        for finding in watch.see(last, record):
+        for finding in watch.see(row, record):
             known = episodes.get(finding.rule)
             if known is None:
-                words = finding.words
-                episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, finding.since, last, last)
+                words = re.sub(r"(\d) steps\b", r"\1 logged steps", finding.words) if some else finding.words
+                first = int(steps[max(0, finding.since - start)]["step"])
+                episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, first, last, last)
             else:
                 known.times += 1
         for name, seen in watch.active.items():
-            if seen == last:
+            if seen == row:
                 episodes[name].last = last
                 episodes[name].steps += last != episodes[name].told
     kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "finding" and r.get("evidence")}
@@ -92,7 +123,8 @@ def _told(episode: _Episode, steps: Sequence[Record], last: int, folder: str | N
     rule = episode.rule
     again = f", in {episode.times} stretches" if episode.times > 1 else ""
     when = f"first at step {episode.told} (signs from {episode.first}), last at step {episode.last}"
-    evidence = [f"{when}: {episode.steps} steps{again}", *_course(steps, episode)]
+    many = count(episode.steps, "row" if sparse(steps) else "step")
+    evidence = [f"{when}: {many}{again}", *_course(steps, episode)]
     evidence += [f"rollouts, tensors and metrics of those steps: {folder}"] if folder else []
     return Diagnosis(
         name=rule.name,
@@ -123,13 +155,14 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
     found = [record for record in records if record.get("kind") == "recovery"]
     if not found:
         return []
+    known = {rule.name: rule.causes for rule in RULES}
     return [
         Diagnosis(
             name="recovered",
             level="warning",
-            says=f"The run was rolled back {len(found)} time{'s' if len(found) > 1 else ''} by the health watch.",
+            says=f"The run was rolled back {count(len(found), 'time')} by the health watch.",
             evidence=tuple(_with_folder(record) for record in found),
-            causes=tuple(dict.fromkeys(str(record.get("rule", "")) for record in found)),
+            causes=tuple(dict.fromkeys(cause for record in found for cause in known.get(str(record.get("rule")), ()))),
             tries=_went_on_with(found[-1]),
             first=int(found[0]["step"]),
         )
@@ -150,16 +183,22 @@ def _with_folder(record: Record) -> str:
     return str(record.get("words", "")) + (f" What was given up: {folder}." if folder else "")
 
 
-def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
+def _held_out(records: Sequence[Record], run: str, checkpoints: set[int]) -> list[Diagnosis]:
     keys = ("eval/accuracy_sampled", "eval/accuracy_sampled_low", "eval/accuracy_sampled_high")
-    measured = [
-        tuple(float(record[key]) for key in keys)
+    evaluations = [
+        record
         for record in records
         if record.get("kind") == "evaluation" and all(_finite(record, key) is not None for key in keys)
     ]
+    measured = [tuple(float(record[key]) for key in keys) for record in evaluations]
     why = collapse([(value, low, high) for value, low, high in measured])
     if why is None:
         return []
+    kept = {int(each["step"]): float(each[keys[0]]) for each in evaluations if int(each["step"]) in checkpoints}
+    best = max(kept, key=lambda step: kept[step], default=None)
+    export = (
+        () if best is None else (f"take the best checkpoint: legato export {run} FOLDER --step {best} ({kept[best]:.1%})",)
+    )
     return [
         Diagnosis(
             name="held-out",
@@ -167,7 +206,7 @@ def _held_out(records: Sequence[Record]) -> list[Diagnosis]:
             says=f"Held-out accuracy (sampled) {why}.",
             evidence=(", ".join(f"{value:.1%}" for value, *_ in measured[-8:]) + " in the last evaluations",),
             causes=("a collapse of the policy", "a reward that is gamed: it may have stayed up meanwhile"),
-            tries=("export the best checkpoint, which is kept", "see the findings that began before the fall"),
+            tries=(*export, "see the findings that began before the fall"),
             lasting=True,
         )
     ]

@@ -4,10 +4,12 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from legato.diagnostics.health.explain import judged
 from legato.diagnostics.health.rules import RULES
 
 TRL: dict[str, str] = {
@@ -36,7 +38,32 @@ _READ = {
 } | set(TRL)
 """Keys of ours that something is made of."""
 
-STEPS = ("step", "global_step", "_step", "Step")
+OPTIONS: dict[str, str] = {
+    "training.lr": "learning_rate",
+    "training.updates_per_step": "steps_per_generation / gradient_accumulation_steps, num_iterations",
+    "updates a step": "steps_per_generation / gradient_accumulation_steps, num_iterations",
+    "training.gradient_clip": "max_grad_norm",
+    "rollouts.max_response_tokens": "max_completion_length",
+    "rollouts.samples_per_prompt": "num_generations",
+    "rollouts.temperature": "temperature",
+    "reward.overlong": "mask_truncated_completions, get_soft_overlong_punishment",
+    "policy.dtype": "bf16, fp16",
+    "objective.trust.clip.high above low": "epsilon_high above epsilon",
+    "objective.corrections.tis": "vllm_importance_sampling_correction",
+    "a wider band": "epsilon, epsilon_high",
+    "clip.low": "epsilon",
+    "clip.high": "epsilon_high",
+    "aggregate = 'sequence-mean'": "loss_type = 'grpo'",
+    "luspo": "loss_type = 'luspo'",
+}
+"""What advice calls by our names or by none, and the settings of TRL's GRPOConfig that do it."""
+
+_OPTION = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in sorted(OPTIONS, key=len, reverse=True)))
+
+OURS = ("start", "origin", "warm-up", "evaluation", "checkpoint", "probe", "note", "end", "finding", "recovery")
+"""Kinds of records of ours that are no steps, should a file of ours be read by itself."""
+
+STEPS = ("step", "global_step", "_step", "Step", "iteration", "iter")
 _PREFIX = "train/"
 """Weights & Biases and TensorBoard put it before what the trainer logs."""
 _LARGEST = 500_000_000
@@ -51,6 +78,11 @@ def find(path: Path) -> Path | None:
         return direct
     numbered = [p for p in path.glob("checkpoint-*/trainer_state.json") if p.parent.name.rpartition("-")[2].isdigit()]
     return max(numbered, key=lambda p: int(p.parent.name.rpartition("-")[2]), default=None)
+
+
+def beside(sentence: str) -> str:
+    """A sentence with the settings of TRL after what it calls otherwise."""
+    return _OPTION.sub(lambda found: f"{found[0]} (TRL: {OPTIONS[found[0]]})", sentence)
 
 
 def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -77,13 +109,16 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str,
     found: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         record = _record(row, number, mapping)
-        if len(record) > 2:
+        if len(record) > 2 and row.get("kind") not in OURS:
             found.setdefault(record["step"], {}).update(record)
-    if not found:
+    records = [found[step] for step in sorted(found)]
+    if not judged(records):
         raise ValueError(
-            f"{path}: none of its columns is known; name them, as in --column reward/mean=my_reward (keys: docs/metrics.md)"
+            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(there)[:30])}; say which is which, as in"
+            " --column reward/mean=COLUMN --column entropy/mean=COLUMN --column length/mean=COLUMN (all keys:"
+            " docs/metrics.md)"
         )
-    return [found[step] for step in sorted(found)]
+    return records
 
 
 def _is_read(key: str) -> bool:

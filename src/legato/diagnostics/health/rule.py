@@ -53,7 +53,7 @@ class Rule:
     under: str = ""
     """Quiet while this rule holds, which says the same of more."""
     says: str
-    """The sentence; {value}, {usual}, {threshold}, {of} and {window} are filled in."""
+    """The sentence; {value}, {usual} (as per cent: {share}, {usual_share}), {threshold}, {of} and {window} are filled in."""
     causes: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()

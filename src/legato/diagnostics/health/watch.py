@@ -142,6 +142,8 @@ class Watch:
         given = {
             "value": _shown(value),
             "usual": _shown(usual),
+            "share": _share(value),
+            "usual_share": _share(usual),
             "threshold": f"{rule.threshold:g}",
             "of": rule.of,
             "window": rule.window,
@@ -213,3 +215,7 @@ def _number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g}%"

@@ -1,0 +1,6 @@
+"""Numbers as words."""
+
+
+def count(number: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
