@@ -31,8 +31,9 @@ def show_table(console: Console, title: str, headings: Sequence[str], rows: Sequ
         for place in places:
             more = max(0, min(spare, whole[place] - least[place]))
             spare -= more
-            justify = "right" if place else "left"
-            shown.add_column(Text(columns[place][0]), width=least[place] + more, justify=justify, overflow="fold")
+            shown.add_column(
+                Text(columns[place][0]), width=least[place] + more, justify="right" if place else "left", overflow="fold"
+            )
         for row in range(1, len(columns[0])):
             shown.add_row(*(Text(columns[place][row]) for place in places))
         if part:
