@@ -15,12 +15,13 @@ import pytest
 
 from dashboard.browser import dashboard
 from dashboard.synthetic import synthetic_run
-from legato.dashboard.board import configs, curves
+from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.runs import Folder, parsed
 from legato.dashboard.series import BUCKETS, Series
-from legato.dashboard.stored import PORTION, Filter, listed, shown
+from legato.dashboard.stored import PORTION, Filter, listed, newest_measured, shown
 from legato.dashboard.tail import Tail, spread_lines
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rules import RULES
 
 # Who may ask
 
@@ -191,8 +192,20 @@ def test_what_is_not_a_number_is_not_drawn() -> None:
     series = Series()
     series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None, "a@0": 1.0}, {"step": 2, "late": 3}, {"a": 5.0}])
     assert set(series.keys) == {"a", "late"}, "and nothing by update, which is not drawn"
-    assert series.curve("late") == {"x": [2.0], "mean": [3.0], "low": [3.0], "high": [3.0]}
+    assert series.curve("late") == {"x": [2.0], "mean": [3.0], "low": [3.0], "high": [3.0], "breaks": []}
     assert series.curve("b") is None
+
+
+def test_a_curve_breaks_where_steps_have_no_value() -> None:
+    series = Series()
+    series.add([{"step": step} if 10 < step < 31 else {"step": step, "a": 1.0} for step in range(1, 41)])
+    found, few = series.curve("a"), series.curve("a", 10)
+    assert found is not None and found["breaks"] == [10] and found["x"][9:11] == [10, 31]
+    assert few is not None and few["x"] == [1, 5, 9, 31, 33, 40] and few["breaks"] == [3]
+    series.add([{"step": step, "rare": 1.0} if step % 10 == 0 else {"step": step} for step in range(41, 380)])
+    whole, ended = series.curve("rare"), series.curve("a", 10)
+    assert whole is not None and whole["breaks"] == [], "a key of every tenth step has no gaps"
+    assert ended is not None and ended["x"][-1] <= 40, "what ended early is not drawn to the end"
 
 
 def test_histograms_are_left_out_of_a_line() -> None:
@@ -308,6 +321,31 @@ def test_a_torn_run_does_not_stop_the_others(tmp_path: Path, harm: str) -> None:
         assert "damaged" in listed(directory, [1], Filter())["damaged"][0]
 
 
+def test_a_finding_comes_with_causes_and_a_run_with_counts(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "a run")
+    directory.append_metrics({"kind": "step", "step": 1})
+    for level in ("warning", "alarm", "warning", "alarm", "warning"):
+        directory.health.append({"kind": "finding", "step": 1, "level": level, "rule": "reward-fall", "words": "fell"})
+    directory.health.append({"kind": "recovery", "from": 2, "rule": "reward-fall", "words": "went back"})
+    folder = Folder(tmp_path)
+    row = folder.runs()[0].row()
+    assert (row["health"], row["findings"], row["found"]) == ("alarm", 2, "2 alarms, 3 warnings, 1 recovery")
+    rule = next(rule for rule in RULES if rule.name == "reward-fall")
+    first, last = findings(folder, ["a run"])[0], findings(folder, ["a run"])[-1]
+    assert (first["causes"], first["tries"]) == (rule.causes, rule.tries) and rule.causes and rule.tries
+    assert first["doctor"].endswith("/a run'") and (last["what"], last["causes"]) == ("recovery", ())
+
+
+def test_rollouts_open_on_the_newest_step_with_measured_tokens(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    assert newest_measured(directory) is None
+    for step in (1, 2, 3):
+        directory.write_rollouts(step, [{"text": "x", "details": {"pieces": ["x"]}}] if step < 3 else [{"text": "x"}])
+    assert newest_measured(directory) == 2
+    directory.rollouts_path(2).write_bytes(b"torn")
+    assert newest_measured(directory) == 1
+
+
 def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
     for seed in range(3):
         directory = RunDirectory.create(tmp_path, f"gspo-{seed}")
@@ -327,6 +365,7 @@ def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
         "mean": [2, 3, 4, 5, 6],
         "low": [1, 2, 3, 4, 5],
         "high": [3, 4, 5, 6, 7],
+        "breaks": [],
     }
 
 

@@ -12,6 +12,7 @@ from dashboard.browser import CHROMIUM, MISSING, Browser, browser, dashboard
 from dashboard.synthetic import synthetic_run
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.rules import RULES
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
@@ -58,7 +59,9 @@ def rollouts() -> list[dict[str, Any]]:
             "advantage": 1.5,
             "details": details,
         },
-        base | {"text": "no", "reward": 0.0, "accuracy": 0.0, "tokens": 1, "stop": "length", "group": 0, "advantage": -0.5},
+        base
+        | {"text": "no", "reward": 0.0, "accuracy": 0.0, "tokens": 1, "stop": "length", "group": 0, "advantage": -0.5}
+        | {"details": {"pieces": ["n", "o"], "logprobs": [-0.1, -0.2], "log_ratios": [1.2e-7, -1.2e-7], "update": 0}},
         base
         | {"text": LONG, "prompt": "long", "reward": 0.5, "tokens": 300000, "stop": "length", "group": 1, "advantage": 0.0},
     ]
@@ -166,7 +169,8 @@ def test_runs_are_laid_over_each_other(page: Browser) -> None:
     page.wait(f"{curves(page)}.length === 2")
     names, colours = page.run(f"[{curves(page)}.map(t => t.name), {curves(page)}.map(t => t.line.color)]")
     assert sorted(names) == ["live", "whole"] and len(set(colours)) == 2
-    assert page.run("document.querySelectorAll('figure[data-key=\"reward/mean\"] .legend .traces').length") == 2
+    assert page.run("[...document.querySelectorAll('.names .named')].map(e => e.textContent)") == names, "once for all"
+    assert page.run("document.querySelectorAll('figure .legend .traces').length") == 0
     choose(page, "live")
     page.wait(f"{curves(page)}.length === 1")
 
@@ -234,6 +238,17 @@ def test_tokens_are_coloured_by_each_quantity(page: Browser) -> None:
     assert page.run(paint) != page.run(paint.replace("[1]", "[2]")) != "rgba(0, 0, 0, 0)"
 
 
+def test_rounding_is_not_painted(page: Browser) -> None:
+    """In the first update of a step every ratio is 1 but for the last digits."""
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    page.press("j")
+    page.wait("document.getElementById('text').textContent === 'no'")
+    assert page.run("[...document.querySelectorAll('.token')].map(t => t.className)") == ["token z", "token z"]
+    assert page.run("document.querySelector('#detail .legend').textContent").startswith("0.9991.001")
+    assert "Click a token" in page.run("document.querySelector('.told').textContent")
+
+
 def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
     open_rollouts(page)
     page.wait("document.querySelectorAll('#group tbody tr').length === 2")
@@ -260,6 +275,10 @@ def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
     page.run("document.activeElement.blur()")
     page.press("j")
     page.wait("document.getElementById('text').textContent === 'no'")
+    page.press("ArrowRight")
+    page.wait("document.activeElement.dataset.token === '0'")
+    page.press("ArrowRight")
+    assert page.run("document.activeElement.dataset.token") == "1"
     page.press("k")
     page.wait("document.getElementById('text').textContent !== 'no'")
 
@@ -291,11 +310,19 @@ def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
 
 def test_findings_are_listed_and_marked(page: Browser) -> None:
     choose(page, "<img")
-    page.wait("document.querySelector('figure[data-key=\"reward/mean\"] .plot')?.layout?.shapes?.[0]?.x0 === 5")
+    plot = "document.querySelector('figure[data-key=\"reward/mean\"] .plot')"
+    page.wait(f"{plot}?.layout?.shapes?.[0]?.x0 === 5")
+    line, curve = page.run(f"[{plot}.layout.shapes[0].line.color, {curves(page)}[0].line.color]")
+    assert line == curve, "in the colour of its run"
+    assert "onerror" in page.run(f"{plot}.data.at(-1).hovertemplate") and page.run(f"{plot}.data.at(-1).text[0]") == (
+        "alarm, reward-fall"
+    )
     page.press("2")
     page.wait("document.querySelectorAll('.finding').length === 1")
     text = page.run("document.querySelector('.finding').textContent")
     assert "alarm" in text and "step 5" in text and "onerror" in text and "evidence in evidence/step-000005" in text
+    rule = next(rule for rule in RULES if rule.name == "reward-fall")
+    assert all(words in text for words in (*rule.causes, *rule.tries))
     assert page.run("document.querySelector('#runs .badge.alarm').textContent") == "alarm 1"
 
 
@@ -338,7 +365,7 @@ def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
 
 def test_light_and_dark(page: Browser) -> None:
     choose(page, "whole")
-    page.wait(f"{curves(page)}.length === 1")
+    page.wait("document.querySelector('.figures')?.dataset.ready")  # a figure may still hold what was drawn before
     paint = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.plot').layout.font.color]"
     before = page.run(paint)
     page.press("t")

@@ -160,7 +160,8 @@ def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -
     assert set(found) == {"Reward", "Cost of a step"}
     low, high, mean, other = found["Reward"]["data"]
     assert (low["y"], high["y"], mean["y"], other["y"]) == ([1.0] * 3, [2.0] * 3, [1.5] * 3, [5.0] * 3)
-    assert (mean["name"], other["name"]) == ("grpo, training.routing_replay=off", "grpo, training.routing_replay=R2")
+    assert (mean["name"], other["name"]) == ("a and 1 more", "c"), "the legend names runs"
+    assert "<b>a and 1 more</b>: grpo, training.routing_replay=off; a, b" in (tmp_path / "page.html").read_text()
     # Steps 2 and 3 of seeds 1 and 2: (2.5 + 5) / 2; the first step sets things up.
     assert [trace["y"] for trace in found["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
 
@@ -199,7 +200,7 @@ def test_mixtures_have_the_cost_of_routing_for_as_many_tokens(tmp_path: Path) ->
     found = {each["title"]: each for each in drawn(write_several(runs, tmp_path / "page.html"))}
     bars = {trace["name"]: trace["y"] for trace in found["Cost of routing"]["data"]}
     assert bars == {"rollouts": [1.0, 3.0], "anchor": [1.0, 12.0], "update": [1.0, 12.0]}
-    assert found["Cost of routing"]["data"][0]["x"][1] == "grpo, training.routing_replay=R2"
+    assert found["Cost of routing"]["data"][0]["x"][1] == "R2-0"
 
 
 def test_an_arm_is_called_by_what_sets_it_apart() -> None:

@@ -106,6 +106,18 @@ def test_a_gap_that_every_bin_alone_would_allow_is_seen_in_all_of_them_together(
     assert replace(found, bins=few, fits=fitted(few, sigma2)).verdict.startswith("independent tokens cannot be ruled out")
 
 
+def test_the_longest_of_a_small_batch_keep_their_spread() -> None:
+    """A response is part of the mean that is removed from it, the longest of four the most."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([4, 8, 16, 48]).repeat(400)
+    mask = torch.arange(48) < lengths.unsqueeze(1)
+    ratios = 0.02 * torch.randn(len(lengths), 48, generator=generator, dtype=torch.float64)
+    found = spread(torch.where(mask, ratios, math.nan), mask, torch.arange(400).repeat_interleave(4))
+    assert found.bins[-1].shortest == 48 and found.bins[-1].gap == pytest.approx(1, abs=0.2)
+    assert not found.bins[-1].told and replace(found.bins[-1], variance=3 * found.bins[-1].variance).told
+    assert found.verdict.startswith("independent tokens") and "too few" in found.verdict
+
+
 def test_what_too_few_lengths_cannot_tell_is_not_told() -> None:
     ratios, mask, batch = responses("independent", rows=20)
     found = spread(ratios[:20], mask[:20], batch[:20])

@@ -80,5 +80,7 @@ def test_a_response_without_a_token_is_told(run: Path, monkeypatch: pytest.Monke
 def test_what_cannot_be_walked_through_is_told(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rollouts 0 to 63"):
         of_run(run, step=None, rollout=64, words=[], say=quiet)
+    with pytest.raises(ValueError, match=r"--step 500 is asked for; .* has 4 steps; those from 1 can be done again"):
+        of_run(run, step=500, rollout=None, words=[], say=quiet)
     with pytest.raises(ValueError, match="not a run directory"):
         of_run(tmp_path, step=None, rollout=None, words=[], say=quiet)

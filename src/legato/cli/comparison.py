@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from legato.cli.tables import show_table
 from legato.compare.compare import compare
 from legato.compare.definition import from_arguments
 from legato.compare.processes import Machine
@@ -40,13 +40,8 @@ def compare_command(
         say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
     )
     for each in tables(compared.results):
-        shown = Table(title=Text(each.title), title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for index, heading in enumerate(each.headings):
-            shown.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
-        for row in each.rows:
-            shown.add_row(*(Text(legible(word, one_line=True)) for word in row))
         console.print()
-        console.print(shown)
+        show_table(console, each.title, each.headings, each.rows)
         console.print(Text(each.note, style="dim"))
     console.print()
     for sentence in sentences(compared.results):

@@ -27,9 +27,9 @@ def _say(text: str) -> None:
 
 def _written(account: "Account", out: Path | None, png: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from legato.cli.tables import show_table
     from legato.dashboard.experiment import write
     from legato.dashboard.legible import legible
 
@@ -39,13 +39,8 @@ def _written(account: "Account", out: Path | None, png: bool) -> None:
         console.print(Text(legible(sentence, one_line=True)), soft_wrap=True)
     checked = account.checked()
     for each in [checked] if checked is not None else account.tables()[:1]:
-        shown = Table(title=Text(each.title), title_justify="left", box=None, pad_edge=False, header_style="dim")
-        for index, heading in enumerate(each.headings):
-            shown.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
-        for row in each.rows:
-            shown.add_row(*(Text(legible(word, one_line=True)) for word in row))
         console.print()
-        console.print(shown)
+        show_table(console, each.title, each.headings, each.rows)
     folders = f"{files[0].parent / 'tables'}, {files[0].parent / 'figures'}"
     console.print(Text(f"\npage       {files[0]}\ndata       {files[2]}, {folders}"), soft_wrap=True)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from legato.cli.tables import show_table
 from legato.dashboard.mismatch import Rows, floor_rows, gaps, page, share, verdicts
 from legato.diagnostics.lines import finite
 from legato.run.mismatch import KINDS, compare_samplers, samplers
@@ -45,9 +45,5 @@ def _cutting(measured: Mapping[str, Any]) -> list[str]:
 
 def _show(console: Console, title: str, rows: Rows) -> None:
     headings, cells = rows
-    table = Table(title=title, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place == 0 else "right")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
+    console.print()
+    show_table(console, title, headings, cells)

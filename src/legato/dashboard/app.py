@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.page import STYLE, THEMED, plotly_library, plotly_styles
 from legato.dashboard.runs import Folder
-from legato.dashboard.stored import Filter, listed, shown, steps_of
+from legato.dashboard.stored import Filter, listed, newest_measured, shown, steps_of
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -34,6 +34,7 @@ def application(folder: Folder) -> "Starlette":
         "/api/health": lambda request: findings(folder, _all(request, "run")),
         "/api/configs": lambda request: configs(folder, _all(request, "run")),
         "/api/steps": lambda request: list(steps_of(folder.run(_one(request, "run")).directory)),
+        "/api/measured": lambda request: newest_measured(folder.run(_one(request, "run")).directory),
         "/api/rollouts": lambda request: _rollouts(folder, request),
         "/api/rollout": lambda request: shown(
             folder.run(_one(request, "run")).directory,

@@ -1,5 +1,6 @@
 """What the page of several runs shows: their curves, their findings, and where their configs differ."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from legato.dashboard.runs import Folder, Run
 from legato.dashboard.series import Series
 from legato.dashboard.several import arms
 from legato.diagnostics.health.rule import LEVELS
+from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.seeds import mean
 
 _MOST_VALUES = 40_000
@@ -80,12 +82,21 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
         "mean": [short(mean(row)) for row in values],
         "low": [short(min(row)) for row in values],
         "high": [short(max(row)) for row in values],
+        "breaks": [],
     }
 
 
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What the health watch found in these runs, the gravest first, then the newest."""
-    found = [each | {"run": name} for name in names for each in folder.run(name).read_health()]
+    """What the health watch found in these runs, the gravest first, then the newest; with what its rule says of causes."""
+    rules = {rule.name: rule for rule in RULES}
+    found = list[dict[str, Any]]()
+    for run in map(folder.run, names):
+        command = f"legato doctor {shlex.quote(legible(str(run.directory.path), one_line=True))}"
+        for each in run.read_health():
+            # What was done about a finding bears the name of its rule too; the causes are told once.
+            rule = None if each["what"] == "recovery" else rules.get(each["rule"])
+            causes, tries = ((), ()) if rule is None else (rule.causes, rule.tries)
+            found.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
     return sorted(found, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
 
 

@@ -30,7 +30,12 @@ def shown(record: Record) -> dict[str, Any] | None:
 
 def health_words(records: Sequence[Record]) -> str:
     """The same in a few words."""
-    what = [found["what"] for record in records if (found := shown(record)) is not None]
+    return counted([found for record in records if (found := shown(record)) is not None])
+
+
+def counted(found: Sequence[Mapping[str, Any]]) -> str:
+    """How many alarms, warnings and recoveries there are."""
+    what = [each["what"] for each in found]
     counts = {word: what.count(word) for word in _SEVERAL}
     told = [f"{count} {word if count == 1 else _SEVERAL[word]}" for word, count in counts.items() if count]
     return ", ".join(told) or "nothing found"

@@ -106,7 +106,8 @@ async function save(plot, kind, name) {
   }
   // Paper is white: a picture is drawn in dark ink whatever the screen has.
   const ink = "#16202e", rules = { gridcolor: "#e3e7ee", linecolor: "#94a3b8", zerolinecolor: "#94a3b8" };
-  const layout = { ...plot.layout, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
+  const showlegend = plot.layout.meta?.named ?? plot.layout.showlegend;
+  const layout = { ...plot.layout, showlegend, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
     font: { ...plot.layout.font, color: ink },
     xaxis: { ...plot.layout.xaxis, ...rules }, yaxis: { ...plot.layout.yaxis, ...rules } };
   const size = { format: kind, width: 900, height: 520, scale: kind === "png" ? 2 : 1 };

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.dashboard.health import shown
+from legato.dashboard.health import counted, shown
 from legato.dashboard.legible import legible, shortened
 from legato.dashboard.series import Series
 from legato.dashboard.several import flat, read_config
@@ -109,7 +109,8 @@ class Run:
             "changed": changed / 1e9 or _changed(self.directory.path),
             "version": f"{size}-{sick}-{changed}",
             "health": LEVELS[worst] if worst >= 0 else None,
-            "findings": len(self.findings),
+            "findings": sum(LEVELS.index(each["level"]) == worst for each in self.findings),
+            "found": counted(self.findings),
         }
 
     def _start(self) -> dict[str, Any] | None:

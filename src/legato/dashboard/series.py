@@ -93,18 +93,25 @@ class Series:
         self.width *= 2
 
     def curve(self, key: str, points: int = BUCKETS) -> dict[str, list[float]] | None:
-        """Steps with mean, least and largest, at most about `points` of them; None where no record has the key."""
+        """Steps with mean, least and largest, at most about `points` of them; None where no record has the key.
+
+        "breaks" are the places of points that no line leads to: records before them lack the key, which others have.
+        """
         if key not in self.keys:
             return None
         total, count, low, high = self._table[:, self.keys[key]]
         used = numpy.flatnonzero(count)
         if not len(used):
             return None
-        stride = max(1, -(-len(used) // max(1, points)))
-        starts = numpy.arange(0, len(used), stride)
+        stride = -(-int(used[-1] - used[0] + 1) // max(1, points)) if len(used) > points else 1
+        places = (used - used[0]) // stride
+        starts = numpy.flatnonzero(numpy.diff(places, prepend=-1))
+        jumps = numpy.diff(places[starts])
+        # Beside the median: a key of every tenth record is whole, and drawn so.
+        breaks = numpy.flatnonzero(jumps > 1.5 * numpy.median(jumps)) + 1 if len(jumps) else jumps
         sums, counts = (numpy.add.reduceat(each[used], starts) for each in (total, count))
         steps = self._steps[used][starts]
-        if stride * self.width > 1 and used[-1] * self.width < self.records:
+        if stride * self.width > 1 and used[-1] == (self.records - 1) // self.width:
             # The end of a curve is what people look at: its last bucket stands where it has come to.
             steps[-1] = self.last_step
         return {
@@ -112,6 +119,7 @@ class Series:
             "mean": [short(value) for value in (sums / counts).tolist()],
             "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
             "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
+            "breaks": breaks.tolist(),
         }
 
 

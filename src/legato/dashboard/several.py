@@ -10,7 +10,7 @@ from typing import Any
 
 from legato.dashboard.comparison_figures import ARMS, cost_bars, over_seeds
 from legato.dashboard.curves import points
-from legato.dashboard.legible import legible
+from legato.dashboard.legible import legible, shortened
 from legato.dashboard.page import page, plotly_library
 from legato.dashboard.summary import Record, number
 from legato.dashboard.tail import opened
@@ -33,6 +33,7 @@ _CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("Gradient norm", "step", "gradient/norm", axis("norm", least=0)),
     ("Experts that changed", "step", _FLIPS, shares("share of experts", whole=False)),
 )
+_LONGEST_NAME = 36
 _PHASES = ("rollouts", "anchor", "update")
 
 
@@ -70,10 +71,11 @@ def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
     named = {str(directory.path): directory for directory in directories}
     options = {name: flat(read_config(directory)) for name, directory in named.items()}
     records = {name: directory.metrics() for name, directory in named.items()}
-    groups = arms(options)
-    drawn = _figures({arm: [records[name] for name in names] for arm, names in groups.items()})
+    groups = _named(arms(options), named)
+    drawn = _figures({word: [records[name] for name in names] for word, (_, names) in groups.items()})
     listed = "".join(
-        f"<li>{_safe(arm)}: {', '.join(_safe(named[name].name) for name in names)}</li>" for arm, names in groups.items()
+        f"<li><b>{_safe(word)}</b>: {_safe(arm)}; {', '.join(_safe(named[name].name) for name in names)}</li>"
+        for word, (arm, names) in groups.items()
     )
     text = page(
         title=f"{len(named)} runs - Legato",
@@ -87,6 +89,19 @@ def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
     except OSError as error:
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}") from error
     return path
+
+
+def _named(groups: Mapping[str, Sequence[str]], named: Mapping[str, RunDirectory]) -> dict[str, tuple[str, Sequence[str]]]:
+    """Arms by the name of their first run: what sets an arm apart is too long for the legend of a small figure."""
+    found: dict[str, tuple[str, Sequence[str]]] = {}
+    for arm, names in groups.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        word = shortened(named[names[0]].name, _LONGEST_NAME) + others
+        number = 2
+        while word in found:
+            word, number = f"{shortened(named[names[0]].name, _LONGEST_NAME)} ({number}){others}", number + 1
+        found[word] = arm, names
+    return found
 
 
 def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:

@@ -14,6 +14,8 @@ MOST = 400
 """Rows that a list shows."""
 PORTION = 20_000
 """Characters of a text that are shown before the rest is asked for."""
+_LOOKED_BACK = 8
+"""Steps that are read to find one with measured tokens: the last of a run may hold answers of an evaluation alone."""
 _PREVIEW = 160
 _LARGEST = 1 << 27
 """Bytes to which the rollouts of a step may unpack: a small file can hold any number of zeros."""
@@ -163,6 +165,18 @@ def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, An
         raise
     except OSError as error:
         raise RunDirectoryError(f"cannot read {directory.rollouts_path(step)}: {error}") from error
+
+
+def newest_measured(directory: RunDirectory) -> int | None:
+    """The newest step with a rollout whose tokens were measured; None where the last steps have none."""
+    for step in sorted(steps_of(directory), reverse=True)[:_LOOKED_BACK]:
+        try:
+            found = _of_step(directory, step)
+        except ValueError:
+            continue
+        if any(_details(record) is not None for record in found):
+            return step
+    return None
 
 
 def steps_of(directory: RunDirectory) -> Iterator[int]:

@@ -57,6 +57,11 @@ class Bin:
         return self.length / self.gap
 
     @property
+    def told(self) -> bool:
+        """Whether its gap is two standard errors away from 1."""
+        return abs(self.gap - 1) > 2 * self.gap_error
+
+    @property
     def gap_error(self) -> float:
         """Its standard error."""
         return self.gap * self.relative_error
@@ -107,7 +112,8 @@ class Spread:
         if gained < TELLING:
             return (
                 "independent tokens cannot be ruled out: no explanation fits better than a gap of 1 by more than chance"
-                f" (by {gained:.1f}; {TELLING} is telling)"
+                f" (by {gained:.1f}; {TELLING} is telling); {sum(each.distinct for each in self.bins)} different responses"
+                " are too few to tell what is this near"
             )
         word = f"{best.name} fits best"
         if self.gap < 1:
@@ -132,8 +138,10 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
     centred = torch.where(tokens, kept - means[batch].unsqueeze(1), 0.0)
     kappa, first = integrated_autocorrelation(centred, tokens)
     moved = log_s - means[batch]
+    # What of a response is left beside a mean it is part of; in a batch of few the longest is most of the mean.
+    left = 1 - lengths.double() / weights[batch]
     found = [
-        _bin(low, high, lengths[member].double(), moved[member], sigma2)
+        _bin(low, high, lengths[member].double(), moved[member], left[member], sigma2)
         for low, high, member in length_bins(lengths, bins)
         if int(member.sum()) >= FEWEST
     ]
@@ -157,14 +165,14 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
     )
 
 
-def _bin(low: int, high: int, lengths: Tensor, log_s: Tensor, sigma2: float) -> Bin:
+def _bin(low: int, high: int, lengths: Tensor, log_s: Tensor, left: Tensor, sigma2: float) -> Bin:
     harmonic = 1 / float((1 / lengths).mean())
     return Bin(
         shortest=low,
         longest=high,
         length=harmonic,
         responses=len(lengths),
-        variance=float(log_s.square().sum() / max(1, len(lengths) - 1)),
+        variance=float(log_s.square().sum() / left.sum()) if float(left.sum()) > 0 else 0.0,
         independent=sigma2 / harmonic,
         distinct=len(set(log_s.tolist())),
         kurtosis=float(log_s.pow(4).mean() / log_s.square().mean().square().clamp(min=1e-300)),

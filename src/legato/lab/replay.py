@@ -45,6 +45,12 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
     if not kept:
         raise ValueError(f"{path} has no checkpoint; a step can be done again from one")
     wanted = kept[-1] + 1 if step is None else step
+    done = max((int(each["step"]) for each in directory.metrics() if each.get("kind") == "step"), default=0)
+    # Without --step the one after the newest checkpoint is done, which a run that ended there has not come to.
+    if wanted > max(done, kept[-1] + 1):
+        raise ValueError(
+            f"--step {wanted} is asked for; {path} has {done} steps; those from {kept[0] + 1} can be done again"
+        )
     before = [each for each in kept if each < wanted]
     if not before:
         raise ValueError(

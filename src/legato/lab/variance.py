@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from legato.dashboard.experiment import Account, Check, Sheet, Value
 from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
-from legato.diagnostics.spread import FEWEST, TELLING, Spread, spread
+from legato.diagnostics.spread import FEWEST, TELLING, Bin, Spread, spread
 from legato.lab import synthetic
 from legato.lab.bed import Bed, Observed, Say, facts, make_bed
 from legato.lab.synthetic import Simulated
@@ -92,8 +92,7 @@ def _account(
         sentences += [
             f"{where}: {found.verdict}.",
             f"Slope of log Var(log s) against log L {found.slope:.2f} (s.e. {found.slope_error:.2f}; independent tokens"
-            f" -1), gap {found.gap:.2f} (independent 1, published 3.6): {found.bins[-1].length:.0f} tokens of the longest"
-            f" bin count as {found.bins[-1].effective_tokens:.1f} independent ones.",
+            f" -1), gap {found.gap:.2f} over all lengths (independent 1, published 3.6). {_longest(found.bins[-1])}",
             f"sigma {found.sigma:.3g} a token, tau {found.tau:.3g} between responses, kappa {found.kappa:.2f} within 40"
             f" tokens (r_1 {found.first:.2f}).",
         ]
@@ -122,6 +121,14 @@ def _account(
         figures=[*figures, *_synthetic_figures(made)],
         data=data,
     )
+
+
+def _longest(last: Bin) -> str:
+    where = f"In the longest bin, {last.responses} responses of about {last.length:.0f} tokens, it is {last.gap:.2f}"
+    where += f" (s.e. {last.gap_error:.2f})"
+    if not last.told:
+        return f"{where}, which cannot be told from 1."
+    return f"{where}: these tokens count as {last.effective_tokens:.1f} independent ones."
 
 
 def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> list[Sheet]:

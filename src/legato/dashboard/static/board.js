@@ -71,6 +71,7 @@ function list() {
     parts.name.textContent = parts.name.title = run.name;
     parts.badge.textContent = run.health ? run.health + " " + run.findings : run.running ? "running" : "";
     parts.badge.className = "badge " + (run.health || (run.running ? "running" : ""));
+    parts.badge.title = run.found;
     parts.badge.hidden = !parts.badge.textContent;
     const facts = [run.algorithm, "step " + run.step + (run.steps ? "/" + run.steps : ""),
       run.reward === null ? "" : "reward " + short(run.reward), run.running ? "" : run.state];
@@ -95,22 +96,28 @@ const views = {
   rollouts: showRollouts,
   async health(place) {
     const found = await ask("health", { run: state.chosen });
+    const advice = (title, lines) => lines.length ? [make("div", { className: "advice" }, make("span", { className: "dim", textContent: title }),
+      make("ul", {}, ...lines.map(textContent => make("li", { textContent }))))] : [];
     const items = found.map(each => make("div", { className: "finding" },
       make("span", {}, make("span", { className: "badge " + each.level, textContent: each.what })),
       make("span", { className: "dim", textContent: "step " + each.step }),
       make("div", {}, make("b", { textContent: each.words }),
-        make("div", { className: "dim", textContent: each.run + (each.rule ? ", rule " + each.rule : "") })),
+        make("div", { className: "dim", textContent: each.run + (each.rule ? ", rule " + each.rule : "") }),
+        ...advice("likely", each.causes), ...advice("try", each.tries)),
       ...(each.evidence ? [make("div", { className: "dim where", textContent: "evidence in " + each.evidence })] : [])));
     const none = make("p", { className: "dim", textContent: "Nothing was found in the runs that are chosen." });
-    place.replaceChildren(make("h2", { textContent: "Findings" }), ...(items.length ? items : [none]));
+    const more = [...new Set(found.map(each => each.doctor))].map(textContent => make("div", {}, make("code", { textContent })));
+    if (more.length) more.unshift(make("p", { className: "dim", textContent: "A run in more words, with the course of what was found:" }));
+    place.replaceChildren(make("h2", { textContent: "Findings" }), ...more, ...(items.length ? items : [none]));
   },
   async configs(place) {
     const found = await ask("configs", { run: state.chosen });
-    const table = rows => make("div", { className: "rows card" }, make("table", {},
+    const cell = value => make("td", { className: value?.length > 48 ? "value long" : "value", textContent: value === null ? "-" : value });
+    const table = rows => make("div", { className: "rows card" }, make("table", { className: "options" },
       make("thead", {}, make("tr", {}, make("th", { textContent: "option" }),
         ...found.runs.map(run => make("th", { className: "text", textContent: run })))),
       make("tbody", {}, ...rows.map(row => make("tr", {}, make("td", { textContent: row.path }),
-        ...row.values.map(value => make("td", { className: "text", textContent: value === null ? "-" : value })))))));
+        ...row.values.map(cell))))));
     const all = make("details", {}, make("summary", { textContent: "The same in all: " + found.same.length }), table(found.same));
     const head = found.differ.length ? table(found.differ)
       : make("p", { className: "dim", textContent: "The runs that are chosen do not differ." });

@@ -5,6 +5,8 @@ const first = ["eval/accuracy_sampled", "reward/mean", "accuracy/mean", "length/
   "ratio/sequence_std", "gradient/norm"];
 const chosen = { keys: [...first], logarithmic: new Set(), smooth: 1, join: false };
 const drawn = new Map();
+// Marks of more runs than this could not be told apart, nor could the names of more curves.
+const mostMarked = 4, mostNamed = 12;
 let fetched = null;
 
 function library() {
@@ -29,20 +31,53 @@ function smoothed(values, window) {
   });
 }
 
+// Where steps have no value a line ends and another begins.
+function parts({ breaks, ...columns }) {
+  const ends = [0, ...breaks, columns.x.length];
+  return ends.slice(1).map((end, index) => Object.fromEntries(["x", "mean", "low", "high"].map(
+    name => [name, columns[name].slice(ends[index], end)])));
+}
+
+const joined = parts => parts.flatMap((part, index) => index ? [null, ...part] : part);
+
 function traces(curves) {
   const made = [], few = curves.length <= 4;
   for (const curve of curves) {
     const colour = colourOf(curve.run), name = plain(curve.name);
-    if (few && curve.low.some((value, index) => value !== curve.high[index])) {
-      const edge = { type: "scatter", mode: "lines", x: curve.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
+    const whole = parts(curve), evaluated = curve.key.startsWith("eval/");
+    if (few) for (const part of whole) if (part.low.some((value, index) => value !== part.high[index])) {
+      const edge = { type: "scatter", mode: "lines", x: part.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         legendgroup: name, name: name + ", least to largest" };
-      made.push({ ...edge, y: curve.low }, { ...edge, y: curve.high, fill: "tonexty", fillcolor: colour + "26" });
+      made.push({ ...edge, y: part.low }, { ...edge, y: part.high, fill: "tonexty", fillcolor: colour + "26" });
     }
-    const alone = curve.x.length === 1 || curve.key.startsWith("eval/");
-    made.push({ type: "scatter", mode: alone ? "lines+markers" : "lines", x: curve.x, y: smoothed(curve.mean, chosen.smooth),
-      name, legendgroup: name, line: { color: colour, width: few ? 2 : 1.2 }, marker: { size: 5 } });
+    // A point between two gaps has no line that would show it.
+    const sizes = joined(whole.map(part => part.x.map(() => evaluated || part.x.length === 1 ? 5 : 0)));
+    made.push({ type: "scatter", mode: sizes.some(size => size) ? "lines+markers" : "lines", x: joined(whole.map(part => part.x)),
+      y: joined(whole.map(part => smoothed(part.mean, chosen.smooth))), name, legendgroup: name,
+      line: { color: colour, width: few ? 2 : 1.2 }, marker: { size: sizes.map(size => size || 0), color: colour, line: { width: 0 } } });
   }
   return made;
+}
+
+// Findings stand at the upper edge in the colour of their run; a line goes down from each.
+function marked(marks) {
+  const places = new Map();
+  for (const mark of marks) {
+    const place = JSON.stringify([mark.run, mark.step]), there = places.get(place) || { ...mark, told: [] };
+    there.told.push(plain(mark.what + ", " + (mark.rule || mark.words)));
+    if (mark.level === "alarm") there.level = "alarm";
+    places.set(place, there);
+  }
+  const each = [...places.values()];
+  const shapes = each.map(mark => ({ type: "line", x0: mark.step, x1: mark.step, y0: 0, y1: 1, yref: "paper",
+    line: { color: colourOf(mark.run), width: 1, dash: mark.level === "alarm" ? "dash" : "dot" } }));
+  const trace = run => {
+    const own = each.filter(mark => mark.run === run);
+    return { type: "scatter", mode: "markers", x: own.map(mark => mark.step), y: own.map(() => 1), yaxis: "y2", name: plain(run),
+      text: own.map(mark => mark.told.join("<br>")), hovertemplate: plain(run) + ": %{text}<extra></extra>", showlegend: false,
+      cliponaxis: false, marker: { color: colourOf(run), size: 8, symbol: own.map(mark => mark.level === "alarm" ? "triangle-down" : "triangle-down-open") } };
+  };
+  return { shapes, data: [...new Set(each.map(mark => mark.run))].map(trace) };
 }
 
 function card(key) {
@@ -71,12 +106,23 @@ function draw(key) {
   const { plot, curves, marks } = drawn.get(key);
   // Plotly writes powers with a style attribute, which the content security policy of this page forbids.
   const axis = { exponentformat: "e", ...(chosen.logarithmic.has(key) ? { type: "log" } : {}) };
-  const shapes = marks.map(mark => ({ type: "line", x0: mark.step, x1: mark.step, y0: 0, y1: 1, yref: "paper",
-    line: { color: mark.level === "alarm" ? "#ef4444" : "#f59e0b", width: 1, dash: "dot" } }));
+  const { shapes, data } = marked(marks);
+  // The names of the curves stand once above all figures; a figure that is saved has them with it.
   const layout = { xaxis: { title: { text: "step" } }, yaxis: axis, shapes, uirevision: key, hovermode: "x unified",
-    showlegend: curves.length > 1 && curves.length <= 12 };
-  if (curves.length > 12) layout.hovermode = "closest";
-  window.Plotly.react(plot, traces(curves), { ...themed(layout), margin: { l: 56, r: 14, t: 30, b: 40 } }, plotting);
+    showlegend: false, meta: { named: curves.length > 1 && curves.length <= mostNamed } };
+  if (data.length) layout.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
+  if (curves.length > mostNamed) layout.hovermode = "closest";
+  window.Plotly.react(plot, [...traces(curves), ...data], { ...themed(layout), margin: { l: 56, r: 14, t: 14, b: 40 } }, plotting);
+}
+
+function legend(curves) {
+  const names = new Map(curves.map(curve => [curve.name, colourOf(curve.run)]));
+  if (names.size < 2 || names.size > mostNamed) return [];
+  return [...names].map(([name, colour]) => {
+    const line = make("i", { className: "line" });
+    line.style.background = colour;
+    return make("span", { className: "named" }, line, make("span", { textContent: name }));
+  });
 }
 
 // Plotly takes a second to load; until it is there the curves are plain lines, so that nobody waits for a first look.
@@ -90,9 +136,9 @@ function sketch({ plot, curves }) {
     ([least, most], value) => [Math.min(least, value), Math.max(most, value)], [low, high]), [Infinity, -Infinity]);
   const [left, right] = ends(curve => curve.x), [low, high] = ends(curve => curve.mean);
   const svg = make("svg", { viewBox: "0 0 1000 500", preserveAspectRatio: "none", width: "100%", height: "100%" });
-  for (const curve of curves) {
-    const points = curve.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
-      (480 - 460 * (curve.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
+  for (const curve of curves) for (const part of parts(curve)) {
+    const points = part.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
+      (480 - 460 * (part.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
     svg.append(make("polyline", { points, fill: "none", stroke: colourOf(curve.run), "stroke-width": 2,
       "vector-effect": "non-scaling-stroke" }));
   }
@@ -124,11 +170,11 @@ function controls(place) {
 
 export async function showCurves(place, { late = () => false }) {
   if (!place.querySelector(".figures"))
-    place.replaceChildren(controls(place), make("div", { className: "grid figures" }));
+    place.replaceChildren(controls(place), make("div", { className: "legend names" }), make("div", { className: "grid figures" }));
   const asked = { run: state.chosen, key: chosen.keys, points: 300 };
   if (chosen.join) asked.join = 1;
   const [found, findings] = await Promise.all([ask("curves", asked),
-    state.chosen.length <= 4 ? ask("health", { run: state.chosen }) : []]);
+    state.chosen.length <= mostMarked ? ask("health", { run: state.chosen }) : []]);
   if (late()) return;
   const grid = place.querySelector(".figures"), list = document.getElementById("quantities");
   if (!grid) return;
@@ -147,7 +193,10 @@ export async function showCurves(place, { late = () => false }) {
   performance.mark("sketches");
   const damaged = Object.entries(found.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
   const reading = found.reading.length ? ["first look, reading on: " + found.reading.length + " runs"] : [];
-  document.getElementById("note").textContent = [...reading, ...damaged].join("; ");
+  const sick = state.chosen.length > mostMarked && state.runs.some(run => state.chosen.includes(run.id) && ["alarm", "warning"].includes(run.health));
+  const unmarked = sick ? ["warnings and alarms are drawn for at most " + mostMarked + " runs; all are under Health"] : [];
+  document.getElementById("note").textContent = [...reading, ...unmarked, ...damaged].join("; ");
+  place.querySelector(".names").replaceChildren(...legend(found.curves));
   if (!window.Plotly) await new Promise(resolve => setTimeout(resolve, 20)); // the sketches are painted first
   await library();
   for (const key of chosen.keys) {

@@ -1,9 +1,10 @@
 // The rollouts of a run: searched and filtered, each with its group, and its tokens coloured by what was measured there.
 import { ask, make, short, state } from "/board.js";
 
+// `least`: where the scale of colours ends at the latest, so that rounding is not painted.
 const quantities = {
-  ratio: { title: "ratio", of: (d, t) => d.log_ratios[t], told: value => "ratio " + short(Math.exp(value)) + " (log " + short(value) + ")" },
-  logprob: { title: "log-prob", of: (d, t) => d.logprobs[t], told: value => "log-prob " + short(value) },
+  ratio: { title: "ratio", least: 1e-3, of: (d, t) => d.log_ratios[t], told: value => "ratio " + ratio(value) + " (log " + short(value) + ")" },
+  logprob: { title: "log-prob", least: 1e-3, of: (d, t) => d.logprobs[t], told: value => "log-prob " + short(value) },
   advantage: { title: "advantage", of: (d, t) => d.advantages[t], told: value => "advantage " + short(value) },
   coefficient: { title: "coefficient", of: (d, t) => d.coefficients[t], told: value => "coefficient " + short(value) },
 };
@@ -12,6 +13,8 @@ let colouring = "ratio", opened = null, rows = [];
 // An answer that comes after a later question is dropped.
 let listing = 0, opening = 0;
 
+// With digits enough to tell it from 1.
+const ratio = log => String(Number(Math.exp(log).toPrecision(Math.min(8, Math.max(4, 3 - Math.floor(Math.log10(Math.abs(log) || 1)))))));
 const option = (value, textContent) => make("option", { value, textContent });
 
 function field(name, choices) {
@@ -57,7 +60,10 @@ async function steps() {
   const now = [["all", "all steps"], ...found.slice().reverse().map(step => [String(step), "step " + step])];
   const changed = there !== now.map(([value]) => value).join();
   if (changed) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
-  if (!asked.step || !now.some(([value]) => value === asked.step)) asked.step = now.length > 1 ? now[1][0] : "all";
+  if (!asked.step || !now.some(([value]) => value === asked.step)) {
+    const measured = await ask("measured", { run: asked.run });
+    asked.step = measured !== null ? String(measured) : now.length > 1 ? now[1][0] : "all";
+  }
   select.value = asked.step;
   select.setAttribute("aria-label", "Step");
   select.onchange = () => { asked.step = select.value; list(); };
@@ -148,7 +154,7 @@ async function open(row, whole = false) {
 
 function strip(found) {
   const details = found.details, box = make("div", { className: "tokens", id: "tokens", dir: "auto" });
-  const told = make("div", { className: "told", role: "status" }), legend = make("div", { className: "legend" });
+  const told = make("div", { className: "told", role: "status", textContent: "Click a token, or press \u2190 \u2192, for its numbers." }), legend = make("div", { className: "legend" });
   const by = make("select", { id: "colouring" }, ...Object.entries(quantities).map(([name, each]) => option(name, each.title)));
   by.value = colouring;
   by.setAttribute("aria-label", "Colour tokens by");
@@ -183,14 +189,14 @@ const cut = (details, t) => details.coefficients[t] === 0 && details.advantages[
 
 function colour(box, details, legend) {
   const quantity = quantities[colouring], values = details.pieces.map((_, t) => quantity.of(details, t));
-  const known = values.filter(value => value !== null), largest = Math.max(...known.map(Math.abs), 0);
+  const known = values.filter(value => value !== null), largest = Math.max(...known.map(Math.abs), quantity.least || 0);
   values.forEach((value, t) => {
-    const size = value === null || !largest ? 0 : Math.ceil(5 * Math.abs(value) / largest - 1e-9);
+    const size = value === null || Math.abs(value) <= largest / 100 ? 0 : Math.ceil(5 * Math.abs(value) / largest - 1e-9);
     const shade = value === null ? "none" : size === 0 ? "z" : (value < 0 ? "m" : "p") + size;
     box.children[t].className = "token " + shade + (cut(details, t) ? " cut" : "");
   });
   const shades = ["m5", "m3", "m1", "z", "p1", "p3", "p5"].map(name => make("i", { className: name }));
-  const ends = colouring === "ratio" ? [short(Math.exp(-largest)), short(Math.exp(largest))] : [short(-largest), short(largest)];
+  const ends = colouring === "ratio" ? [ratio(-largest), ratio(largest)] : [short(-largest), short(largest)];
   legend.replaceChildren(...(known.length ? [ends[0], ...shades, ends[1], make("span", { textContent: "  underlined: no gradient" })]
     : [quantity.title + " was not measured: no update had this response"]));
 }
@@ -223,7 +229,14 @@ export function rolloutKey(event) {
   if (move && opened) {
     const here = rows.findIndex(row => row.step === opened.step && row.index === opened.index);
     const next = rows[here + move];
-    if (next) open(next);
+    if (!next) return;
+    open(next);
+    // Else a tab that was clicked would keep the arrows, which are for tokens now.
+    document.querySelector("#list tr[aria-selected=true]")?.focus({ preventScroll: true });
+  } else if (["ArrowLeft", "ArrowRight"].includes(event.key) && !event.target.closest("#tokens, [role=tablist]")) {
+    const token = document.querySelector("#tokens [tabindex='0']");
+    token?.focus();
+    if (token) event.preventDefault();
   } else if (event.key === "c" && document.getElementById("colouring")) {
     const names = Object.keys(quantities), select = document.getElementById("colouring");
     select.value = names[(names.indexOf(colouring) + 1) % names.length];
