@@ -211,7 +211,7 @@ def test_rollouts_of_steps_that_were_given_up_are_not_taken_for_those_of_the_run
 def test_the_dashboard_and_the_report_show_what_happened(recovered: SimpleNamespace) -> None:
     folder = Folder(recovered.directory.parent)
     row = folder.run("run").row()
-    assert (row["health"], row["findings"]) == ("alarm", 2)
+    assert (row["health"], row["findings"]) == ("alarm", 1)
     alarm, done = findings(folder, ["run"])
     assert alarm == {
         "run": "run",
@@ -221,6 +221,9 @@ def test_the_dashboard_and_the_report_show_what_happened(recovered: SimpleNamesp
         "rule": "ill",
         "words": "The learning rate is 0.0025.",
         "evidence": "evidence/step-000007",
+        "causes": (),
+        "tries": (),
+        "doctor": f"legato doctor {recovered.directory}",
     }
     assert (done["what"], done["step"], done["evidence"]) == ("recovery", 7, "evidence/step-000007")
     text = write_report(RunDirectory.open(recovered.directory)).read_text()
