@@ -231,8 +231,8 @@ def test_the_dashboard_and_the_report_show_what_happened(recovered: SimpleNamesp
     assert "The learning rate is 0.0025." in text and "(evidence/step-000007)" in text
 
 
-def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, moments and generators of the step gone back to, in the memory they had."""
+def seen_before(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Will hold as `before` the state of the checkpoint that a recovery goes back to, as it was until then."""
     seen: dict[str, Any] = {}
     give_up = recovery.checkpoint.give_up
 
@@ -241,6 +241,12 @@ def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: py
         return give_up(checkpoints, last, best)
 
     monkeypatch.setattr(recovery.checkpoint, "give_up", look)
+    return seen
+
+
+def test_what_a_recovery_loads_is_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, moments and generators of the step gone back to, in the memory they had."""
+    seen = seen_before(monkeypatch)
     addresses: list[tuple[int, ...]] = []
     made = recovery.take_weights
 

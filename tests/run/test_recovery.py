@@ -17,7 +17,7 @@ from legato.run.train import resume
 from legato.run.wire import Given
 from legato.training.trainer import StepReport, Trainer
 from proof.runs import cut, differences, light, outcome, state
-from run.test_health import ILL, RECOVER, early, of_kind, run
+from run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,14 +88,7 @@ def test_a_run_killed_in_the_middle_of_a_recovery_ends_as_if_it_was_not(
 
 def test_back_to_the_beginning_is_a_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first checkpoint has no moments; those of the run that went wrong are not carried into it."""
-    seen: dict[str, Any] = {}
-    give_up = recovery.checkpoint.give_up
-
-    def look(checkpoints: Path, last: Path, best: str | None) -> Any:
-        seen["before"] = state(last)
-        return give_up(checkpoints, last, best)
-
-    monkeypatch.setattr(recovery.checkpoint, "give_up", look)
+    seen = seen_before(monkeypatch)
     ended = run(tmp_path, {**RECOVER, "output.checkpoint_every_steps": 100, "output.keep_last": 100})
     assert of_kind(ended.directory, "recovery")[0]["step"] == 0
     after = state(ended.directory / "checkpoints" / "step-000000")

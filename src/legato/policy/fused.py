@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from legato.policy.layer import is_plain
+from legato.policy.layer import is_plain, is_swiglu
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
@@ -63,11 +63,6 @@ def why_not(body: Any) -> str | None:
         if is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
             return f"its activation is {body.config.hidden_act}"
     return None
-
-
-def is_swiglu(mlp: nn.Module) -> bool:
-    """Whether an MLP is down(silu(gate) * up) and nothing else."""
-    return all(hasattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")) and not hasattr(mlp, "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,15 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+def is_swiglu(mlp: nn.Module) -> bool:
+    """Whether an MLP is down(silu(gate) * up) and nothing else."""
+    return all(hasattr(mlp, name) for name in _MLP) and not hasattr(mlp, "experts")
+
+
 def is_plain(layer: Any) -> bool:
     """Whether every projection is a linear layer and nothing else: no adapter, no hook, a bias at most on q, k and v."""
     attention, mlp = layer.self_attn, layer.mlp
-    if not all(hasattr(mlp, name) for name in _MLP) or hasattr(mlp, "experts"):
+    if not is_swiglu(mlp):
         return False
     modules = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _MLP]
     if any(type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks for module in modules):

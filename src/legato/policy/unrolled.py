@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from legato.policy.fused import Norms, is_swiglu, why_not
+from legato.policy.fused import Norms, why_not
 from legato.policy.head import Head
+from legato.policy.layer import is_swiglu
 from legato.policy.packed import MOST_BYTES, Product, bytes_of_copies, product
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
