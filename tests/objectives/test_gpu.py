@@ -7,6 +7,7 @@ from torch import Tensor
 import legato
 from proof.bridge import loss
 from proof.members import MEMBERS
+from proof.waits import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,6 @@ def test_a_gpu_gives_the_numbers_of_a_cpu_and_the_same_bits_twice(name: str) -> 
     assert torch.equal(found.coefficients, loss(value, **there).coefficients)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_an_objective_does_not_wait_for_the_device() -> None:
     """Value checks belong to the public function; evaluating signals must not synchronise."""
     from legato.algorithms.catalogue import algorithm_names
@@ -70,10 +70,7 @@ def test_an_objective_does_not_wait_for_the_device() -> None:
         gathered = Signals(mask=Mask(mask, torch.float32), advantages=advantages, **signals)
         counts = value.count(gathered, groups=16)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             outcome = value.evaluate(gathered, counts)
             if value.initial():
                 value.advance(value.initial(), measure(gathered, outcome), first=False)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from legato.policy.selfcheck import tolerance
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.local import LocalEngine
 from legato.rollouts.sampling import Sampling
+from proof.waits import no_waiting
 from rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -210,11 +211,8 @@ def test_the_host_waits_for_nothing_but_its_looks(monkeypatch: pytest.MonkeyPatc
 
     def watched(method: Any) -> Any:
         def run(*args: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waiting():
                 return method(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
 
         return run
 

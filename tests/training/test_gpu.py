@@ -1,6 +1,5 @@
 """The trainer on a GPU: bf16 weights with float32 log-probs and masters, the same engine, the same packs."""
 
-import warnings
 from collections.abc import Sequence
 from itertools import chain
 
@@ -30,6 +29,7 @@ from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 from legato.training.probe import probe
 from legato.training.tables import Tables
 from legato.training.trainer import Trainer, TrainingSettings
+from proof.waits import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -323,13 +323,8 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     tables = made._anchored(tables, updates)
     silent = made._silent(tables)
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         made._update(tables, updates[0], silent)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() -> None:
