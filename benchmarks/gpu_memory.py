@@ -47,20 +47,21 @@ def our_part(bench: Bench) -> dict[str, Any]:
             gpu_saved.learn_all(policy, [packed])
         points.append((len(packed.tokens), found["peak_gib"]))
         bench.free()
-    return {"side": "Legato", "static_gib": (bench.held() - before) / GIB, **line(points)}
+    each = points[-1][0] / rows
+    return {"side": "Legato", "static_gib": (bench.held() - before) / GIB, "tokens_per_response": each, **line(points)}
 
 
 def trl_part(bench: Bench) -> dict[str, Any]:
-    """Its loss forward and backward on rows of the same length, in the strong setting."""
+    """Its loss forward and backward on rows of the same length, in the strong setting, with Liger's layers."""
     gpu_update.drop(bench)
     before = bench.held()
     given = work.fixed_work(bench.tiny)
     prompt, response = (16, 64) if bench.tiny else (PROMPT, RESPONSE)
     points = []
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), gpu_trl.patches_undone():
         warnings.simplefilter("ignore")
         trainer = gpu_trl.trainer_of(
-            bench, SHAPE, given, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=False
+            bench, SHAPE, given, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=bench.cuda
         )
         made = trainer.model.to(bench.device)
         made.train()
@@ -78,7 +79,8 @@ def trl_part(bench: Bench) -> dict[str, Any]:
                 made.zero_grad()
             points.append((rows * (prompt + response), found["peak_gib"]))
             bench.free()
-    return {"side": "TRL strong", "static_gib": (bench.held() - before) / GIB, **line(points)}
+    each = prompt + response
+    return {"side": "TRL strong", "static_gib": (bench.held() - before) / GIB, "tokens_per_response": each, **line(points)}
 
 
 def _inputs(bench: Bench, made: Any, rows: int, prompt: int, response: int) -> dict[str, Any]:

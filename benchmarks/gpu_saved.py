@@ -12,7 +12,7 @@ from legato.core.outcome import Coefficients
 from legato.policy.packs import Pack, Texts, pack
 from legato.training.plan import packs
 
-RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 16384
+RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 32768
 CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
 FAR = 0.05
 """How far log s is put from 0: many times the band, so that no rounding decides a row."""

@@ -5,10 +5,11 @@ no checkpointing, the largest micro-batch that fits, Liger's layers where they a
 the longest one and never trims, so sorting by length would not help it.
 """
 
+import contextlib
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +123,21 @@ def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Call
     return wrapped
 
 
+@contextlib.contextmanager
+def patches_undone() -> Iterator[None]:
+    """Liger puts its layers into the model's module for the rest of the process; the sides after it must not get them."""
+    from transformers.models.qwen3 import modeling_qwen3 as module
+
+    names = dict(vars(module))
+    forwards = {kind: kind.forward for kind in names.values() if isinstance(kind, type) and "forward" in vars(kind)}
+    try:
+        yield
+    finally:
+        vars(module).update(names)
+        for kind, forward in forwards.items():
+            kind.forward = forward
+
+
 def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
     """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
     rows = len(given.prompts) * len(given.rewards[0]) // work.UPDATES
@@ -132,7 +148,7 @@ def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, 
         before, found = bench.held(), dict[str, Any]()
         error = None
         try:
-            with tempfile.TemporaryDirectory() as folder, bench.peak(found):
+            with tempfile.TemporaryDirectory() as folder, bench.peak(found), patches_undone():
                 trainer = trainer_of(
                     bench, shape, given, folder, strong=strong, micro=micro, steps=1 + steps, liger=liger, **dict(options)
                 )

@@ -324,7 +324,7 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     silent = made._silent(tables)
     torch.cuda.synchronize()
     with no_waiting():
-        made._update(tables, updates[0], silent)
+        made._update(tables, updates[0], silent, marked=False)
 
 
 def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() -> None:

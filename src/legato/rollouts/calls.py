@@ -182,7 +182,7 @@ class Call:
             self.kept[rows] = self.memory.kept[slots, :width]
         if self.routes is not None:
             self.routes.collect(rows, slots)
-        self.memory.done[slots] = True
+        self.memory.done.index_fill_(0, slots, True)  # assigned, True would be copied and waited for
         for slot in finished:
             _, entry = self.active.pop(slot)
             self.free_slots.append(slot)

@@ -156,8 +156,9 @@ class Store:
     def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limit: int) -> None:
         """Give slots to responses that have not begun."""
         self.base[slots], self.seed[slots] = lengths, seeds
-        self.length[slots], self.written[slots], self.limit[slots] = 0, 0, limit
-        self.done[slots] = False
+        # Filled and not assigned: a number that is assigned is copied to the device, and the host waits for that.
+        for table, value in ((self.length, 0), (self.written, 0), (self.limit, limit), (self.done, False)):
+            table.index_fill_(0, slots, value)
 
     def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:
         """Note what was chosen for the rows still writing, and which of them end with it."""

@@ -68,8 +68,9 @@ def _project(hidden, weight, targets, scales, best_out, total_out, moment_out, c
              multiplier, BM: tl.constexpr, TILE: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
              PROGRAMS: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr):
     down, across = tl.cdiv(N, BM), tl.cdiv(V, TILE)
-    # Flattened, the loads of a tile's first steps begin while the tile before it is finished.
-    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+    # Flattened, the loads of a tile's first steps begin while the tile before it is finished. Where nothing is stored that
+    # way Triton 3.6 cannot compile it, and there is less to wait for.
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=KEEP):
         # Tiles in the order of stripes GROUP high, so that a stripe of the weight is read while it is in the cache.
         first = tile // (GROUP * across) * GROUP
         high = tl.minimum(down - first, GROUP)
