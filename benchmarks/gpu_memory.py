@@ -63,6 +63,11 @@ def trl_part(bench: Bench) -> dict[str, Any]:
         trainer = gpu_trl.trainer_of(
             bench, SHAPE, given, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=bench.cuda
         )
+        if bench.cuda:
+            from transformers.integrations.liger import apply_liger_kernel
+
+            # As its training loop does before the first step; no loop runs here.
+            apply_liger_kernel(trainer.model, None)
         made = trainer.model.to(bench.device)
         made.train()
         # The training loop sets this before its first step; no loop runs here.

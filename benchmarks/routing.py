@@ -286,11 +286,12 @@ def _percent(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", choices=BEDS, default="cpu")
     parser.add_argument("--output", type=Path, help="default under benchmarks/results, by device")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    results = measured(5 if asked.quick else 30, asked.device)
+    results = measured(5 if asked.quick else asked.rounds, asked.device)
     print(routing_section(results))
     if not asked.quick:
         (asked.output or RESULTS[asked.device]).write_text(json.dumps(results, indent=1) + "\n")
