@@ -7,13 +7,16 @@ Level = Literal["note", "warning", "alarm"]
 LEVELS: tuple[Level, ...] = ("note", "warning", "alarm")
 """A note is worth knowing, a warning worth a look, an alarm says that the run is lost if nothing is done."""
 
-Test = Literal["above", "below", "times", "share", "rises", "falls", "of-best", "not-finite", "together"]
+Test = Literal["above", "below", "times", "share", "rises", "falls", "of-best", "of-start", "not-finite", "together"]
 
-AVERAGING = ("rises", "falls", "of-best")
+AVERAGING = ("rises", "falls", "of-best", "of-start")
 """Tests of the mean of the last `of` steps; the others count the steps that pass among them."""
 
-COMPARING = ("times", "share", "rises", "falls", "of-best")
-"""Tests against what was usual before; they begin when the learning rate has warmed up."""
+COMPARING = ("times", "share", "rises", "falls", "of-best", "of-start")
+"""Tests against what was before."""
+
+LATER = tuple(test for test in COMPARING if test != "of-start")
+"""Those that begin when the learning rate has warmed up."""
 
 TESTS: dict[str, str] = {
     "above": "above the threshold",
@@ -23,6 +26,7 @@ TESTS: dict[str, str] = {
     "rises": "the mean of the last steps is above that of the window by so many standard errors",
     "falls": "the mean of the last steps is below that of the window by so many standard errors",
     "of-best": "the mean of the last steps is below this share of the best mean over a window so far, by more than chance",
+    "of-start": "the mean of the last steps is below this share of that of the first steps of the run, by more than chance",
     "not-finite": "there, but not a finite number",
     "together": "the first rule named and a warning of another family, within the window",
 }
@@ -42,7 +46,7 @@ class Rule:
     test: Test
     threshold: float = 0.0
     window: int = 0
-    """Steps that say what is usual, before the last `of`; half of them are enough to begin."""
+    """Steps that say what is usual, before the last `of`; half of them are enough to begin. of-start: the run's first."""
     hits: int = 1
     of: int = 1
     """So many of the last so many steps must pass; tests of a mean average over `of` steps."""
@@ -73,9 +77,9 @@ class Rule:
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
             said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
-        elif self.test == "of-best":
-            best = f"{self.threshold:g} x its best mean of {self.window} steps, beyond chance"
-            said = f"mean of {self.of} steps of {looked_at} < {best}"
+        elif self.test in ("of-best", "of-start"):
+            best = f"its best mean of {self.window}" if self.test == "of-best" else f"that of the first {self.window}"
+            said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
         else:
             side = ">" if self.test == "rises" else "<"
             said = (

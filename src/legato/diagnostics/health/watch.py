@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Finding, Rule
+from legato.diagnostics.health.rule import AVERAGING, LATER, LEVELS, Finding, Rule
 from legato.diagnostics.health.rules import RULES
 
 REST = 20
@@ -30,7 +30,7 @@ class Watch:
         self.rules = [rule for rule in rules if rule.name not in left_out]
         self.settled = settled
         self._length = max((rule.window + rule.of for rule in self.rules), default=0)
-        compared = (rule for rule in self.rules if rule.test in COMPARING)
+        compared = (rule for rule in self.rules if rule.test in LATER)
         self._watched = sorted({metric for rule in compared for metric in rule.metrics})
         self.history: dict[str, list[float | None]] = {}
         """The last values of what is compared with its past; None where a step had none."""
@@ -38,6 +38,8 @@ class Watch:
         """The best mean over a window so far, by rule."""
         self.spread: dict[str, float] = {}
         """The standard deviation within the window of that best mean, by rule."""
+        self.start: dict[str, list[float]] = {}
+        """The first values of the run and the last ones, by rule that compares them."""
         self.hits: dict[str, list[bool]] = {}
         """Which of the last steps passed the test, by rule."""
         self.active: dict[str, int] = {}
@@ -102,6 +104,8 @@ class Watch:
             return value > rule.threshold, value, None
         if rule.test == "below":
             return value < rule.threshold, value, None
+        if rule.test == "of-start":
+            return self._of_start(rule, value)
         held = self.history.get(metric, [])
         before = [each for each in held[: -rule.of][-rule.window :] if each is not None]
         recent = [each for each in held[-rule.of :] if each is not None]
@@ -122,9 +126,16 @@ class Watch:
         best = self.best.get(rule.name)
         if best is None or len(recent) < rule.of:
             return False, None, best
-        mean = statistics.fmean(recent)
-        error = self.spread.get(rule.name, 0.0) * math.sqrt(1 / rule.of + 1 / rule.window)
-        return best > 0 and mean < rule.threshold * best and best - mean > CHANCE * error, mean, best
+        return _lost(rule, recent, best, self.spread.get(rule.name, 0.0))
+
+    def _of_start(self, rule: Rule, value: float) -> Judged:
+        held = self.start.setdefault(rule.name, [])
+        held.append(value)
+        del held[rule.window : -rule.of]
+        first, recent = held[: rule.window], held[rule.window :]
+        if len(recent) < rule.of:
+            return False, None, None
+        return _lost(rule, recent, statistics.fmean(first), statistics.stdev(first))
 
     def _together(self, rule: Rule, step: int) -> Judged:
         first = next((each for each in self.rules if each.name == rule.metrics[0]), None)
@@ -166,6 +177,7 @@ class Watch:
             "history": {key: list(values) for key, values in self.history.items()},
             "best": dict(self.best),
             "spread": dict(self.spread),
+            "start": {name: list(values) for name, values in self.start.items()},
             "hits": {name: list(held) for name, held in self.hits.items()},
             "active": dict(self.active),
             "since": dict(self.since),
@@ -179,7 +191,9 @@ class Watch:
             {name: value for name, value in state.get(field, {}).items() if name in known}
             for field in ("best", "spread", "active", "since")
         )
-        self.hits = {name: list(held) for name, held in state["hits"].items() if name in known}
+        self.hits, self.start = (
+            {name: list(held) for name, held in state.get(field, {}).items() if name in known} for field in ("hits", "start")
+        )
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:
@@ -194,6 +208,12 @@ def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judg
     change = mean - usual if rule.test == "rises" else usual - mean
     enough = len(recent) == rule.of and change > rule.threshold * error and change > rule.least * abs(usual)
     return enough, mean, usual
+
+
+def _lost(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
+    """Whether the mean of the last steps is below a share of what it was, by more than chance."""
+    mean, error = statistics.fmean(recent), spread * math.sqrt(1 / rule.of + 1 / rule.window)
+    return usual > 0 and mean < rule.threshold * usual and usual - mean > CHANCE * error, mean, usual
 
 
 def _present(metrics: Mapping[str, Any], key: str) -> bool:
