@@ -2,6 +2,7 @@
 
     python -m benchmarks.health --seeds 10-19                     # the collapse, its recovery, healthy runs
     python -m benchmarks.health --seeds 10-14 --arms faults       # the other faults
+    python -m benchmarks.health --seeds 10-14 --arms early        # a learning rate too high from the first step on
     python -m benchmarks.health --seeds 100-102 --arms verify     # that the collapse is one
 
 One healthy run of 50 steps a seed; every arm goes on from a copy of it, to the bit, with a fault from step 51 on. What is
@@ -14,6 +15,7 @@ import hashlib
 import json
 import platform
 import shutil
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -30,6 +32,7 @@ from legato.run.load import load
 from legato.run.watcher import Silent
 
 ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "tiny.toml"
 RESULTS = Path(__file__).parent / "results" / "health.json"
 FIRST = 50
 """The last healthy step."""
@@ -43,6 +46,9 @@ ARMS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     **{f"fault: {name}": (name, 110, {}) for name in FAULTS if name != COLLAPSE},
 }
 """Fault, last step, options."""
+EARLY = {f"early: learning rate x {factor}": factor for factor in (5, 10, 20)}
+"""Arms whose learning rate is so many times that of the recipe from the first step on; nothing healthy comes before."""
+EARLY_STEPS = 60
 WORDS = ("says", "causes", "tries", "beside")
 """Fields of a rule that people read and no test does."""
 MAIN = ("collapse", "recover", "healthy")
@@ -65,30 +71,52 @@ def thresholds() -> str:
     return hashlib.sha256(json.dumps([MARGIN, tested], sort_keys=True).encode()).hexdigest()[:16]
 
 
+def recipe_lr() -> float:
+    return load([RECIPE]).config.training.lr
+
+
 def base(work: Path, seed: int, options: dict[str, Any]) -> Path:
     """The healthy beginning of a seed."""
     place = work / "base"
     if not (place / f"seed{seed}" / "report.html").exists():
         shutil.rmtree(place / f"seed{seed}", ignore_errors=True)
-        given = {**OPTIONS, **options, "training.seed": seed, "training.steps": FIRST}
-        named = {"output.directory": str(place), "output.name": f"seed{seed}"}
-        if train.train(recipe=ROOT / "recipes" / "tiny.toml", **given, **named).exit_code >= 128:
-            raise KeyboardInterrupt
+        fresh(place / f"seed{seed}", seed, {**options, "training.steps": FIRST})
     return place / f"seed{seed}"
+
+
+def fresh(run: Path, seed: int, options: dict[str, Any]) -> train.Run:
+    """A run from its first step on."""
+    given = {**OPTIONS, **options, "training.seed": seed, "output.directory": str(run.parent), "output.name": run.name}
+    return _unless_stopped(train.train(recipe=RECIPE, **given))
+
+
+def resumed(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:
+    """A copy of the healthy beginning, going on with the fault of an arm."""
+    fault, last, given = ARMS[arm]
+    shutil.copytree(start, run)
+    words = [f"{path}={value}" for path, value in {"training.steps": steps or last, **given}.items()]
+    with injected(None if fault is None else FAULTS[fault].make(start), FIRST):
+        return _unless_stopped(train.resume(run, words, watcher=Silent(), allow_changes=True))
+
+
+def _unless_stopped(ended: train.Run) -> train.Run:
+    if ended.exit_code >= 128:
+        raise KeyboardInterrupt
+    return ended
 
 
 def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: int | None = None) -> dict[str, Any]:
     """One arm of a seed: rewards, findings, recoveries."""
-    fault, last, given = ARMS[arm]
-    start, run = base(work, seed, options), work / "run"
+    run = work / "run"
     shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(start, run)
-    words = [f"{path}={value}" for path, value in {"training.steps": steps or last, **given}.items()]
     began = time.process_time()
-    with injected(None if fault is None else FAULTS[fault].make(start), FIRST):
-        ended = train.resume(run, words, watcher=Silent(), allow_changes=True)
-    if ended.exit_code >= 128:
-        raise KeyboardInterrupt
+    if arm in EARLY:
+        rate = {"training.lr": EARLY[arm] * recipe_lr(), "training.steps": steps or EARLY_STEPS}
+        ended = fresh(run, seed, {**options, **rate})
+    else:
+        start = base(work, seed, options)
+        began = time.process_time()
+        ended = resumed(run, start, arm, steps)
     directory = RunDirectory.open(run)
     told = directory.health.read()
     kept = ("step", "rule", "level", "since", "value", "usual")
@@ -129,7 +157,7 @@ def _told(done: dict[str, Any]) -> str:
     alarms = [f"{each['rule']} at {each['step']}" for each in done["findings"] if each["level"] == "alarm"]
     rewards = [each for each in done["rewards"] if each is not None]
     return (
-        f"reward {sum(rewards[30:50]) / 20:.2f} -> {sum(rewards[-20:]) / 20:.2f}; {', '.join(alarms[:4]) or 'no alarm'};"
+        f"reward {rewards[0]:.2f}, at the end {statistics.fmean(rewards[-20:]):.2f}; {', '.join(alarms[:4]) or 'no alarm'};"
         f" {len(done['recoveries'])} recoveries; {done['cpu_seconds']} s"
     )
 
@@ -141,7 +169,7 @@ def gathered(work: Path) -> dict[str, Any]:
     return {
         "thresholds": thresholds(),
         "first": FIRST,
-        "lr": load([ROOT / "recipes" / "tiny.toml"]).config.training.lr,
+        "lr": recipe_lr(),
         "machine": f"{platform.machine()}, one thread, Python {platform.python_version()}",
         "runs": known,
     }
@@ -155,11 +183,11 @@ def seeds_of(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", default="0-9")
-    parser.add_argument("--arms", default="main", help="main, faults, or names of arms separated by commas")
+    parser.add_argument("--arms", default="main", help="main, faults, early, or names of arms separated by commas")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "health")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
-    named = {"main": list(MAIN), "faults": [arm for arm in ARMS if arm.startswith("fault: ")]}
+    named = {"main": list(MAIN), "faults": [arm for arm in ARMS if arm.startswith("fault: ")], "early": list(EARLY)}
     arms = named.get(given.arms, given.arms.split(","))
     run_arms(given.work, arms, seeds_of(given.seeds), {}, None)
     given.output.write_text(json.dumps(gathered(given.work), indent=None, separators=(",", ":")) + "\n")

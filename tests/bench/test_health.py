@@ -39,6 +39,17 @@ def test_the_benchmark_runs_and_goes_on_where_it_was_stopped(
     assert found["runs"][0]["rewards"][:2] == found["runs"][1]["rewards"][:2]
 
 
+def test_an_early_arm_begins_with_its_learning_rate(tmp_path: Path) -> None:
+    options = {path: value for path, value in TINY.items() if path != "training.steps"}
+    with light():
+        health.run_arms(tmp_path, ["early: learning rate x 20"], [3], options, 2)
+    (run,) = health.gathered(tmp_path)["runs"]
+    assert len(run["rewards"]) == 2 and not (tmp_path / "base").exists()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["optimizer/lr"] for line in lines if line["kind"] == "step"]
+    assert max(rates) == pytest.approx(20 * health.recipe_lr())
+
+
 def test_a_result_of_other_thresholds_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "collapse-0.json").write_text(json.dumps({"thresholds": "others"}))
@@ -113,6 +124,8 @@ def test_the_page_says_what_was_measured() -> None:
         ran("recover", 1, [*healthy, *[0.4] * 60], [(52, "drift", "alarm")], exit_code=3),
         ran("rollback", 0, [*healthy, *fallen], [(52, "drift", "alarm")], recoveries=[recovery] * 3, exit_code=3),
         ran("healthy", 0, healthy * 4, [(70, "drift", "alarm"), (90, "entropy-rise", "warning")]),
+        ran("early: learning rate x 10", 0, [0.4, *[0.02] * 59], [(14, "reward-below-start", "alarm")]),
+        ran("early: learning rate x 10", 1, [0.4, *[0.02] * 59], [(30, "nothing-to-compare", "warning")]),
         ran("fault: clip off", 0, [*healthy, *[0.6] * 60], []),
         ran("fault: one prompt", 0, [*healthy, *[0.3] * 60], [(58, "nothing-to-learn", "alarm")]),
     ]
@@ -124,6 +137,7 @@ def test_the_page_says_what_was_measured() -> None:
     assert "**1 false alarms in 200 healthy steps**" in page and "seed 0: drift at step 70" in page
     assert "| no trust region | 0 of 1 | - | - | - | 0.50 to 0.60 |" in page
     assert "3 of 4 faulty runs raised an alarm" in page
+    assert "| x 10 | 1 of 2 | 14 | reward-below-start | 0.40 to 0.02 |" in page
 
 
 def test_without_results_there_is_a_page() -> None:
