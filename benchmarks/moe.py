@@ -19,6 +19,7 @@ RESULTS = Path(__file__).parent / "results" / "moe.json"
 BEDS = {
     "tiny": "A tiny Qwen3-MoE that counts down",
     "upcycled": "SmolLM2-135M made into a mixture",
+    "smoke": "The tiny mixture on a CPU, smaller",
 }
 KEPT = ("name", "arm", "seed", "point", "status", "collapsed", "reason", "score", "evaluations", "routing")
 """Of a run."""
