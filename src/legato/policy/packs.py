@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from legato.core.threads import one_thread
 from legato.policy.attention import Heads, as_bias, attend
 from legato.policy.spans import Spans, Uses, moved
 
@@ -81,6 +82,7 @@ class Pack:
     """`read`, and the way back, on a GPU."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
+    @one_thread()
     def to(self, device: torch.device) -> "Pack":
         """The same on another device; copies are not waited for."""
         if self.tokens.device == device:
@@ -199,6 +201,7 @@ def _flat(values: Tensor) -> Tensor:
     return values.transpose(1, 2).flatten(0, 1)
 
 
+@one_thread()
 def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     """The given rows as one pack. Built on the host, where lengths are known without asking a GPU.
 

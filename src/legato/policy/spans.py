@@ -143,7 +143,7 @@ def _tiles(lengths: Tensor, beside: Tensor, beside_end: Tensor) -> Tensor:
     """Every span in tiles, with what is beside it."""
     first, counts = lengths.cumsum(0) - lengths, -(-lengths // TILE)
     before = counts.cumsum(0) - counts
-    # Not `repeat_interleave`: on the host it wakes every thread for a few hundred numbers, 5 ms a call on 16 cores.
+    # Not `repeat_interleave`, which wakes every thread for a few hundred numbers: 5 ms a call on 16 cores.
     begins = torch.zeros(int(counts.sum()) + 1, dtype=torch.int64).index_add_(0, before, torch.ones_like(before))
     span = begins[:-1].cumsum(0) - 1
     number = torch.arange(len(span)) - before[span]

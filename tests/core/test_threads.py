@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from legato.core.threads import one_thread
+from legato.policy.packs import Pack, Texts, pack
+
+
+@pytest.fixture
+def several() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("several")
+def test_one_thread_and_then_as_before() -> None:
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match="x"), one_thread():
+        raise ValueError("x")
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("several")
+def test_the_tables_of_a_pack_are_made_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        torch,
+        "argsort",
+        lambda *given, argsort=torch.argsort, **named: seen.append(torch.get_num_threads()) or argsort(*given, **named),
+    )
+    tokens = torch.arange(12).reshape(2, 6)
+    texts = Texts(
+        prompts=tokens[:1, :3],
+        prompt_lengths=torch.tensor([3]),
+        tokens=tokens,
+        lengths=torch.tensor([6, 4]),
+        mask=torch.ones(2, 6, dtype=torch.bool),
+        group=torch.zeros(2, dtype=torch.int64),
+        temperature=torch.ones(2),
+    )
+    assert isinstance(pack(texts, torch.arange(2)), Pack)
+    assert seen == [1] and torch.get_num_threads() == 2
