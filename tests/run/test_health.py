@@ -145,6 +145,23 @@ def test_stop_ends_with_exit_code_3_and_the_state_saved(
     assert resume(folder, changed, allow_changes=True).exit_code == 0 and len(steps(folder)) == 10
 
 
+def test_an_alarm_that_ended_a_run_acts_again_where_it_is_resumed(tmp_path: Path) -> None:
+    """It holds on: silent for having been told, it would let a dead policy train to the end."""
+    folder = run(tmp_path, {"health.action": "stop"}).directory
+    assert len(steps(folder)) == 7
+    assert resume(folder, given=_given()).exit_code == 3 and len(steps(folder)) == 8
+    ended = resume(folder, ["health.action=recover", "health.lr_factor=0.25"], given=_given(), allow_changes=True)
+    assert ended.exit_code == 0 and len(steps(folder)) == 10
+    assert [record["rule"] for record in of_kind(folder, "recovery")] == ["ill"]
+    assert of_kind(folder, "recovery")[0]["step"] < 6
+
+
+def test_an_alarm_that_was_only_said_acts_where_the_action_is_another(tmp_path: Path, said: SimpleNamespace) -> None:
+    again = cut(said.directory, tmp_path, 8)
+    assert resume(again, ["health.action=stop"], given=_given(), allow_changes=True).exit_code == 3
+    assert len(steps(again)) == 9
+
+
 def test_the_time_left_counts_the_steps_that_were_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that is looked at once a step and then says a second more, a step is a second, though the run went back."""
     told: list[tuple[int, float]] = []

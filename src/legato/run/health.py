@@ -121,4 +121,8 @@ class Health:
         if not memory:
             return
         self.watch.load(memory["watch"])
+        if self.options.action != "say":
+            # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
+            # silence and never be acted on.
+            self.watch.renew()
         self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])

@@ -171,6 +171,12 @@ class Watch:
             words=rule.says.format(**given),
         )
 
+    def renew(self) -> None:
+        """Tell alarms that hold once more at the next step that passes: whoever goes on from here may not have acted."""
+        for rule in self.rules:
+            if rule.level == "alarm" and rule.name in self.active:
+                del self.active[rule.name], self.since[rule.name]
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
         return {
