@@ -17,7 +17,14 @@ ROUNDS = (
     ("0 to 9", "`drift` at 6 times the usual", "9 of 10", "10 of 10", "2, both `drift`"),
     ("10 to 19", "`drift` at 7.5 times; `reward-lost` asks for 5 standard errors", "10 of 10", "9 of 10", "0"),
     ("20 to 29", "`reward-below-start` is new", "9 of 10", "10 of 10", "2, both `drift` (8 and 9 times)"),
-    ("below", "`drift` at 10 times", "below", "below", "below"),
+    ("30 to 39", "`drift` at 10 times", "8 of 10", "9 of 10", "0"),
+    (
+        "below",
+        "`drift` at 6 times and beyond 1.75 times the largest of its window; the start is the first 5 steps",
+        "below",
+        "below",
+        "below",
+    ),
 )
 """What earlier thresholds gave; their runs are not kept."""
 

@@ -191,10 +191,10 @@ def test_a_reward_that_does_not_move_is_not_lost(chance: float, low: float, high
 
 
 def test_what_is_compared_begins_after_the_warm_up() -> None:
-    """Drift grows with the learning rate: the first steps are no measure of what is usual."""
-    rising = [{"drift/k3": 0.05 * min(1.0, step / 30) ** 4 + 1e-6} for step in range(1, 80)]
-    assert watched([rule("drift")], rising) != []
-    assert watched([rule("drift")], rising, settled=30) == []
+    """Ratios spread with the learning rate: the first steps are no measure of what is usual."""
+    rising = [{"ratio/sequence_std": 0.5 * min(1.0, step / 30) ** 4 + 1e-6} for step in range(1, 80)]
+    assert watched([rule("ratio-spread")], rising) != []
+    assert watched([rule("ratio-spread")], rising, settled=30) == []
 
 
 def test_good_news_is_no_alarm() -> None:
@@ -240,6 +240,15 @@ def test_a_watch_that_is_stored_and_read_finds_the_same(cut: int) -> None:
     second.load(json.loads(json.dumps(first.state())))
     found += [second.see(step, metrics) for step, metrics in enumerate(series[cut:], cut + 1)]
     assert found == expected and second.state() == straight.state()
+
+
+def test_spikes_that_come_now_and_then_are_usual() -> None:
+    """Late in a run few groups are left to learn from, and what they do jumps: twice as high as ever is no such spike."""
+    spiky = [{"drift/k3": 0.05 if step % 15 == 0 else 0.005} for step in range(100)]
+    twice = [{"drift/k3": 0.08}, {"drift/k3": 0.08}]
+    assert rule("drift").threshold * 0.005 < 0.05 < 0.08 < rule("drift").beyond * 0.05 < 0.1
+    assert watched([rule("drift")], [*spiky, *twice]) == []
+    assert watched([rule("drift")], [*spiky, *[{"drift/k3": 0.1}] * 2]) == [(102, "drift")]
 
 
 def test_a_reward_lost_while_the_learning_rate_warms_up_is_told() -> None:

@@ -52,6 +52,8 @@ class Rule:
     """So many of the last so many steps must pass; tests of a mean average over `of` steps."""
     least: float = 0.0
     """times: the value must be above it too; share: the median must be; rises, falls: the change relative to the usual."""
+    beyond: float = 0.0
+    """times: the value must be above so many times the largest of the window, too: spikes now and then are usual."""
     unless: tuple[str, float] | None = None
     """Quiet where this metric is above this value: what would be bad is good news there."""
     under: str = ""
@@ -75,6 +77,7 @@ class Rule:
         if self.test in sides:
             usual = f" x median of {self.window} steps" if self.window else ""
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
+            also += f" and > {self.beyond:g} x the largest of them" if self.beyond else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
             said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test in ("of-best", "of-start"):

@@ -116,7 +116,8 @@ class Watch:
         if rule.test in ("times", "share"):
             usual = statistics.median(before)
             if rule.test == "times":
-                return value > rule.threshold * usual and value > rule.least, value, usual
+                above = value > rule.threshold * usual and value > rule.beyond * max(before)
+                return above and value > rule.least, value, usual
             return value < rule.threshold * usual and usual > rule.least, value, usual
         return _moved(rule, before, recent)
 
