@@ -38,6 +38,9 @@ def door(
     ] = False,
 ) -> None:
     """Reinforcement learning for language models with ratio, clip and credit over the whole response."""
+    # Threads that spin for one another come to a crawl where something else has the cores: steps took minutes. Torch reads
+    # it when it is first loaded, which no command has done yet.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @app.command()
