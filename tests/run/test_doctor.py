@@ -124,6 +124,42 @@ def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
         assert said in found.found[0].tries[0] and "learning rate" not in found.found[0].tries[0]
 
 
+def flat(change: float = 0.0) -> list[dict[str, Any]]:
+    """A run whose reward does not move beyond its noise."""
+    rewards = ((0.3 + change * (step > 50)) * wave(step) for step in range(1, 101))
+    return [each | {"reward/mean": r, "accuracy/mean": r} for each, r in zip(course(), rewards, strict=True)]
+
+
+def test_a_reward_that_did_not_move_is_told_and_a_fall_is_no_reason_for_larger_steps(tmp_path: Path) -> None:
+    for change, higher in ((0.002, True), (-0.002, False)):
+        (told,) = examine(written(tmp_path / str(change), flat(change))).found
+        assert told.name == "no-progress"
+        assert ("a higher training.lr" in told.tries) is higher
+        assert ("a learning rate that is too low" in told.causes) is higher
+
+
+def test_a_run_that_was_lost_is_not_one_that_did_not_move(tmp_path: Path) -> None:
+    """Found by the rules, recorded as an alarm or rolled back: the rate is not too low."""
+    dead = [each | {"groups/zero_variance": 1.0} if each["step"] > 90 else each for each in flat()]
+    alarm = {"kind": "finding", "rule": "drift", "level": "alarm", "step": 63}
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
+    for name, records in (("found", dead), ("recorded", [*flat(), alarm]), ("back", [*flat(), recovery])):
+        assert "no-progress" not in names(examine(written(tmp_path / name, records)))
+    warning = alarm | {"level": "warning"}
+    assert "no-progress" in names(examine(written(tmp_path / "warned", [*flat(), warning])))
+
+
+def test_a_policy_that_lost_its_reward_is_told_of_the_learning_rate(tmp_path: Path) -> None:
+    """A rate a hundred times too high: the reward is gone within a few steps, every group scores alike."""
+    dead = {"reward/mean": 0.0, "accuracy/mean": 0.0, "reward/deviation": 0.0, "groups/zero_variance": 1.0}
+    records = [each | {"reward/deviation": 0.3} | (dead if each["step"] > 4 else {}) for each in course()]
+    found = examine(written(tmp_path, records)).found
+    told = next(each for each in found if each.name == "nothing-to-learn")
+    assert any("training.lr" in line and "above 0 before" in line for line in told.tries)
+    assert any(line.startswith("reward/mean: 0.4") and "on average before, 0 to 0 since" in line for line in told.evidence)
+    assert not any("higher training.lr" in line for each in found for line in each.tries)
+
+
 def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> None:
     measured = [
         {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}

@@ -62,11 +62,17 @@ def explain(
     """
     found = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
-        *_recoveries(records),
         *_held_out(records, run, set(checkpoints)),
-        *_still(records),
     ]
+    found += _recoveries(records)
+    if not any(each.level == "alarm" for each in found) and not any(_lost(record) for record in records):
+        found += _still(records)
     return ranked(found)
+
+
+def _lost(record: Record) -> bool:
+    """Whether the watch recorded that the run was lost, perhaps in steps that were given up since."""
+    return record.get("kind") == "recovery" or (record.get("kind") == "finding" and record.get("level") == "alarm")
 
 
 def ranked(found: Iterable[Diagnosis]) -> list[Diagnosis]:
@@ -224,14 +230,17 @@ def _still(records: Sequence[Record]) -> list[Diagnosis]:
     error = math.sqrt(2 * sum((value - mean) ** 2 for value in first) / (fifth - 1) / fifth)
     if abs(change) > 2 * error:
         return []
+    rose = change >= 0
+    rate = "a learning rate that is too low" if rose else "a learning rate that is too high, where drift/k3 grew"
+    lever = "a higher training.lr" if rose else "a lower training.lr, where drift/k3 or gradient/norm grew"
     return [
         Diagnosis(
             name="no-progress",
             level="note",
             says=f"The reward did not move: {mean:.3g} in the first fifth of the steps, {mean + change:.3g} in the last.",
             evidence=(f"the difference is {change:+.2g}, within two standard errors ({2 * error:.2g}) of chance",),
-            causes=("a learning rate that is too low", "problems too hard or too easy", "nearly everything clipped"),
-            tries=("a higher training.lr", "groups/all_right and groups/all_wrong say how hard the problems are"),
+            causes=(rate, "problems too hard or too easy", "nearly everything clipped"),
+            tries=(lever, "groups/all_right and groups/all_wrong say how hard the problems are"),
             lasting=True,
         )
     ]
