@@ -117,6 +117,28 @@ def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
     assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
 
 
+def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
+    """Stopped by the watch, or lost at the last step: what was in force then is a bound, with its number."""
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.125, "words": "back to step 40."}
+    ended = {"kind": "end", "reason": "stopped by the health watch: gone."}
+    for name, records in (("stopped", [*course(), recovery, ended]), ("lost", [*course(sick_from=61), recovery])):
+        found = examine(written(tmp_path / name, records, ["training.lr=0.02"], end=False)).found
+        told = next(each for each in found if each.name == "recovered")
+        assert "lost nevertheless" in told.says
+        assert told.tries[0].startswith("start with training.lr = 0.00125 or less: half of 0.0025 (0.02 x 0.125)")
+        assert "went on with" not in " ".join(told.tries)
+    blind = written(tmp_path / "blind", [*course(), recovery | {"clip_scale": 0.5}, ended], end=False)
+    (blind / "config.toml").write_text("nothing = 1")
+    (told,) = examine(blind).found
+    assert "less than half of the learning rate times 0.125" in told.tries[0] and "times 0.5 did not" in told.tries[1]
+    resumed = written(tmp_path / "resumed", [*course(), recovery], ["training.lr=0.02"])
+    (told,) = examine(resumed).found
+    assert told.tries == ("start with training.lr = 0.0025 (0.02 x 0.125): that is what it went on with",)
+    (resumed / "config.toml").write_text("nothing = 1")
+    (told,) = examine(resumed).found
+    assert told.tries == ("start with a learning rate times 0.125: that is what it went on with",)
+
+
 def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
     recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 1.0, "words": "back to step 40."}
     for scale, said in ((0.5, "bounds of the clip times 0.5"), (1.0, "only the problems were changed")):

@@ -116,7 +116,7 @@ def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     facts, found = _facts(records), list[Diagnosis]()
-    warming, ignored = 0, tuple[str, ...]()
+    warming, ignored, lr = 0, tuple[str, ...](), None
     named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
@@ -126,10 +126,15 @@ def _ours(directory: RunDirectory) -> Examined:
         named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        warming, ignored = settled(resolved.config), meaningless(resolved.algorithm)
+        warming, ignored, lr = settled(resolved.config), meaningless(resolved.algorithm), training.lr
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
     found += explain(
-        records, settled=warming, ignored=ignored, run=str(directory.path), checkpoints=directory.checkpoint_steps()
+        records,
+        settled=warming,
+        ignored=ignored,
+        run=str(directory.path),
+        checkpoints=directory.checkpoint_steps(),
+        lr=lr,
     )
     start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"

@@ -19,6 +19,9 @@ from legato.diagnostics.words import count
 
 Record = Mapping[str, Any]
 
+STOPPED = "stopped by the health watch"
+"""How the reason begins of a run that an alarm ended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
@@ -55,16 +58,19 @@ def explain(
     ignored: Iterable[str] = (),
     run: str = "RUN",
     checkpoints: Iterable[int] = (),
+    lr: float | None = None,
 ) -> list[Diagnosis]:
     """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
 
-    `run` is what a command would name, `checkpoints` the steps it could take.
+    `run` is what a command would name, `checkpoints` the steps it could take, `lr` the learning rate it was configured with.
     """
     found = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
         *_held_out(records, run, set(checkpoints)),
     ]
-    found += _recoveries(records)
+    found += _recoveries(
+        records, lr, lost=_stopped(records) or any(each.level == "alarm" and each.lasting for each in found)
+    )
     if not any(each.level == "alarm" for each in found) and not any(_lost(record) for record in records):
         found += _still(records)
     return ranked(found)
@@ -73,6 +79,16 @@ def explain(
 def _lost(record: Record) -> bool:
     """Whether the watch recorded that the run was lost, perhaps in steps that were given up since."""
     return record.get("kind") == "recovery" or (record.get("kind") == "finding" and record.get("level") == "alarm")
+
+
+def recoveries_of(records: Iterable[Record]) -> list[Record]:
+    """The records of recoveries."""
+    return [record for record in records if record.get("kind") == "recovery"]
+
+
+def lr_scale(records: Iterable[Record]) -> float:
+    """What recoveries left on the configured learning rate; a resumed run keeps it."""
+    return float(([1.0] + [record.get("lr_scale", 1.0) for record in recoveries_of(records)])[-1])
 
 
 def ranked(found: Iterable[Diagnosis]) -> list[Diagnosis]:
@@ -157,8 +173,14 @@ def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
     return lines
 
 
-def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
-    found = [record for record in records if record.get("kind") == "recovery"]
+def _stopped(records: Iterable[Record]) -> bool:
+    """Whether the watch ended the run; where it was resumed, that end is no longer on record."""
+    ends = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
+    return bool(ends) and ends[-1].startswith(STOPPED)
+
+
+def _recoveries(records: Sequence[Record], lr: float | None, *, lost: bool) -> list[Diagnosis]:
+    found = recoveries_of(records)
     if not found:
         return []
     known = {rule.name: rule.causes for rule in RULES}
@@ -166,22 +188,36 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
         Diagnosis(
             name="recovered",
             level="warning",
-            says=f"The run was rolled back {count(len(found), 'time')} by the health watch.",
+            says=f"The run was rolled back {count(len(found), 'time')} by the health watch"
+            + (", and was lost nevertheless." if lost else "."),
             evidence=tuple(_with_folder(record) for record in found),
             causes=tuple(dict.fromkeys(cause for record in found for cause in known.get(str(record.get("rule")), ()))),
-            tries=_went_on_with(found[-1]),
+            tries=(_start_below if lost else _went_on_with)(lr, lr_scale(found), float(found[-1].get("clip_scale", 1.0))),
             first=int(found[0]["step"]),
         )
     ]
 
 
-def _went_on_with(last: Record) -> tuple[str, ...]:
+def _went_on_with(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
     """What the run was changed to, where that says how to start the next one."""
-    scales = {"a learning rate": last.get("lr_scale", 1), "bounds of the clip": last.get("clip_scale", 1)}
-    changed = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1]
+    rate = f"a learning rate times {scale:g}" if lr is None else f"training.lr = {lr * scale:g} ({lr:g} x {scale:g})"
+    changed = [rate] if scale != 1 else []
+    changed += [f"bounds of the clip times {clip_scale:g}"] if clip_scale != 1 else []
     if not changed:
         return ("read the rollouts of the steps given up: only the problems were changed",)
     return (f"start with {' and '.join(changed)}: that is what it went on with",)
+
+
+def _start_below(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
+    """What the run was changed to did not save it: that is a bound, and no advice."""
+    if lr is None:
+        below = f"start with less than half of the learning rate times {scale:g}: with that it was lost"
+    else:
+        below = (
+            f"start with training.lr = {lr * scale / 2:g} or less: half of {lr * scale:g} ({lr:g} x {scale:g}), which was in"
+            " force at the end and with which it was lost"
+        )
+    return (below, *([f"bounds of the clip times {clip_scale:g} did not save it either"] if clip_scale != 1 else []))
 
 
 def _with_folder(record: Record) -> str:
