@@ -197,11 +197,10 @@ def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> 
     assert f"legato export {run} FOLDER --step 50" in examine(run).found[0].tries[0]
 
 
-def test_a_run_that_recorded_nothing_is_named_by_its_settings(tmp_path: Path) -> None:
+def test_a_run_that_recorded_no_start_is_named_by_its_settings(tmp_path: Path) -> None:
     run = written(tmp_path, [], ["algorithm=dapo"])
-    (run / "metrics.jsonl").write_text("")
-    found = examine(run)
-    assert found.title == "run: dapo on tiny" and found.judged == 0
+    (run / "metrics.jsonl").write_text(json.dumps(course(1)[0]) + "\n")
+    assert examine(run).title == "run: dapo on tiny"
 
 
 def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
@@ -337,6 +336,25 @@ def test_columns_that_no_rule_reads_are_an_error_and_a_clean_verdict_says_what_i
     assert code == 0 and f"{len(read)} of {len(RULES)} rules of the health watch had their numbers" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("rows", "head", "said"),
+    [
+        (1, "It is too early to tell", ", 0 of them on steps enough (1 step: rules that ask for several, or compare with"),
+        (3, "Nothing stands out", ", 1 of them on steps enough (3 steps: rules that ask for several, or compare with"),
+        (100, "Nothing stands out", ", and none held."),
+    ],
+)
+def test_a_verdict_claims_no_rule_that_needs_more_steps(
+    rows: int, head: str, said: str, legato: Command, tmp_path: Path
+) -> None:
+    """Responses cut off are told after three steps; the four rules of the entropy compare it with the usual."""
+    path = tmp_path / "m.csv"
+    path.write_text("step,entropy,completions/clipped_ratio\n" + "".join(f"{n},0.3,0.1\n" for n in range(1, rows + 1)))
+    code, out, _ = legato("doctor", str(path))
+    assert code == 0
+    assert f"{head}: 5 of {len(RULES)} rules of the health watch had their numbers{said}" in " ".join(out.split())
+
+
 def test_what_is_said_of_a_log_of_some_steps_names_steps_that_are_in_it_and_options_of_trl(tmp_path: Path) -> None:
     rows = [row | {"step": 5 * row["step"], "completions/clipped_ratio": 0.7} for row in trl(course(sick_from=61))]
     found = examine(state_file(tmp_path, rows))
@@ -386,6 +404,12 @@ def test_settings_of_trl_are_looked_at(words: list[str], said: list[str], tmp_pa
 # The command
 
 
+def without_a_step(folder: Path) -> Path:
+    """The metrics of an interrupted run of ours, by themselves."""
+    path = folder / "copied.jsonl"
+    return (written(folder, []) / "metrics.jsonl").replace(path)
+
+
 def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
     run = written(tmp_path, course(sick_from=61))
     code, out, error = legato("doctor", str(run), "--output", str(tmp_path / "found.json"))
@@ -406,6 +430,8 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
             "is a configuration; what is read is a run directory",
         ),
         (lambda folder: state_file(folder, []), [], "holds no step"),
+        (lambda folder: written(folder, [{"kind": "warm-up", "step": 10, "loss": 2.0}]), [], "holds no step"),
+        (without_a_step, [], "holds no step"),
         (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from legato.diagnostics.collapse import collapse
-from legato.diagnostics.health.rule import LEVELS, Level, Rule
+from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.health.watch import Watch
 from legato.diagnostics.words import count
@@ -103,10 +103,38 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
 
 def judged(records: Iterable[Record]) -> list[str]:
     """The rules whose numbers the steps have: what the others would say is not known."""
-    there = {key for record in steps_of(records) for key in record}
-    there |= {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+    there = _keys(steps_of(records))
     named = [rule.name for rule in RULES if rule.test != "together" and not there.isdisjoint(rule.metrics)]
     return named + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in named]
+
+
+def _keys(steps: Iterable[Record]) -> set[str]:
+    """What steps have, as rules name it."""
+    there = {key for record in steps for key in record}
+    return there | {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+
+
+def tested(records: Sequence[Record], settled: int = 0) -> list[str]:
+    """Those of the rules judged that had steps enough to hold."""
+    keys, rules = [_keys([record]) for record in steps_of(records)], {rule.name: rule for rule in RULES}
+
+    def enough(rule: Rule) -> bool:
+        if rule.test == "together":
+            return enough(rules[rule.metrics[0]])
+        return sum(not there.isdisjoint(rule.metrics) for there in keys) >= needed(rule, settled)
+
+    return [name for name in judged(records) if enough(rules[name])]
+
+
+def needed(rule: Rule, settled: int = 0) -> int:
+    """The fewest steps after which a rule can hold, if a number is ill; `together` needs those of the rules it is made of."""
+    if rule.test == "of-start":
+        return rule.window + rule.of
+    if rule.test == "of-best":
+        return settled + rule.window + rule.of
+    if rule.test in COMPARING:
+        return settled + max(2, rule.window // 2) + rule.of + (0 if rule.test in AVERAGING else rule.hits - 1)
+    return rule.hits
 
 
 def sparse(steps: Sequence[Record]) -> bool:
