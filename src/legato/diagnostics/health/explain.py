@@ -127,7 +127,7 @@ def tested(records: Sequence[Record], settled: int = 0) -> list[str]:
 
 
 def needed(rule: Rule, settled: int = 0) -> int:
-    """The fewest steps after which a rule can hold, if a number is ill; `together` needs those of the rules it is made of."""
+    """The fewest steps after which a rule can hold, if a number is ill; `together`: see the rule it names."""
     if rule.test == "of-start":
         return rule.window + rule.of
     if rule.test == "of-best":
