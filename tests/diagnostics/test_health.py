@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from legato.diagnostics.health.explain import needed
 from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Rule
 from legato.diagnostics.health.rules import RULES, document
 from legato.diagnostics.health.watch import REST, Watch
@@ -331,3 +332,20 @@ def test_repetition_is_the_share_of_runs_that_stood_there_before() -> None:
 def test_short_responses_have_no_repetition() -> None:
     assert math.isnan(repetition(torch.zeros(3, 6, dtype=torch.int64), torch.tensor([6, 5, 1])))
     assert math.isnan(repetition(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2])))
+
+
+@pytest.mark.parametrize("name", [name for name in ILL if rule(name).test != "together"])
+def test_the_steps_a_rule_needs_are_those_after_which_it_can_hold(name: str) -> None:
+    """The watch itself, ill from every step on that there is: the earliest it is told."""
+    looked_at = rule(name)
+    enough = looked_at.window + 2 * looked_at.of
+    told = []
+    for settled in (0, 3):
+        for well in range(enough + settled):
+            watch = Watch([looked_at], settled=settled)
+            course = [*healthy(well), *({**step, **ILL[name]} for step in healthy(looked_at.of + looked_at.hits))]
+            told += [(settled, n) for n, step in enumerate(course, start=1) if watch.see(n, step)]
+    for settled in (0, 3):
+        earliest = min(n for each, n in told if each == settled)
+        assert earliest >= needed(looked_at, settled)
+        assert earliest == needed(looked_at, settled) or looked_at.test in AVERAGING

@@ -12,56 +12,14 @@ import pytest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rule import LEVELS
 from legato.diagnostics.health.rules import RULES
-from legato.run.doctor import Examined, examine
-from legato.run.load import dump, load
+from legato.run.doctor import examine
 from proof.command import Command, refused
+from proof.logs import course, names, written
 
 
 @pytest.fixture
 def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     return Command(monkeypatch, capfd)
-
-
-def wave(step: int) -> float:
-    return 1 + 0.1 * math.sin(1.7 * step)
-
-
-def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
-    """A run whose reward rises; from a step on the learning rate is five times what it was, and it collapses."""
-    found = []
-    for step in range(1, steps + 1):
-        ill = sick_from is not None and step >= sick_from
-        late = 0 if sick_from is None else step - sick_from
-        reward = (0.4 + 0.002 * step) * wave(step) if not ill else max(0.02, 0.4 - 0.08 * late)
-        found.append(
-            {
-                "kind": "step",
-                "step": step,
-                "reward/mean": reward,
-                "accuracy/mean": reward,
-                "drift/k3": 0.006 * wave(step) * (15 if ill else 1),
-                "optimizer/lr": 1e-4 * (5 if ill else 1),
-                "clip/tokens": 0.3,
-                "groups/zero_variance": 0.3,
-                "loss/total": 0.01,
-            }
-        )
-    return found
-
-
-def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None = None, end: bool = True) -> Path:
-    directory = RunDirectory.create(folder, "run")
-    directory.write_config(dump(load([], words or [])))
-    directory.append_metrics({"kind": "start", "name": "run", "model": "tiny", "algorithm": "gspo"})
-    for record in records:
-        (directory.health if record["kind"] in ("finding", "recovery") else directory.recorded).append(record)
-    if end:
-        directory.append_metrics({"kind": "end", "reason": "all steps done"})
-    return directory.path
-
-
-def names(examined: Examined) -> list[str]:
-    return [each.name for each in examined.found]
 
 
 def test_a_collapse_is_explained_most_important_first(tmp_path: Path) -> None:
@@ -108,22 +66,6 @@ def test_the_evidence_that_the_watch_kept_is_named(tmp_path: Path) -> None:
     assert drift.evidence[-1] == "rollouts, tensors and metrics of those steps: evidence/step-000063"
 
 
-def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
-    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
-    found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
-    (told,) = found.found
-    assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
-    assert told.causes == next(rule.causes for rule in RULES if rule.name == "drift")
-    assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
-
-
-def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
-    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 1.0, "words": "back to step 40."}
-    for scale, said in ((0.5, "bounds of the clip times 0.5"), (1.0, "only the problems were changed")):
-        found = examine(written(tmp_path / str(scale), [*course(), recovery | {"clip_scale": scale}]))
-        assert said in found.found[0].tries[0] and "learning rate" not in found.found[0].tries[0]
-
-
 def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> None:
     measured = [
         {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}
@@ -139,11 +81,10 @@ def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> 
     assert f"legato export {run} FOLDER --step 50" in examine(run).found[0].tries[0]
 
 
-def test_a_run_that_recorded_nothing_is_named_by_its_settings(tmp_path: Path) -> None:
+def test_a_run_that_recorded_no_start_is_named_by_its_settings(tmp_path: Path) -> None:
     run = written(tmp_path, [], ["algorithm=dapo"])
-    (run / "metrics.jsonl").write_text("")
-    found = examine(run)
-    assert found.title == "run: dapo on tiny" and found.judged == 0
+    (run / "metrics.jsonl").write_text(json.dumps(course(1)[0]) + "\n")
+    assert examine(run).title == "run: dapo on tiny"
 
 
 def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
@@ -279,6 +220,25 @@ def test_columns_that_no_rule_reads_are_an_error_and_a_clean_verdict_says_what_i
     assert code == 0 and f"{len(read)} of {len(RULES)} rules of the health watch had their numbers" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("rows", "head", "said"),
+    [
+        (1, "It is too early to tell", ", 0 of them on steps enough (1 step: rules that ask for several, or compare with"),
+        (3, "Nothing stands out", ", 1 of them on steps enough (3 steps: rules that ask for several, or compare with"),
+        (100, "Nothing stands out", ", and none held."),
+    ],
+)
+def test_a_verdict_claims_no_rule_that_needs_more_steps(
+    rows: int, head: str, said: str, legato: Command, tmp_path: Path
+) -> None:
+    """Responses cut off are told after three steps; the four rules of the entropy compare it with the usual."""
+    path = tmp_path / "m.csv"
+    path.write_text("step,entropy,completions/clipped_ratio\n" + "".join(f"{n},0.3,0.1\n" for n in range(1, rows + 1)))
+    code, out, _ = legato("doctor", str(path))
+    assert code == 0
+    assert f"{head}: 5 of {len(RULES)} rules of the health watch had their numbers{said}" in " ".join(out.split())
+
+
 def test_what_is_said_of_a_log_of_some_steps_names_steps_that_are_in_it_and_options_of_trl(tmp_path: Path) -> None:
     rows = [row | {"step": 5 * row["step"], "completions/clipped_ratio": 0.7} for row in trl(course(sick_from=61))]
     found = examine(state_file(tmp_path, rows))
@@ -328,6 +288,12 @@ def test_settings_of_trl_are_looked_at(words: list[str], said: list[str], tmp_pa
 # The command
 
 
+def without_a_step(folder: Path) -> Path:
+    """The metrics of an interrupted run of ours, by themselves."""
+    path = folder / "copied.jsonl"
+    return (written(folder, []) / "metrics.jsonl").replace(path)
+
+
 def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
     run = written(tmp_path, course(sick_from=61))
     code, out, error = legato("doctor", str(run), "--output", str(tmp_path / "found.json"))
@@ -348,6 +314,8 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
             "is a configuration; what is read is a run directory",
         ),
         (lambda folder: state_file(folder, []), [], "holds no step"),
+        (lambda folder: written(folder, [{"kind": "warm-up", "step": 10, "loss": 2.0}]), [], "holds no step"),
+        (without_a_step, [], "holds no step"),
         (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
         (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),

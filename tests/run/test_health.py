@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -137,6 +138,7 @@ def test_stop_ends_with_exit_code_3_and_the_state_saved(
     code, out, _ = Command(monkeypatch, capfd)("train", *words(tmp_path, {**RISING, **stop}))
     assert code == 3
     assert f"resume {tmp_path / 'run'} training.lr=0.0015 health.action=recover --allow-changes" in " ".join(out.split())
+    assert "(a learning rate of 0.0015, half of the 0.003 it was stopped with; and back to a" in " ".join(out.split())
     assert "stopped by the health watch: The learning rate is 0.0025." in " ".join(out.split())
     folder = tmp_path / "run"
     assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
@@ -298,6 +300,25 @@ def test_recoveries_are_bounded_and_each_goes_further_back(tmp_path: Path) -> No
     folders = sorted(path.name for path in (ended.directory / "evidence").iterdir())
     assert folders == ["step-000010", "step-000010-2", "step-000010-3"]
     assert [each["evidence"] for each in found] == [f"evidence/{name}" for name in folders[:2]]
+
+
+def test_the_command_after_a_failed_recovery_gives_the_learning_rate_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The factor of the recoveries stays on a resumed run, and the number of them is counted on."""
+    given = {"health.action": "recover", "health.lr_factor": 0.8, "health.recoveries": 1, "training.steps": 15}
+    legato = Command(monkeypatch, capfd)
+    code, out, _ = legato("train", *words(tmp_path, {**RISING, **given, "reward.kind": f"{__file__}:early"}))
+    assert code == 3 and len(of_kind(tmp_path / "run", "recovery")) == 1
+    told = re.search(r"resume (.*) \(a learning rate of ([\d.]+), half of the ([\d.]+) it was", " ".join(out.split()))
+    assert told is not None and "as training.lr times 0.8, which" in " ".join(out.split())
+    rate, failed = float(told[2]), float(told[3])
+    assert failed == pytest.approx(0.8 * 3e-3) and rate == failed / 2
+    assert "health.recoveries=2" in told[1]
+    code, _, error = legato("resume", *told[1].split())
+    assert code == 0, error
+    assert steps(tmp_path / "run")[-1]["optimizer/lr"] == pytest.approx(rate)
+    assert max(each["optimizer/lr"] for each in steps(tmp_path / "run")) <= failed
 
 
 def test_a_tightened_clip_is_kept(tmp_path: Path) -> None:

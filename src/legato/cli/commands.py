@@ -16,6 +16,7 @@ from legato.dashboard.report import write_report
 from legato.dashboard.several import write_several
 from legato.dashboard.summary import samples, summary
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.explain import lr_scale, recoveries_of
 from legato.run import wire
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
@@ -51,10 +52,16 @@ def _go_on(directory: RunDirectory, code: int) -> str:
     command = f"{_program()} resume {directory.path}"
     if code != STOPPED_BY_WATCH:
         return command
-    lower = load([directory.config_path]).config.training.lr / 2
+    config, health = load([directory.config_path]).config, list(directory.health.read())
+    lr, scale, done = config.training.lr, lr_scale(health), len(recoveries_of(health))
+    changes = f"training.lr={lr / 2:g} health.action=recover"
+    # A resumed run counts on: without more of them it would end at the next alarm.
+    changes += f" health.recoveries={done + config.health.recoveries}" if done >= config.health.recoveries else ""
+    kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
     return (
-        f"{command} training.lr={lower:g} health.action=recover --allow-changes"
-        " (half the learning rate, and back to a healthy checkpoint at the next alarm);"
+        f"{command} {changes} --allow-changes"
+        f" (a learning rate of {lr * scale / 2:g}, half of the {lr * scale:g} it was stopped with{kept};"
+        " and back to a healthy checkpoint at the next alarm);"
         f" why it stopped: {_program()} doctor {directory.path}"
     )
 

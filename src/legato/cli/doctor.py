@@ -11,6 +11,7 @@ from rich.text import Text
 
 from legato.dashboard.legible import legible
 from legato.diagnostics.health.explain import Diagnosis
+from legato.diagnostics.words import count
 from legato.run.doctor import examine
 
 _STYLE = {"alarm": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -30,7 +31,13 @@ def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str]
         console.print(Text(f"  {_plain(fact)}", style="dim"))
     if not examined.found:
         told = f"{examined.judged} of {examined.rules} rules of the health watch had their numbers"
-        console.print(Text(f"\nNothing stands out: {told}, and none held. docs/health.md lists them."))
+        if examined.tested < examined.judged:
+            told += (
+                f", {examined.tested} of them on steps enough ({count(examined.steps, 'step')}: rules that ask for several,"
+                " or compare with what is usual, need more)"
+            )
+        head = "Nothing stands out" if examined.tested else "It is too early to tell"
+        console.print(Text(f"\n{head}: {told}, and none held. docs/health.md lists them."))
     for number, each in enumerate(examined.found, start=1):
         _show(console, number, each)
     if output is not None:

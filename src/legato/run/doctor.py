@@ -17,7 +17,7 @@ from legato.algorithms.override import override
 from legato.core.parts import nearest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import foreign
-from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of
+from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of, tested
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.words import count
 from legato.run.health import meaningless, settled
@@ -59,6 +59,9 @@ class Examined:
     found: tuple[Diagnosis, ...]
     judged: int
     """Rules whose numbers were recorded."""
+    tested: int
+    """Those of them that had steps enough to hold."""
+    steps: int
     rules: int = len(RULES)
 
 
@@ -100,8 +103,17 @@ def _runs_in(path: Path) -> list[Path]:
     return [folder for folder in found if (folder / "config.toml").is_file()]
 
 
-def _examined(title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record]) -> Examined:
-    return Examined(title=title, facts=tuple(facts), found=tuple(ranked(found)), judged=len(judged(records)))
+def _examined(
+    title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
+) -> Examined:
+    return Examined(
+        title=title,
+        facts=tuple(facts),
+        found=tuple(ranked(found)),
+        judged=len(judged(records)),
+        tested=len(tested(records, warming)),
+        steps=len(steps_of(records)),
+    )
 
 
 def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
@@ -115,8 +127,10 @@ def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
 
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
+    if not steps_of(records):
+        raise ValueError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
     facts, found = _facts(records), list[Diagnosis]()
-    warming, ignored = 0, tuple[str, ...]()
+    warming, ignored, lr = 0, tuple[str, ...](), None
     named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
@@ -126,20 +140,23 @@ def _ours(directory: RunDirectory) -> Examined:
         named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        warming, ignored = settled(resolved.config), meaningless(resolved.algorithm)
+        warming, ignored, lr = settled(resolved.config), meaningless(resolved.algorithm), training.lr
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
     found += explain(
-        records, settled=warming, ignored=ignored, run=str(directory.path), checkpoints=directory.checkpoint_steps()
+        records,
+        settled=warming,
+        ignored=ignored,
+        run=str(directory.path),
+        checkpoints=directory.checkpoint_steps(),
+        lr=lr,
     )
     start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"
-    return _examined(title, facts, found, records)
+    return _examined(title, facts, found, records, warming)
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
     steps = steps_of(records)
-    if not steps:
-        return ["no step was recorded"]
     rewards = _finite(steps, "reward/mean")
     newest = max(int(step["step"]) for step in steps)
     facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {newest}"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from legato.core.rollout import Problem
 from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.explain import STOPPED
 from legato.diagnostics.health.rule import Finding
 from legato.policy.policy import Policy
 from legato.rollouts.sampling import Sampling
@@ -119,10 +120,10 @@ class Execution:
             try:
                 recover(self, alarm)
             except NoRecoveryError as reason:
-                return f"stopped by the health watch: {reason}"
+                return f"{STOPPED}: {reason}"
             return None
         if alarm is not None and action == "stop":
-            return f"stopped by the health watch: {alarm.words}"
+            return f"{STOPPED}: {alarm.words}"
         step, every = self.trainer.steps_done, self.resolved.config.output.checkpoint_every_steps
         paused = alarm if action == "pause" else None
         try:
@@ -133,7 +134,7 @@ class Execution:
         except checkpoint.NotFiniteError:
             if paused is None:
                 raise
-            return f"stopped by the health watch: {paused.words}"
+            return f"{STOPPED}: {paused.words}"
         if paused is not None:
             self.health.pause(lambda: interrupt.received is not None)
         return None

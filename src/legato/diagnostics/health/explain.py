@@ -12,12 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 from legato.diagnostics.collapse import collapse
-from legato.diagnostics.health.rule import LEVELS, Level, Rule
+from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.health.watch import Watch
 from legato.diagnostics.words import count
 
 Record = Mapping[str, Any]
+
+STOPPED = "stopped by the health watch"
+"""How the reason begins of a run that an alarm ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +58,37 @@ def explain(
     ignored: Iterable[str] = (),
     run: str = "RUN",
     checkpoints: Iterable[int] = (),
+    lr: float | None = None,
 ) -> list[Diagnosis]:
     """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
 
-    `run` is what a command would name, `checkpoints` the steps it could take.
+    `run` is what a command would name, `checkpoints` the steps it could take, `lr` the learning rate it was configured with.
     """
     found = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
-        *_recoveries(records),
         *_held_out(records, run, set(checkpoints)),
-        *_still(records),
     ]
+    found += _recoveries(
+        records, lr, lost=_stopped(records) or any(each.level == "alarm" and each.lasting for each in found)
+    )
+    if not any(each.level == "alarm" for each in found) and not any(_lost(record) for record in records):
+        found += _still(records)
     return ranked(found)
+
+
+def _lost(record: Record) -> bool:
+    """Whether the watch recorded that the run was lost, perhaps in steps that were given up since."""
+    return record.get("kind") == "recovery" or (record.get("kind") == "finding" and record.get("level") == "alarm")
+
+
+def recoveries_of(records: Iterable[Record]) -> list[Record]:
+    """The records of recoveries."""
+    return [record for record in records if record.get("kind") == "recovery"]
+
+
+def lr_scale(records: Iterable[Record]) -> float:
+    """What recoveries left on the configured learning rate; a resumed run keeps it."""
+    return float(([1.0] + [record.get("lr_scale", 1.0) for record in recoveries_of(records)])[-1])
 
 
 def ranked(found: Iterable[Diagnosis]) -> list[Diagnosis]:
@@ -81,10 +103,38 @@ def steps_of(records: Iterable[Record]) -> list[Record]:
 
 def judged(records: Iterable[Record]) -> list[str]:
     """The rules whose numbers the steps have: what the others would say is not known."""
-    there = {key for record in steps_of(records) for key in record}
-    there |= {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+    there = _keys(steps_of(records))
     named = [rule.name for rule in RULES if rule.test != "together" and not there.isdisjoint(rule.metrics)]
     return named + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in named]
+
+
+def _keys(steps: Iterable[Record]) -> set[str]:
+    """What steps have, as rules name it."""
+    there = {key for record in steps for key in record}
+    return there | {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+
+
+def tested(records: Sequence[Record], settled: int = 0) -> list[str]:
+    """Those of the rules judged that had steps enough to hold."""
+    keys, rules = [_keys([record]) for record in steps_of(records)], {rule.name: rule for rule in RULES}
+
+    def enough(rule: Rule) -> bool:
+        if rule.test == "together":
+            return enough(rules[rule.metrics[0]])
+        return sum(not there.isdisjoint(rule.metrics) for there in keys) >= needed(rule, settled)
+
+    return [name for name in judged(records) if enough(rules[name])]
+
+
+def needed(rule: Rule, settled: int = 0) -> int:
+    """The fewest steps after which a rule can hold, if a number is ill; `together`: see the rule it names."""
+    if rule.test == "of-start":
+        return rule.window + rule.of
+    if rule.test == "of-best":
+        return settled + rule.window + rule.of
+    if rule.test in COMPARING:
+        return settled + max(2, rule.window // 2) + rule.of + (0 if rule.test in AVERAGING else rule.hits - 1)
+    return rule.hits
 
 
 def sparse(steps: Sequence[Record]) -> bool:
@@ -151,8 +201,14 @@ def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
     return lines
 
 
-def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
-    found = [record for record in records if record.get("kind") == "recovery"]
+def _stopped(records: Iterable[Record]) -> bool:
+    """Whether the watch ended the run; where it was resumed, that end is no longer on record."""
+    ends = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
+    return bool(ends) and ends[-1].startswith(STOPPED)
+
+
+def _recoveries(records: Sequence[Record], lr: float | None, *, lost: bool) -> list[Diagnosis]:
+    found = recoveries_of(records)
     if not found:
         return []
     known = {rule.name: rule.causes for rule in RULES}
@@ -160,22 +216,36 @@ def _recoveries(records: Sequence[Record]) -> list[Diagnosis]:
         Diagnosis(
             name="recovered",
             level="warning",
-            says=f"The run was rolled back {count(len(found), 'time')} by the health watch.",
+            says=f"The run was rolled back {count(len(found), 'time')} by the health watch"
+            + (", and was lost nevertheless." if lost else "."),
             evidence=tuple(_with_folder(record) for record in found),
             causes=tuple(dict.fromkeys(cause for record in found for cause in known.get(str(record.get("rule")), ()))),
-            tries=_went_on_with(found[-1]),
+            tries=(_start_below if lost else _went_on_with)(lr, lr_scale(found), float(found[-1].get("clip_scale", 1.0))),
             first=int(found[0]["step"]),
         )
     ]
 
 
-def _went_on_with(last: Record) -> tuple[str, ...]:
+def _went_on_with(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
     """What the run was changed to, where that says how to start the next one."""
-    scales = {"a learning rate": last.get("lr_scale", 1), "bounds of the clip": last.get("clip_scale", 1)}
-    changed = [f"{what} times {scale:g}" for what, scale in scales.items() if scale != 1]
+    rate = f"a learning rate times {scale:g}" if lr is None else f"training.lr = {lr * scale:g} ({lr:g} x {scale:g})"
+    changed = [rate] if scale != 1 else []
+    changed += [f"bounds of the clip times {clip_scale:g}"] if clip_scale != 1 else []
     if not changed:
         return ("read the rollouts of the steps given up: only the problems were changed",)
     return (f"start with {' and '.join(changed)}: that is what it went on with",)
+
+
+def _start_below(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
+    """What the run was changed to did not save it: that is a bound, and no advice."""
+    if lr is None:
+        below = f"start with less than half of the learning rate times {scale:g}: with that it was lost"
+    else:
+        below = (
+            f"start with training.lr = {lr * scale / 2:g} or less: half of {lr * scale:g} ({lr:g} x {scale:g}), which was in"
+            " force at the end and with which it was lost"
+        )
+    return (below, *([f"bounds of the clip times {clip_scale:g} did not save it either"] if clip_scale != 1 else []))
 
 
 def _with_folder(record: Record) -> str:
@@ -224,14 +294,17 @@ def _still(records: Sequence[Record]) -> list[Diagnosis]:
     error = math.sqrt(2 * sum((value - mean) ** 2 for value in first) / (fifth - 1) / fifth)
     if abs(change) > 2 * error:
         return []
+    rose = change >= 0
+    rate = "a learning rate that is too low" if rose else "a learning rate that is too high, where drift/k3 grew"
+    lever = "a higher training.lr" if rose else "a lower training.lr, where drift/k3 or gradient/norm grew"
     return [
         Diagnosis(
             name="no-progress",
             level="note",
             says=f"The reward did not move: {mean:.3g} in the first fifth of the steps, {mean + change:.3g} in the last.",
             evidence=(f"the difference is {change:+.2g}, within two standard errors ({2 * error:.2g}) of chance",),
-            causes=("a learning rate that is too low", "problems too hard or too easy", "nearly everything clipped"),
-            tries=("a higher training.lr", "groups/all_right and groups/all_wrong say how hard the problems are"),
+            causes=(rate, "problems too hard or too easy", "nearly everything clipped"),
+            tries=(lever, "groups/all_right and groups/all_wrong say how hard the problems are"),
             lasting=True,
         )
     ]

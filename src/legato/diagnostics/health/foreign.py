@@ -93,7 +93,7 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str,
     """
     given = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
     mapping = {**TRL, **given}
-    rows = list(_rows(path))
+    rows = [row for row in _rows(path) if row.get("kind") not in OURS]
     if not rows:
         raise ValueError(f"{path} holds no step")
     there = {str(name) for row in rows for name in row}
@@ -109,7 +109,7 @@ def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str,
     found: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         record = _record(row, number, mapping)
-        if len(record) > 2 and row.get("kind") not in OURS:
+        if len(record) > 2:
             found.setdefault(record["step"], {}).update(record)
     records = [found[step] for step in sorted(found)]
     if not judged(records):

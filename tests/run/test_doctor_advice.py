@@ -1,0 +1,82 @@
+"""What the doctor says of learning rates: none that failed, none that is higher where a run was lost."""
+
+from pathlib import Path
+from typing import Any
+
+from legato.diagnostics.health.rules import RULES
+from legato.run.doctor import examine
+from proof.logs import course, names, wave, written
+
+
+def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
+    found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
+    (told,) = found.found
+    assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
+    assert told.causes == next(rule.causes for rule in RULES if rule.name == "drift")
+    assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
+
+
+def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
+    """Stopped by the watch, or lost at the last step: what was in force then is a bound, with its number."""
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.125, "words": "back to step 40."}
+    ended = {"kind": "end", "reason": "stopped by the health watch: gone."}
+    for name, records in (("stopped", [*course(), recovery, ended]), ("lost", [*course(sick_from=61), recovery])):
+        found = examine(written(tmp_path / name, records, ["training.lr=0.02"], end=False)).found
+        told = next(each for each in found if each.name == "recovered")
+        assert "lost nevertheless" in told.says
+        assert told.tries[0].startswith("start with training.lr = 0.00125 or less: half of 0.0025 (0.02 x 0.125)")
+        assert "went on with" not in " ".join(told.tries)
+    blind = written(tmp_path / "blind", [*course(), recovery | {"clip_scale": 0.5}, ended], end=False)
+    (blind / "config.toml").write_text("nothing = 1")
+    (told,) = examine(blind).found
+    assert "less than half of the learning rate times 0.125" in told.tries[0] and "times 0.5 did not" in told.tries[1]
+    resumed = written(tmp_path / "resumed", [*course(), recovery], ["training.lr=0.02"])
+    (told,) = examine(resumed).found
+    assert told.tries == ("start with training.lr = 0.0025 (0.02 x 0.125): that is what it went on with",)
+    (resumed / "config.toml").write_text("nothing = 1")
+    (told,) = examine(resumed).found
+    assert told.tries == ("start with a learning rate times 0.125: that is what it went on with",)
+
+
+def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 1.0, "words": "back to step 40."}
+    for scale, said in ((0.5, "bounds of the clip times 0.5"), (1.0, "only the problems were changed")):
+        found = examine(written(tmp_path / str(scale), [*course(), recovery | {"clip_scale": scale}]))
+        assert said in found.found[0].tries[0] and "learning rate" not in found.found[0].tries[0]
+
+
+def flat(change: float = 0.0) -> list[dict[str, Any]]:
+    """A run whose reward does not move beyond its noise."""
+    rewards = ((0.3 + change * (step > 50)) * wave(step) for step in range(1, 101))
+    return [each | {"reward/mean": r, "accuracy/mean": r} for each, r in zip(course(), rewards, strict=True)]
+
+
+def test_a_reward_that_did_not_move_is_told_and_a_fall_is_no_reason_for_larger_steps(tmp_path: Path) -> None:
+    for change, higher in ((0.002, True), (-0.002, False)):
+        (told,) = examine(written(tmp_path / str(change), flat(change))).found
+        assert told.name == "no-progress"
+        assert ("a higher training.lr" in told.tries) is higher
+        assert ("a learning rate that is too low" in told.causes) is higher
+
+
+def test_a_run_that_was_lost_is_not_one_that_did_not_move(tmp_path: Path) -> None:
+    """Found by the rules, recorded as an alarm or rolled back: the rate is not too low."""
+    dead = [each | {"groups/zero_variance": 1.0} if each["step"] > 90 else each for each in flat()]
+    alarm = {"kind": "finding", "rule": "drift", "level": "alarm", "step": 63}
+    recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
+    for name, records in (("found", dead), ("recorded", [*flat(), alarm]), ("back", [*flat(), recovery])):
+        assert "no-progress" not in names(examine(written(tmp_path / name, records)))
+    warning = alarm | {"level": "warning"}
+    assert "no-progress" in names(examine(written(tmp_path / "warned", [*flat(), warning])))
+
+
+def test_a_policy_that_lost_its_reward_is_told_of_the_learning_rate(tmp_path: Path) -> None:
+    """A rate a hundred times too high: the reward is gone within a few steps, every group scores alike."""
+    dead = {"reward/mean": 0.0, "accuracy/mean": 0.0, "reward/deviation": 0.0, "groups/zero_variance": 1.0}
+    records = [each | {"reward/deviation": 0.3} | (dead if each["step"] > 4 else {}) for each in course()]
+    found = examine(written(tmp_path, records)).found
+    told = next(each for each in found if each.name == "nothing-to-learn")
+    assert any("training.lr" in line and "above 0 before" in line for line in told.tries)
+    assert any(line.startswith("reward/mean: 0.4") and "on average before, 0 to 0 since" in line for line in told.evidence)
+    assert not any("higher training.lr" in line for each in found for line in each.tries)
