@@ -54,9 +54,9 @@ def test_the_doctor_finds_what_the_watch_found(tmp_path: Path) -> None:
 def test_the_steps_in_which_the_learning_rate_warms_up_are_not_taken_for_usual(tmp_path: Path) -> None:
     records = course()
     for record in records:
-        record["drift/k3"] = 0.05 * min(1.0, record["step"] / 40) ** 4
-    assert "drift" in names(examine(written(tmp_path / "without", records)))
-    assert "drift" not in names(examine(written(tmp_path / "with", records, ["training.warm_up_updates=160"])))
+        record["ratio/sequence_std"] = 0.5 * min(1.0, record["step"] / 40) ** 4
+    assert "ratio-spread" in names(examine(written(tmp_path / "without", records)))
+    assert "ratio-spread" not in names(examine(written(tmp_path / "with", records, ["training.warm_up_updates=160"])))
 
 
 def test_the_evidence_that_the_watch_kept_is_named(tmp_path: Path) -> None:
