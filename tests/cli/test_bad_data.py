@@ -165,10 +165,49 @@ def test_a_run_that_is_not_there_is_told(verb: str, legato: Command, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("verb", ["eval", "sample"])
-def test_a_target_that_is_nothing_is_told(verb: str, legato: Command, tmp_path: Path) -> None:
-    extra = ["2+3="] if verb == "sample" else []
-    refused(legato(verb, str(tmp_path / "none"), *extra), str(tmp_path / "none"))
+_EXTRA = {"eval": (), "sample": ("2+3=",), "export": ("out",), "mismatch": ()}
+"""What each verb takes beside a target."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the hub is asked for; it has nothing."""
+    names: list[str] = []
+
+    def nothing(name: str, **_: Any) -> None:
+        names.append(name)
+        raise OSError("not on the hub")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", nothing)
+    return names
+
+
+@pytest.mark.parametrize("verb", _EXTRA)
+def test_a_path_where_nothing_is_is_told_and_not_looked_for_on_the_hub(
+    verb: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for name in ("runs/none", "./none", "../none", str(tmp_path / "none"), "~/none", "mine/none", "a/b/c"):
+        refused(legato(verb, name, *_EXTRA[verb]), f"{name}: there is no such folder; a run directory, a recipe")
+    assert asked == [] and [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])
+def test_a_hub_name_is_looked_for_on_the_hub(
+    name: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(legato("eval", name), f"policy.model = {name!r} (a hub name", "not on the hub")
+    assert asked == [name]
+
+
+def test_a_model_to_train_that_is_a_path_where_nothing_is_is_told(
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(legato("train", "policy.model=runs/none"), "policy.model = 'runs/none': there is no such folder")
+    assert asked == []
 
 
 def test_a_run_without_a_checkpoint_is_told(legato: Command, tmp_path: Path) -> None:

@@ -77,6 +77,34 @@ def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:
     assert "One seed: there are no intervals." in tables(results)[0].note
 
 
+_BY_SEEDS = {
+    ((64, 58), (64, 62)): "gspo ended below grpo on both seeds (-3.1 points; by seed -4.7 to -1.6); chance alone makes 2"
+    " seeds agree in 1 of 2 cases.",
+    ((64, 72), (64, 96), (64, 66)): "gspo ended above grpo on all 3 seeds (+10.9 points; by seed +1.6 to +25.0); chance"
+    " alone makes 3 seeds agree in 1 of 4 cases.",
+    ((64, 62), *[(64, 96)] * 4): "gspo ended above grpo on 4 of 5 seeds (+19.7 points; by seed -1.6 to +25.0); chance alone"
+    " makes 4 of 5 seeds agree in 3 of 8 cases.",
+    ((64, 64), (64, 64), *[(64, 96)] * 3): "gspo ended above grpo on 3 of 5 seeds and level on 2 (+15.0 points; by seed +0.0"
+    " to +25.0); chance alone makes 3 seeds agree in 1 of 4 cases.",
+    ((64, 58), (64, 96)): "gspo and grpo cannot be told apart (+10.2 points, 95 % -4.7 to +25.0, 2 seeds).",
+    ((64, 72),) * 6: "gspo ended above grpo (+6.2 points, 95 % +6.2 to +6.2, 6 seeds).",
+}
+
+
+@pytest.mark.parametrize(("ended", "said"), _BY_SEEDS.items())
+def test_few_seeds_that_agree_are_told_as_that_and_not_as_a_claim(
+    ended: tuple[tuple[int, int], ...], said: str, tmp_path: Path
+) -> None:
+    given = definition(seeds=tuple(range(len(ended))))
+    store, jobs = prepared(tmp_path, given)
+    for seed, (grpo, gspo) in enumerate(ended):
+        ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
+        ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
+    assert sentences(collected(store, jobs, given)) == [said]
+    assert said in (store.path / "compare.md").read_text()
+    assert said in (store.path / "compare.html").read_text()
+
+
 def test_nothing_finished_is_a_page_too(tmp_path: Path) -> None:
     given = definition()
     store, jobs = prepared(tmp_path, given)

@@ -16,6 +16,9 @@ def the_experts_of_the_engine(bench: Bench) -> None:
     assert all(rollout.routes is None for rollout in members(without.reports[0]))
     assert with_routes.steps[0]["router/mismatch_flip_mean"] == 0.0
     assert "router/mismatch_flip_mean" not in without.steps[0]
+    assert bench.run(MOE).steps[0]["router/mismatch_flip_mean"] == 0.0
+    with pytest.raises(ValueError, match=r"rollouts\.record_routes = true needs a mixture of experts.*it has no experts"):
+        bench.run({"rollouts.record_routes": True})
 
 
 @effect("training.routing_replay")

@@ -25,6 +25,13 @@ def test_every_example_of_the_readme_has_at_most_twelve_lines() -> None:
         assert len([line for line in example.splitlines() if line.strip()]) <= 12
 
 
+def test_the_readme_and_the_recipe_promise_the_same_time() -> None:
+    command = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("make train"))
+    machine = next(line for line in (ROOT / "recipes/tiny.toml").read_text().splitlines() if line.startswith("# Machine:"))
+    promised = machine.rpartition(", ")[2].rstrip(".")
+    assert promised.endswith("minutes") and f"in {promised};" in command
+
+
 def test_the_loss_example_of_the_readme_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, object] = {}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from legato.algorithms.catalogue import algorithm_names
 from legato.run.document import options
 from legato.run.load import dump, load
+from legato.run.validate import NAMES_OF_TRL
 
 ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]
@@ -64,11 +65,17 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[training]\nsteps = 1\nlearning_rate = 1", "training.learning_rate (FILE:3) does not exist; known: seed, steps"),
+        ("[training]\nsteps = 1\njk = 1", "training.jk (FILE:3) does not exist; known: seed, steps"),
         ("[training]\nstepps = 1", "training.stepps (FILE:2) does not exist; did you mean 'steps'? Known: seed, steps"),
         ("[trainin]\nlr = 1", "trainin (FILE:1) does not exist; did you mean 'training'? Known: algorithm, task"),
         ("lr = 1", "lr (FILE:1) does not exist; did you mean 'training.lr'?"),
         ("[rollouts]\nlr = 1", "rollouts.lr (FILE:2) does not exist; did you mean 'training.lr'?"),
+        (
+            "[training]\nlearning_rate = 1",
+            "training.learning_rate (FILE:2) does not exist; did you mean 'lr'? Known here: seed",
+        ),
+        ("[training]\nnum_generations = 8", "does not exist; did you mean 'rollouts.samples_per_prompt'? Known here: seed"),
+        ("beta = 0.1", "beta (FILE:1) does not exist; did you mean 'algorithm.objective.penalties.kl.beta'?"),
         ("[policy.lora]\nrnk = 1", "policy.lora.rnk (FILE:2) does not exist; did you mean 'rank'? Known: rank, alpha"),
         ('[training]\nlr = "1e-6 "', "training.lr = '1e-6 ' (FILE:2) is not allowed; a finite number > 0 is"),
         ("[training]\nlr = nan", "training.lr = nan (FILE:2) is not allowed; a finite number > 0 is"),
@@ -134,6 +141,15 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, text: str, me
     path.write_text(text)
     told = refusal([path]).replace(str(path), "FILE")
     assert message in told
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES_OF_TRL.items())
+def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours: str) -> None:
+    assert f"did you mean {ours!r}?" in refusal([], (f"{theirs}=1",))
+    if ours.startswith("algorithm."):
+        assert f"{ours}=0.25" in load([], ["algorithm=grpo", f"{ours}=0.25"]).provenance[ours]
+    else:
+        assert ours in PATHS
 
 
 @pytest.mark.parametrize(

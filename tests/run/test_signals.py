@@ -1,6 +1,7 @@
 """Signals and other processes: a step is finished, the state is saved, and the resumed run equals the straight one."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 
 from legato.diagnostics.format import RunDirectory
 from legato.run import wire
+from legato.run.load import load
 from legato.run.lock import locked
-from legato.run.train import resume
+from legato.run.train import resume, start
 from proof import verdicts
 from proof.runs import Listener, differences, light, outcome, small, words
 
@@ -236,10 +238,60 @@ def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: C
     assert RunDirectory.open(this.run).checkpoint_steps() == []
 
 
-def test_a_process_that_is_interrupted_while_warming_up_says_so_and_leaves(process: Callable[..., Process]) -> None:
-    """There is no state to save yet; but the exit code is that of an interrupt, and it is no fault of ours."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_process_that_is_interrupted_while_warming_up_says_so_and_how_to_begin_again(
+    number: signal.Signals, code: int, process: Callable[..., Process]
+) -> None:
+    """There is no state to save yet: it leaves at once, and so does whoever tries to resume it."""
     this = process("0", **{"policy.warm_up.steps": 100000, "policy.warm_up.examples_per_step": 4})
     this.wait_for('"kind":"warm-up"')
-    this.inner.send_signal(signal.SIGINT)
-    assert this.end() == 130
-    assert "Traceback" not in this.said
+    this.inner.send_signal(number)
+    assert this.end() == code
+    again = f"begin again with legato train {this.run}/config.toml output.name=run-2"
+    last = f"stopped by {number.name} during the warm-up: nothing is saved yet that could be resumed; {again}"
+    assert this.said.splitlines()[-1] == last
+    assert "Traceback" not in this.said and "legato resume" not in this.said
+    assert RunDirectory.open(this.run).metrics()[-1]["reason"] == f"stopped by {number.name} during the warm-up"
+    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from; " + re.escape(again)):
+        resume(this.run)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_command_that_begins_again_does(named: bool, tmp_path: Path) -> None:
+    sent: list[None] = []
+
+    class Impatient(Listener):
+        def warm_up(self, step: int, steps: int, loss: float) -> None:
+            if not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    options = {**OPTIONS, "policy.warm_up.steps": 2, "training.steps": 1}
+    given = [word for word in words(tmp_path, options) if named or not word.startswith("output.name=")]
+    before = signal.getsignal(signal.SIGTERM)
+    run = start(load([], given), wire.Given(), Impatient())
+    assert (run.exit_code, run.model_folder) == (143, None) and signal.getsignal(signal.SIGTERM) == before
+    again = run.reason.partition("begin again with legato train ")[2].split()
+    assert len(again) == 1 + named
+    other = start(load([Path(again[0])], again[1:]), wire.Given(), Listener())
+    assert other.exit_code == 0 and other.directory != run.directory
+
+
+def test_a_run_made_in_python_that_left_no_checkpoint_is_begun_again_there(tmp_path: Path) -> None:
+    class Impatient(Listener):
+        def warm_up(self, step: int, steps: int, loss: float) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    options = {path: value for path, value in OPTIONS.items() if path != "reward.kind"}
+    run = small(tmp_path, {**options, "policy.warm_up.steps": 2}, reward=verdicts.slow, watcher=Impatient())
+    assert run.exit_code == 130 and run.reason.endswith("begin again from Python with the same reward")
+    with pytest.raises(ValueError, match="; begin again from Python with the same reward"):
+        resume(run.directory)
+
+
+def test_a_keyboard_interrupt_that_no_signal_made_goes_its_way(tmp_path: Path) -> None:
+    class Impatient(Listener):
+        def warm_up(self, step: int, steps: int, loss: float) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small(tmp_path, {**OPTIONS, "policy.warm_up.steps": 2}, watcher=Impatient())

@@ -69,7 +69,9 @@ def _go_on(directory: RunDirectory, code: int) -> str:
 def _end(run: Run) -> None:
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
-        Console(highlight=False).print(f"{run.reason}\nnext       {_go_on(directory, run.exit_code)}", soft_wrap=True)
+        # Without a checkpoint there is nothing to go on with; the reason says what to do.
+        following = "" if run.model_folder is None else f"\nnext       {_go_on(directory, run.exit_code)}"
+        Console(highlight=False).print(f"{run.reason}{following}", soft_wrap=True, markup=False)
         return
     end_screen(
         summary(directory),

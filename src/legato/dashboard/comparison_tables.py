@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import comb
 from typing import Any
 
 from legato.dashboard.report import duration
 from legato.diagnostics.words import count
 
 Results = Mapping[str, Any]
+
+_SEEDS_FOR_A_CLAIM = 6
+"""From here on seeds that all agree are rarer than 5 % by chance alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,25 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
     told = f"{by}, 95 % {100 * around[0]:+.1f} to {100 * around[1]:+.1f}, {len(point['seeds'])} seeds"
     if around[0] <= 0 <= around[1]:
         return f"{arm} and {against} cannot be told apart{at} ({told})."
-    return f"{arm} ended {'above' if change > 0 else 'below'} {against}{at} ({told})."
+    ended = f"{arm} ended {'above' if change > 0 else 'below'} {against}{at}"
+    if len(point["seeds"]) >= _SEEDS_FOR_A_CLAIM:
+        return f"{ended} ({told})."
+    scores = (point["arms"][each]["scores"] for each in (arm, against))
+    apart = [100 * (one - other) for one, other in zip(*scores, strict=True)]
+    by = f"{by}; by seed {min(apart):+.1f} to {max(apart):+.1f}"
+    return f"{ended} on {_agreement(pair, change > 0, len(apart), by)}."
+
+
+def _agreement(pair: Mapping[str, Any], above: bool, seeds: int, by: str) -> str:
+    """How many seeds say so, and how often seeds of arms that do not differ would: an interval of few seeds cannot tell."""
+    agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
+    level = f" and level on {seeds - differing}" if differing < seeds else ""
+    on = f"{agreeing} of {seeds} seeds" if agreeing < seeds else "both seeds" if seeds == 2 else f"all {seeds} seeds"
+    ways = min(2**differing, 2 * sum(comb(differing, each) for each in range(agreeing, differing + 1)))
+    share = Fraction(ways, 2**differing)
+    often = "every case" if share == 1 else f"{share.numerator} of {share.denominator} cases"
+    which = f"{agreeing}" if agreeing == differing else f"{agreeing} of {differing}"
+    return f"{on}{level} ({by}); chance alone makes {which} seeds agree in {often}"
 
 
 def label(point: Mapping[str, Any]) -> str:

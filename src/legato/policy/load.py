@@ -145,7 +145,7 @@ def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(folder)
-    if path.exists() or folder.startswith((".", "/", "~")):
+    if path.exists() or means_a_folder(folder):
         _check_folder(path.expanduser(), trust_remote_code)
         folder = str(path.expanduser())
     where = f"policy.model = {folder!r} ({'a folder' if path.exists() else 'a hub name: no folder of that name is here'})"
@@ -170,6 +170,17 @@ def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
             " have been trained from random numbers"
         )
     return tokenizer, model
+
+
+def means_a_folder(name: str) -> bool:
+    """Whether a name is a path and no hub name, whose form is NAME or OWNER/NAME, even if nothing is there.
+
+    OWNER may be a folder here: then a model of it is looked for in that folder, not on the hub.
+    """
+    path = Path(name).expanduser()
+    return (
+        name.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.exists())
+    )
 
 
 def _reason(error: Exception) -> str:

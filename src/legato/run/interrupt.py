@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM: the first lets the step finish, the state is saved and the run ends; the second stops at once."""
+"""SIGINT and SIGTERM: the first lets the step finish, the state is saved and the run ends; the second stops at once.
+
+Before the first step there is no state to save, and the first one stops at once.
+"""
 
 import signal
 import threading
@@ -34,3 +37,14 @@ class Interrupt:
     @property
     def exit_code(self) -> int:
         return 0 if self.received is None else 128 + int(self.received)
+
+
+class AtOnce(Interrupt):
+    """A context that a signal leaves with KeyboardInterrupt; `received` says which it was, None if it was none."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda text: None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        raise KeyboardInterrupt

@@ -65,7 +65,7 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
     return {
         "routed": written,
         "routed_at_once": -(-training.prompts_per_step // training.updates_per_step) * responses,
-        "engine_routes": config.rollouts.record_routes,
+        "engine_routes": config.rollouts.record_routes is not False,
         "replayed": 0 if training.routing_replay == "off" else read,
     }
 

@@ -265,8 +265,8 @@ class Rollouts:
     """On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to fit."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is."""
-    record_routes: Flag = True
-    """Whether the engine notes the experts of every token it reads (mixtures of experts): K bytes a layer and token."""
+    record_routes: Flag | Literal["auto"] = "auto"
+    """Whether the engine notes the experts of every token it reads, K bytes a layer and token; auto: if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

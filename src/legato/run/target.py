@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legato.diagnostics.format import RunDirectory
+from legato.policy.load import means_a_folder
 from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.load import load
@@ -64,4 +65,9 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
         start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
         given = tuple(str(name) for name in start.get("given") or ())
         return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=given)
+    if means_a_folder(name) and not path.expanduser().exists():
+        raise ValueError(
+            f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"
+            " needed"
+        )
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)

@@ -13,20 +13,20 @@ from legato.core.rollout import Problem
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.words import count
-from legato.policy.parting import parting
 from legato.policy.reference import Reference
-from legato.policy.supervised import texts_of
 from legato.run import changes, wire
+from legato.run.again import begin_again, unused
 from legato.run.execute import Execution, newest_model
+from legato.run.interrupt import AtOnce, Interrupt
 from legato.run.load import load
 from legato.run.lock import locked
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
+from legato.run.origin import prepare
 from legato.run.resolved import Resolved, dump
 from legato.run.watcher import Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
-from legato.training.checkpoint import save_model
 from legato.training.trainer import StepReport
 
 
@@ -138,17 +138,13 @@ def start(
             }
         )
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_told(resolved)])
-        if config.policy.warm_up is not None:
-            _warm_up(resolved, policy, source, collector, directory, watcher)
-        directory.append_metrics(
-            {"kind": "origin", "problems": made_of["problems"], "weights": wire.weights_fingerprint(policy)}
-        )
-        reference = None
-        if wire.wants_reference(resolved):
-            reference = Reference.of(policy)
-            # What the configuration cannot make again: a warmed-up policy, or a module that is trained where it stands.
-            if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
-                save_model(policy, directory.path / "reference")
+        with AtOnce() as interrupt:
+            try:
+                reference = prepare(resolved, given, policy, source, collector, directory, watcher)
+            except KeyboardInterrupt:
+                if interrupt.received is None:
+                    raise
+                return _ended_before_the_first_step(resolved, given, directory, watcher, loggers, interrupt)
         execution = Execution(
             resolved=resolved,
             directory=directory,
@@ -162,6 +158,33 @@ def start(
             noted=noted,
         )
         return _finish(execution)
+
+
+def _ended_before_the_first_step(
+    resolved: Resolved,
+    given: wire.Given,
+    directory: RunDirectory,
+    watcher: Watcher,
+    loggers: Sequence[Logger],
+    interrupt: Interrupt,
+) -> Run:
+    """There is nothing to save: what the warm-up has done so far cannot be gone on with."""
+    assert interrupt.received is not None
+    watcher.close()
+    for logger in loggers:
+        logger.close()
+    when = "before the first step" if resolved.config.policy.warm_up is None else "during the warm-up"
+    reason = f"stopped by {interrupt.received.name} {when}"
+    directory.append_metrics({"kind": "end", "reason": reason, "step": 0}, sync=True)
+    again = begin_again(directory.path, resolved, _given(given))
+    return Run(
+        directory=directory.path,
+        accuracy=None,
+        accuracy_greedy=None,
+        model_folder=None,
+        reason=f"{reason}: nothing is saved yet that could be resumed; {again}",
+        exit_code=interrupt.exit_code,
+    )
 
 
 def resume(
@@ -182,7 +205,11 @@ def resume(
     sentences = changes.check(before, resolved, allow_changes)
     with locked(directory):
         checkpoint.put_back(directory.path / "checkpoints")
-        folder, warnings = checkpoint.latest(directory.path / "checkpoints")
+        try:
+            folder, warnings = checkpoint.latest(directory.path / "checkpoints")
+        except ValueError as error:
+            start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
+            raise ValueError(f"{error}; {begin_again(directory.path, before, start.get('given') or ())}") from None
         for warning in warnings:
             watcher.message(warning)
         memory = checkpoint.read_memory(folder)
@@ -229,8 +256,12 @@ def _made_of(given: wire.Given, source: Source) -> dict[str, Any]:
     """What a run was made of beside its configuration: which things came from Python, and which problems they are."""
     return {
         "problems": wire.fingerprint(source),
-        "given": [name for name in ("model", "problems", "reward") if getattr(given, name) is not None],
+        "given": _given(given),
     }
+
+
+def _given(given: wire.Given) -> list[str]:
+    return [name for name in ("model", "problems", "reward") if getattr(given, name) is not None]
 
 
 def _same_things(made_of: Mapping[str, Any], given: wire.Given) -> None:
@@ -272,39 +303,12 @@ def _reference_again(resolved: Resolved, given: wire.Given, policy: Any, directo
     return Reference(policy=first, adapters=False)
 
 
-def _warm_up(
-    resolved: Resolved, policy: Any, source: Any, collector: Any, directory: RunDirectory, watcher: Watcher
-) -> None:
-    stage = resolved.config.policy.warm_up
-    assert stage is not None
-
-    def after(step: int, loss: float) -> None:
-        watcher.warm_up(step + 1, stage.steps, loss)
-        if (step + 1) % 10 == 0 or step + 1 == stage.steps:
-            directory.append_metrics({"kind": "warm-up", "step": step + 1, "loss": loss})
-
-    examples = wire.warm_up_examples(resolved.config, policy, source, collector)
-
-    def look(when: str) -> None:
-        if resolved.config.policy.upcycle is not None:
-            text = f"{when} the warm-up {parting(policy, texts_of(examples(0)))}"
-            watcher.message(text)
-            directory.append_metrics({"kind": "note", "step": 0, "text": text})
-
-    look("before")
-    wire.warm_up(resolved.config, policy, examples, after)
-    look("after")
-
-
 def _name(resolved: Resolved) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
     stem = f"{config.task.kind.rpartition(':')[2]}-{resolved.algorithm.name}-seed{config.training.seed}"
-    parent, number = Path(config.output.directory), 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return f"{stem}-{number}"
+    return unused(Path(config.output.directory), stem, 1)
 
 
 def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:

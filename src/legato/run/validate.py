@@ -18,6 +18,28 @@ _ADAPTER = TypeAdapter(Config)
 
 _DEFAULT_KINDS = {Task: "arithmetic", Reward: "number"}
 
+NAMES_OF_TRL = {
+    "adam_epsilon": "training.epsilon",
+    "beta": "algorithm.objective.penalties.kl.beta",
+    "epsilon_high": "algorithm.objective.trust.clip.high",
+    "eval_steps": "evaluation.every_steps",
+    "learning_rate": "training.lr",
+    "lr_scheduler_type": "training.schedule",
+    "max_completion_length": "rollouts.max_response_tokens",
+    "max_grad_norm": "training.gradient_clip",
+    "max_prompt_length": "policy.max_prompt_tokens",
+    "max_steps": "training.steps",
+    "model_name_or_path": "policy.model",
+    "num_generations": "rollouts.samples_per_prompt",
+    "num_iterations": "training.epochs_per_step",
+    "output_dir": "output.directory",
+    "run_name": "output.name",
+    "save_steps": "output.checkpoint_every_steps",
+    "save_total_limit": "output.keep_last",
+    "warmup_steps": "training.warm_up_updates",
+}
+"""What those who come from TRL type, and what it is called here."""
+
 
 def kinded(tree: Mapping[str, Any]) -> Iterator[tuple[Path, type]]:
     """The tables that hold a kind and its options."""
@@ -153,7 +175,7 @@ def _told(error: Any, given: Layer) -> Iterator[str]:
     if error["type"] == "unexpected_keyword_argument":
         section = table_of(annotation)
         assert section is not None
-        yield f"{_at(given, path)} does not exist; {_nearest_option(path[-1], section)}"
+        yield f"{_at(given, path)} does not exist; {_nearest_option(path, section)}"
     elif error["type"] == "missing" and len(path) == len(error["loc"]):
         yield f"{'.'.join(path)} must be given ({given.origin(path[:-1])}); {allowed(annotation)} is needed"
     elif error["type"] == "less_than_equal" and isinstance(value, int) and value.bit_length() > 63:
@@ -178,13 +200,16 @@ def _place(words: list[str]) -> tuple[Path, Any]:
     return tuple(words), annotation
 
 
-def _nearest_option(name: str, section: type) -> str:
-    """The nearest sibling; an option of that very name in another section is nearer."""
+def _nearest_option(path: Path, section: type) -> str:
+    """The nearest sibling; an option of that very name in another section is nearer, and one that TRL calls so."""
+    name = path[-1]
     elsewhere = [
         f"{outer.name}.{name}"
         for outer in dataclasses.fields(Config)
         if (table := table_of(hints(Config)[outer.name])) is not None and name in _named_fields(table)
     ]
+    if name in NAMES_OF_TRL:
+        elsewhere = [NAMES_OF_TRL[name].removeprefix("".join(f"{word}." for word in path[:-1]))]
     if elsewhere:
         return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(_named_fields(section))}"
     return nearest(name, _named_fields(section))

@@ -192,7 +192,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
 def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
     """What samples, and what evaluations sample with where that is another."""
     rollouts, mismatch = config.rollouts, mismatch_of(config)
-    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes
+    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes is not False
     if mismatch is None:
         return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
     engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record)
@@ -255,6 +255,8 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         check_eight_bit()
     for option in routing_options(resolved.algorithm, _settings(resolved)):
         policy.known_routers(option)
+    if resolved.config.rollouts.record_routes is True:
+        policy.known_routers("rollouts.record_routes = true")
     cursor = collector.cursor
     collector.draw(Tally())
     collector.cursor = cursor

@@ -1,0 +1,62 @@
+"""What training starts from: the policy after its warm-up, and the reference it is held to."""
+
+from typing import Any
+
+from legato.diagnostics.format import RunDirectory
+from legato.policy.parting import parting
+from legato.policy.reference import Reference
+from legato.policy.supervised import texts_of
+from legato.run import wire
+from legato.run.resolved import Resolved
+from legato.run.watcher import Watcher
+from legato.tasks.source import Source
+from legato.training.checkpoint import save_model
+
+
+def prepare(
+    resolved: Resolved,
+    given: wire.Given,
+    policy: Any,
+    source: Source,
+    collector: Any,
+    directory: RunDirectory,
+    watcher: Watcher,
+) -> Reference | None:
+    """The policy becomes what training starts from; the reference it is then held to, if any."""
+    config = resolved.config
+    if config.policy.warm_up is not None:
+        _warm_up(resolved, policy, source, collector, directory, watcher)
+    directory.append_metrics(
+        {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy)}
+    )
+    if not wire.wants_reference(resolved):
+        return None
+    reference = Reference.of(policy)
+    # What the configuration cannot make again: a warmed-up policy, or a module that is trained where it stands.
+    if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
+        save_model(policy, directory.path / "reference")
+    return reference
+
+
+def _warm_up(
+    resolved: Resolved, policy: Any, source: Any, collector: Any, directory: RunDirectory, watcher: Watcher
+) -> None:
+    stage = resolved.config.policy.warm_up
+    assert stage is not None
+
+    def after(step: int, loss: float) -> None:
+        watcher.warm_up(step + 1, stage.steps, loss)
+        if (step + 1) % 10 == 0 or step + 1 == stage.steps:
+            directory.append_metrics({"kind": "warm-up", "step": step + 1, "loss": loss})
+
+    examples = wire.warm_up_examples(resolved.config, policy, source, collector)
+
+    def look(when: str) -> None:
+        if resolved.config.policy.upcycle is not None:
+            text = f"{when} the warm-up {parting(policy, texts_of(examples(0)))}"
+            watcher.message(text)
+            directory.append_metrics({"kind": "note", "step": 0, "text": text})
+
+    look("before")
+    wire.warm_up(resolved.config, policy, examples, after)
+    look("after")
