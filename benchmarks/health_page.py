@@ -19,8 +19,15 @@ ROUNDS = (
     ("20 to 29", "`reward-below-start` is new", "9 of 10", "10 of 10", "2, both `drift` (8 and 9 times)"),
     ("30 to 39", "`drift` at 10 times", "8 of 10", "9 of 10", "0"),
     (
-        "below",
+        "40 to 49",
         "`drift` at 6 times and beyond 1.75 times the largest of its window; the start is the first 5 steps",
+        "8 of 10",
+        "9 of 9",
+        "0 in 2,250",
+    ),
+    (
+        "below",
+        "`drift` at 6 times and beyond 1.5 times the largest of its window, or at 10 times",
         "below",
         "below",
         "below",

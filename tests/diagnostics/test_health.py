@@ -244,12 +244,14 @@ def test_a_watch_that_is_stored_and_read_finds_the_same(cut: int) -> None:
 
 
 def test_spikes_that_come_now_and_then_are_usual() -> None:
-    """Late in a run few groups are left to learn from, and what they do jumps: twice as high as ever is no such spike."""
-    spiky = [{"drift/k3": 0.05 if step % 15 == 0 else 0.005} for step in range(100)]
-    twice = [{"drift/k3": 0.08}, {"drift/k3": 0.08}]
-    assert rule("drift").threshold * 0.005 < 0.05 < 0.08 < rule("drift").beyond * 0.05 < 0.1
-    assert watched([rule("drift")], [*spiky, *twice]) == []
-    assert watched([rule("drift")], [*spiky, *[{"drift/k3": 0.1}] * 2]) == [(102, "drift")]
+    """Late in a run few groups are left to learn from, and what they do jumps: half as high again as ever is more."""
+    drift, spiky = rule("drift"), [{"drift/k3": 0.05 if step % 15 == 0 else 0.008} for step in range(100)]
+    assert drift.threshold * 0.008 < 0.05 < 0.07 < drift.beyond * 0.05 < 0.077 < drift.far * 0.008 < 0.081
+    for value, told in {0.07: [], 0.077: [(102, "drift")]}.items():
+        assert watched([drift], [*spiky, *[{"drift/k3": value}] * 2]) == told
+    # Ten times the usual is enough, though the window held more.
+    high = [{"drift/k3": 0.09 if step % 15 == 0 else 0.008} for step in range(100)]
+    assert watched([drift], [*high, *[{"drift/k3": 0.081}] * 2]) == [(102, "drift")]
 
 
 def test_a_reward_lost_while_the_learning_rate_warms_up_is_told() -> None:

@@ -54,6 +54,8 @@ class Rule:
     """times: the value must be above it too; share: the median must be; rises, falls: the change relative to the usual."""
     beyond: float = 0.0
     """times: the value must be above so many times the largest of the window, too: spikes now and then are usual."""
+    far: float = 0.0
+    """times, with `beyond`: so many times the median is enough whatever the window held."""
     unless: tuple[str, float] | None = None
     """Quiet where this metric is above this value: what would be bad is good news there."""
     under: str = ""
@@ -77,7 +79,7 @@ class Rule:
         if self.test in sides:
             usual = f" x median of {self.window} steps" if self.window else ""
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
-            also += f" and > {self.beyond:g} x the largest of them" if self.beyond else ""
+            also += f" and (> {self.beyond:g} x the largest of them or > {self.far:g} x the median)" if self.beyond else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
             said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test in ("of-best", "of-start"):

@@ -116,8 +116,8 @@ class Watch:
         if rule.test in ("times", "share"):
             usual = statistics.median(before)
             if rule.test == "times":
-                above = value > rule.threshold * usual and value > rule.beyond * max(before)
-                return above and value > rule.least, value, usual
+                new = value > rule.beyond * max(before) or value > rule.far * usual > 0
+                return new and value > max(rule.threshold * usual, rule.least), value, usual
             return value < rule.threshold * usual and usual > rule.least, value, usual
         return _moved(rule, before, recent)
 
