@@ -116,8 +116,8 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         ),
         "",
         *paragraph(
-            "Rules were written and tried on seeds 100 to 103. Each change of a threshold was committed before seeds were"
-            " run that nobody had seen; these are all of the rounds:"
+            "Rules were written and tried on seeds 100 to 103, and changed by what earlier rounds had shown. Each change was"
+            " committed before seeds were run that nobody had seen; these are all of the rounds:"
         ),
         "",
         *markdown(("seeds", "rules", "alarm in time", "recovered", "false alarms in 2,500 steps"), ROUNDS),
