@@ -39,8 +39,8 @@ def door(
 ) -> None:
     """Reinforcement learning for language models with ratio, clip and credit over the whole response."""
     # Threads that spin for one another come to a crawl where something else has the cores: steps took minutes. A short spin,
-    # then sleep: a step of the tiny model takes about a tenth longer on idle cores. Torch reads it when it is first loaded, which no
-    # command has done yet.
+    # then sleep: a step of the tiny model takes about a tenth longer on idle cores. Torch reads it when it is first loaded,
+    # which no command has done yet.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
