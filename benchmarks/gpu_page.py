@@ -278,9 +278,9 @@ def _memory(parts: Parts) -> list[str]:
         table.append((found["side"], points, f"{found['gib_per_thousand_tokens']:.2f}", *fits))
     header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
     words = (
-        "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens after"
+        "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
+        " after a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
     )
-    words += " a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
     return [*rows(f"{header} | responses in 80 GiB", table), "", words]
 
 

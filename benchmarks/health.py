@@ -107,15 +107,13 @@ def _unless_stopped(ended: train.Run) -> train.Run:
 
 def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: int | None = None) -> dict[str, Any]:
     """One arm of a seed: rewards, findings, recoveries."""
-    run = work / "run"
+    run, start = work / "run", None if arm in EARLY else base(work, seed, options)
     shutil.rmtree(run, ignore_errors=True)
     began = time.process_time()
-    if arm in EARLY:
+    if start is None:
         rate = {"training.lr": EARLY[arm] * recipe_lr(), "training.steps": steps or EARLY_STEPS}
         ended = fresh(run, seed, {**options, **rate})
     else:
-        start = base(work, seed, options)
-        began = time.process_time()
         ended = resumed(run, start, arm, steps)
     directory = RunDirectory.open(run)
     told = directory.health.read()

@@ -1,3 +1,7 @@
+"""Torch on one thread, where more cost more than they save."""
+
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -6,7 +10,7 @@ from legato.policy.packs import Pack, Texts, pack
 
 
 @pytest.fixture
-def several() -> object:
+def several() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -22,8 +22,10 @@ from legato.policy.triton import head
 kernel, found = head._project, {}
 pointers = {"targets": "*i64"} | dict.fromkeys(("scales", "best_out", "total_out", "moment_out", "chosen_out"), "*fp32")
 for keep, softcap, even in product((True, False), (0.0, 30.0), (True, False)):
-    constants = {"BM": 128, "TILE": head.TILE, "BK": 64, "GROUP": 16, "PROGRAMS": 132, "SOFTCAP": softcap, "KEEP": keep}
-    described = {"hidden": (128, 64), "weight": (head.TILE, 64), "distances": (128, head.TILE if keep else 64)}
+    rows, step, tile = head._ROWS, head._STEP, head.TILE
+    constants = {"BM": rows, "TILE": tile, "BK": step, "GROUP": head._GROUP, "PROGRAMS": 132}
+    constants |= {"SOFTCAP": softcap, "KEEP": keep}
+    described = {"hidden": (rows, step), "weight": (tile, step), "distances": (rows, tile if keep else step)}
     types, divisible = {}, {}
     for place, name in enumerate(kernel.arg_names):
         types[name] = "constexpr" if name in constants else pointers.get(name, "fp32" if name == "multiplier" else "i32")
@@ -33,7 +35,7 @@ for keep, softcap, even in product((True, False), (0.0, 30.0), (True, False)):
             divisible[(place,)] = [["tt.divisibility", 16]]
     source, said = ASTSource(kernel, types, constants, divisible), f"keep {keep}, soft cap {softcap:g}, even {even}"
     try:
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3})
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=head._LAUNCH)
         found[said] = made.metadata.shared
     except Exception as error:
         found[said] = f"{type(error).__name__}: {error}"[:300]

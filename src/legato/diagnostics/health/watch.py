@@ -116,7 +116,7 @@ class Watch:
         if rule.test in ("times", "share"):
             usual = statistics.median(before)
             if rule.test == "times":
-                new = value > rule.beyond * max(before) or value > rule.far * usual > 0
+                new = value > rule.beyond * max(before) or 0 < rule.far * usual < value
                 return new and value > max(rule.threshold * usual, rule.least), value, usual
             return value < rule.threshold * usual and usual > rule.least, value, usual
         return _moved(rule, before, recent)

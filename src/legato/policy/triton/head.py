@@ -23,6 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE = 256
 _ROWS, _STEP, _GROUP = 128, 64, 16
+_LAUNCH = {"num_warps": 8, "num_stages": 3}
+"""Of the product and its end in one kernel."""
 _AT_ONCE = 1024
 """Rows whose float32 products are held where the product and its end are two kernels."""
 _LOG2E = 1.4426950408889634
@@ -189,7 +191,7 @@ def project(
         _project[(programs,)](
             TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [TILE, _STEP]),
             *given, described, out.stride(0), rows, vocabulary, hidden.shape[1], multiplier, BM=_ROWS, BK=_STEP,
-            GROUP=_GROUP, PROGRAMS=programs, num_warps=8, num_stages=3, **common,
+            GROUP=_GROUP, PROGRAMS=programs, **_LAUNCH, **common,
         )  # fmt: skip
     elif rows:
         for first in range(0, rows, _AT_ONCE):
