@@ -97,7 +97,10 @@ class Browser:
                 value = None  # between two pages there is nothing to ask
             if value:
                 return
-            assert time.monotonic() < end, f"not within {seconds} s: {script}"
+            if time.monotonic() > end:
+                shown = self.run("document.body.innerText.slice(0, 2000)")
+                told = f"The page: {shown}\nIt complained: {self.complaints()}"
+                raise AssertionError(f"not within {seconds} s: {script}\n{told}")
             time.sleep(0.05)
 
     def press(self, key: str) -> None:

@@ -124,7 +124,7 @@ def test_curves_grow_while_the_trainer_writes(page: Browser, folder: Path) -> No
     directory = RunDirectory(folder / "live")
     for step in range(11, 14):
         directory.append_metrics(line(step))
-    page.wait(f"{curves(page)}[0].x.at(-1) === 13", 5)
+    page.wait(f"{curves(page)}[0].x.at(-1) === 13")
     page.wait(f"{item('live')}.textContent.includes('step 13')")
 
 
@@ -237,6 +237,7 @@ def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
         enter(page, f"document.querySelector('[aria-label={name}]')", value)
         page.wait(f"document.getElementById('list').dataset.count === '{count}'")
     page.run("document.activeElement.blur()")
+    page.wait("document.getElementById('text').textContent !== 'no'")  # which the list before this one had opened
     page.press("j")
     page.wait("document.getElementById('text').textContent === 'no'")
     page.press("ArrowRight")
@@ -308,7 +309,7 @@ def test_what_is_torn_or_half_written_is_shown_as_far_as_it_goes(page: Browser, 
     assert "is damaged" in page.run("document.getElementById('list').textContent")
     page.press("1")
     RunDirectory(folder / "torn").append_metrics(line(7))
-    page.wait(f"{curves(page)}[0]?.x.at(-1) === 7", 5)
+    page.wait(f"{curves(page)}[0]?.x.at(-1) === 7")
 
 
 def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
@@ -325,6 +326,37 @@ def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
     page.wait("!document.getElementById('keys').open")
     controls = "[...document.querySelectorAll('button:not([role=tab]), input, select')]"
     assert page.run(f"{controls}.filter(e => e.tabIndex < 0).length") == 0
+
+
+def answers_of(page: Browser, path: str, change: str) -> None:
+    """Answers of one address from here on: `change` is an expression with `real`, which asks in truth."""
+    page.run("window.asking ||= window.fetch")
+    script = f"(where, more) => (real => where.startsWith('/api/{path}') ? {change} : real())(() => asking(where, more))"
+    page.run(f"void (window.fetch = {script})")
+
+
+@pytest.mark.parametrize(("key", "path"), [("2", "health"), ("4", "configs"), ("3", "steps")])
+def test_an_answer_that_comes_late_does_not_take_the_place_of_another_view(page: Browser, key: str, path: str) -> None:
+    choose(page, "whole")
+    page.wait("document.querySelector('.figures')?.dataset.ready")
+    answers_of(page, path, "new Promise(go => window.release = go).then(real)")
+    page.press(key)
+    page.wait("window.release")
+    page.run("window.fetch = asking")
+    page.press("1")
+    page.wait("document.querySelector('.figures')?.dataset.ready")
+    page.run("(window.release(), window.release = null, new Promise(go => setTimeout(go, 500)))")
+    assert page.run("document.querySelector('.figures')?.dataset.ready") == "yes"
+
+
+@pytest.mark.parametrize("broken", ["Promise.reject(new Error('gone'))", "Promise.resolve(new Response('', {status: 500}))"])
+def test_a_view_that_failed_is_asked_for_again(page: Browser, broken: str) -> None:
+    answers_of(page, "curves", broken)
+    choose(page, "whole")
+    page.wait("document.querySelector('#view .bad')")
+    page.run("window.fetch = asking")
+    page.wait("document.querySelector('.figures')?.dataset.ready")
+    assert not page.run("document.querySelector('#view .bad')")
 
 
 def test_light_and_dark(page: Browser) -> None:

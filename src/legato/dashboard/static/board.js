@@ -94,8 +94,9 @@ const listed = () => state.runs.filter(run => rows.has(run.id) && rows.get(run.i
 const views = {
   curves: showCurves,
   rollouts: showRollouts,
-  async health(place) {
+  async health(place, { late }) {
     const found = await ask("health", { run: state.chosen });
+    if (late()) return;
     const advice = (title, lines) => lines.length ? [make("div", { className: "advice" }, make("span", { className: "dim", textContent: title }),
       make("ul", {}, ...lines.map(textContent => make("li", { textContent }))))] : [];
     const items = found.map(each => make("div", { className: "finding" },
@@ -110,8 +111,9 @@ const views = {
     if (more.length) more.unshift(make("p", { className: "dim", textContent: "A run in more words, with the course of what was found:" }));
     place.replaceChildren(make("h2", { textContent: "Findings" }), ...more, ...(items.length ? items : [none]));
   },
-  async configs(place) {
+  async configs(place, { late }) {
     const found = await ask("configs", { run: state.chosen });
+    if (late()) return;
     const cell = value => make("td", { className: value?.length > 48 ? "value long" : "value", textContent: value === null ? "-" : value });
     const table = rows => make("div", { className: "rows card" }, make("table", { className: "options" },
       make("thead", {}, make("tr", {}, make("th", { textContent: "option" }),
@@ -125,9 +127,11 @@ const views = {
   },
 };
 
-let turn = 0;
+// A view whose answer comes after another was opened must leave the page alone: it asks `late` after every wait.
+let turn = 0, failed = false;
 async function show(again = false) {
   const mine = ++turn, place = at("view");
+  failed = false;
   for (const tab of document.querySelectorAll("[role=tab]")) {
     const here = tab.dataset.tab === state.tab;
     tab.setAttribute("aria-selected", here);
@@ -142,6 +146,8 @@ async function show(again = false) {
   try {
     await views[state.tab](place, { again, late: () => mine !== turn });
   } catch (error) {
+    if (mine !== turn) return;
+    failed = true; // and is tried again with the next look at the runs
     place.replaceChildren(make("p", { className: "bad", textContent: String(error.message || error) }));
   }
 }
@@ -178,7 +184,7 @@ async function poll() {
     if (first) performance.mark("list");
     const going = found.filter(run => run.running).length;
     tell(found.length + " runs, " + going + " going on");
-    if (first || changed) await show(!first);
+    if (first || changed || failed) await show(!first);
   } catch (error) {
     tell("No answer from legato dashboard: " + error.message, true);
   }

@@ -54,14 +54,15 @@ function controls(place) {
 
 // Whether the steps there are have changed: a recovery takes some away as well.
 async function steps() {
-  const found = await ask("steps", { run: asked.run }), select = document.getElementById("step");
-  if (!select) return false;
+  const run = asked.run, found = await ask("steps", { run }), select = document.getElementById("step");
+  if (!select || run !== asked.run) return false;
   const there = [...select.options].map(each => each.value).join();
   const now = [["all", "all steps"], ...found.slice().reverse().map(step => [String(step), "step " + step])];
   const changed = there !== now.map(([value]) => value).join();
   if (changed) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
   if (!asked.step || !now.some(([value]) => value === asked.step)) {
-    const measured = await ask("measured", { run: asked.run });
+    const measured = await ask("measured", { run });
+    if (run !== asked.run) return false;
     asked.step = measured !== null ? String(measured) : now.length > 1 ? now[1][0] : "all";
   }
   select.value = asked.step;
