@@ -2,106 +2,18 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dashboard.browser import CHROMIUM, MISSING, Browser, browser, dashboard
-from dashboard.hostile import LONG, PIECES, rollouts
+from dashboard.browser import CHROMIUM, MISSING, Browser, dashboard
+from dashboard.pages import choose, curves, enter, item, line, open_rollouts, run_of
 from dashboard.synthetic import synthetic_run
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health.rules import RULES
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-
-
-def line(step: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "step", "step": step, "reward/mean": step / 10, "length/mean": 5.0, **more}
-
-
-def run_of(parent: Path, name: str, steps: int, config: str = "", algorithm: str = "gspo") -> RunDirectory:
-    directory = RunDirectory.create(parent, name)
-    directory.write_config(config or f'[algorithm]\nname = "{algorithm}"\n\n[training]\nseed = 0\nsteps = 100\n')
-    directory.append_metrics({"kind": "start", "name": name, "model": "tiny", "algorithm": algorithm})
-    for step in range(1, steps + 1):
-        directory.append_metrics(line(step))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every kind: healthy, hostile, torn, half written, and one that is being written."""
-    place = tmp_path_factory.mktemp("runs")
-    synthetic_run(place, steps=60, name="whole")
-    hostile = run_of(place, "<img src=x onerror='window.hacked=5'>", 8, algorithm="<b>grpo</b>")
-    hostile.write_rollouts(8, rollouts())
-    finding = {"kind": "finding", "step": 5, "level": "alarm", "rule": "reward-fall", "evidence": "evidence/step-000005"}
-    hostile.health.append(finding | {"words": "<img src=x onerror='window.hacked=6'> fell"})
-    with hostile.health.path.open("ab") as file:
-        file.write(b'{"kind":"finding","step":6,"lev')
-    torn = run_of(place, "torn", 6)
-    with torn.metrics_path.open("ab") as file:
-        file.write(b'{"kind":"step","step":7,"rewar')
-    (torn.path / "rollouts").mkdir()
-    (torn.path / "rollouts" / "step-000006.jsonl.gz").write_bytes(b"\x1f\x8b\x08torn")
-    (place / "begun").mkdir()
-    (place / "begun" / "config.toml").write_text("[training")
-    (place / "begun" / "environment.json").write_text("")
-    run_of(place, "live", 10)
-    return place
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("home")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def entered(folder: Path, chromium: Browser) -> Iterator[Browser]:
-    with dashboard(folder) as (_, address):
-        chromium.open(address)
-        chromium.wait("document.querySelectorAll('#runs li').length === 5")
-        chromium.wait("document.querySelector('.figures')?.dataset.ready")
-        assert "key=" not in chromium.run("location.href")
-        yield chromium
-
-
-@pytest.fixture
-def page(entered: Browser) -> Iterator[Browser]:
-    """On the curves, with nothing chosen; nothing may have been complained about in the end."""
-    entered.events.clear()
-    entered.run("document.activeElement.blur()")
-    entered.press("1")
-    enter(entered, "document.getElementById('filter')", "", "input")
-    entered.press("n")
-    entered.wait("!document.querySelector('#runs input:checked')")
-    yield entered
-    assert entered.complaints() == []
-    assert entered.run("window.hacked") is None
-
-
-def item(name: str) -> str:
-    """A run in the list, as an expression."""
-    return f"[...document.querySelectorAll('#runs li')].find(e => e.textContent.startsWith({name!r}))"
-
-
-def choose(page: Browser, *names: str) -> None:
-    for name in names:
-        page.run(f"{item(name)}.querySelector('input').click()")
-
-
-def enter(page: Browser, element: str, value: str, event: str = "change") -> None:
-    """Put a value into a control, as typing or choosing would."""
-    page.run(f"(e => {{ e.value = '{value}'; e.dispatchEvent(new Event('{event}')) }})({element})")
-
-
-def curves(page: Browser, key: str = "reward/mean") -> str:
-    """The traces of a figure that are curves, as an expression."""
-    return f"""(document.querySelector('figure[data-key="{key}"] .plot')?.data || []).filter(t => t.showlegend !== false)"""
 
 
 def test_it_opens_with_the_newest_runs_drawn(entered: Browser) -> None:
@@ -154,123 +66,6 @@ def test_a_quantity_is_added_and_drawn_on_a_logarithmic_axis(page: Browser) -> N
     page.wait(f"{curves(page, 'clip/band_low')}.length === 1")
     page.run("document.querySelector('figure[data-key=\"clip/band_low\"] button[title^=Logarithmic]').click()")
     page.wait("document.querySelector('figure[data-key=\"clip/band_low\"] .plot').layout.yaxis.type === 'log'")
-
-
-def open_rollouts(page: Browser, name: str = "<img") -> None:
-    choose(page, name)
-    page.press("3")
-    page.wait("document.querySelector('#list')?.dataset.count")
-
-
-def test_text_of_a_model_is_only_ever_text(page: Browser) -> None:
-    open_rollouts(page)
-    page.wait("document.querySelector('#tokens')")
-    shown = page.run("document.getElementById('text').textContent")
-    assert "<script>window.hacked = 1</script><img src=x" in shown
-    assert "\\x1b[31mred\\x1b[0m \\u202egnp.exe\\u202c" in shown and "\u202e" not in shown and "\x1b" not in shown
-    assert (
-        page.run("document.querySelectorAll('#view img, #view script, #view svg, #view a, #runs img, #runs b').length") == 0
-    )
-    for key in ("2", "4", "1"):
-        page.press(key)
-        time.sleep(0.3)
-    page.wait(f"{curves(page)}.length === 1")
-    assert page.run("document.querySelectorAll('#view img, #view a[href^=javascript]').length") == 0
-
-
-def test_tokens_are_coloured_by_each_quantity(page: Browser) -> None:
-    open_rollouts(page)
-    page.wait("document.querySelector('#tokens')")
-    assert page.run("[...document.querySelectorAll('.token')].map(t => t.textContent)")[:4] == PIECES[:4]
-    shades = "[...document.querySelectorAll('.token')].map(t => t.className.replace('token ', ''))"
-    assert page.run(shades) == ["z", "p5 cut", "m5", "p1", "m1", "p3", "z"]
-    expected = {
-        "logprob": ["m1", "m3 cut", "m1", "m1", "m5", "m2", "m1"],
-        "advantage": ["p5", "p5 cut", "p5", "p5", "p5", "p5", "p5"],
-        "coefficient": ["p5", "z cut", "p5", "p5", "p5", "p5", "p5"],
-    }
-    for quantity, classes in expected.items():
-        page.press("c")
-        assert page.run("document.getElementById('colouring').value") == quantity
-        assert page.run(shades) == classes
-    page.press("c")
-    page.run("document.querySelector('.token').focus()")
-    page.press("ArrowRight")
-    told = page.run("document.querySelector('.told').textContent")
-    assert "ratio 1.492" in told and "log-prob -2" in told and "advantage 1.5" in told and "no gradient" in told
-    paint = "getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
-    assert page.run(paint) != page.run(paint.replace("[1]", "[2]")) != "rgba(0, 0, 0, 0)"
-
-
-def test_rounding_is_not_painted(page: Browser) -> None:
-    """In the first update of a step every ratio is 1 but for the last digits."""
-    open_rollouts(page)
-    page.wait("document.querySelector('#tokens')")
-    page.press("j")
-    page.wait("document.getElementById('text').textContent === 'no'")
-    assert page.run("[...document.querySelectorAll('.token')].map(t => t.className)") == ["token z", "token z"]
-    assert page.run("document.querySelector('#detail .legend').textContent").startswith("0.9991.001")
-    assert "Click a token" in page.run("document.querySelector('.told').textContent")
-
-
-def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
-    open_rollouts(page)
-    page.wait("document.querySelectorAll('#group tbody tr').length === 2")
-    assert page.run("[...document.querySelectorAll('#group tbody tr td:nth-child(4)')].map(c => c.textContent)") == [
-        "1.5",
-        "-0.5",
-    ]
-    page.run("document.querySelectorAll('#group tbody tr')[1].click()")
-    page.wait("document.getElementById('text').textContent === 'no'")
-
-
-def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
-    open_rollouts(page)
-    page.wait("document.getElementById('list').dataset.count === '3'")
-    page.press("/")
-    assert page.run("document.activeElement.id") == "search"
-    for letter in "GNP.exe":
-        page.press(letter)
-    page.wait("document.getElementById('list').dataset.count === '2'")
-    enter(page, "document.getElementById('search')", "", "input")
-    for name, value, count in (("verdict", "wrong", 1), ("verdict", "", 3), ("stop", "length", 2), ("stop", "", 3)):
-        enter(page, f"document.querySelector('[aria-label={name}]')", value)
-        page.wait(f"document.getElementById('list').dataset.count === '{count}'")
-    page.run("document.activeElement.blur()")
-    page.wait("document.getElementById('text').textContent !== 'no'")  # which the list before this one had opened
-    page.press("j")
-    page.wait("document.getElementById('text').textContent === 'no'")
-    page.press("ArrowRight")
-    page.wait("document.activeElement.dataset.token === '0'")
-    page.press("ArrowRight")
-    assert page.run("document.activeElement.dataset.token") == "1"
-    page.press("k")
-    page.wait("document.getElementById('text').textContent !== 'no'")
-
-
-def test_what_is_gone_meanwhile_is_said(page: Browser, folder: Path, tmp_path: Path) -> None:
-    """A recovery moves the rollouts of steps that it gives up."""
-    open_rollouts(page)
-    page.wait("document.querySelector('#tokens')")
-    here = RunDirectory(folder / "<img src=x onerror='window.hacked=5'>").rollouts_path(8)
-    here.rename(tmp_path / "kept")
-    page.press("j")
-    page.wait("document.querySelector('#detail .bad')?.textContent.includes('is not there')")
-    (tmp_path / "kept").rename(here)
-    assert [each for each in page.complaints() if "status of 400" not in each] == []
-    page.events.clear()
-
-
-def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
-    open_rollouts(page)
-    page.run("document.querySelectorAll('#list tr.row')[2].click()")
-    page.wait("document.getElementById('text').textContent.startsWith('a line of output')")
-    assert page.run("document.getElementById('text').textContent.length") == 20_000
-    page.run(
-        "[...document.querySelectorAll('#detail button')].find(b => b.textContent.startsWith('Show the other')).click()"
-    )
-    page.wait(f"document.getElementById('text').textContent.length === {len(LONG)}")
-    assert len(LONG) > 10**6
 
 
 def test_findings_are_listed_and_marked(page: Browser) -> None:

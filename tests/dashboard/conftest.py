@@ -1,0 +1,64 @@
+"""A browser and a dashboard over runs of every kind, for the tests of a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dashboard.browser import Browser, browser, dashboard
+from dashboard.hostile import rollouts
+from dashboard.pages import enter, run_of
+from dashboard.synthetic import synthetic_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of every kind: healthy, hostile, torn, half written, and one that is being written."""
+    place = tmp_path_factory.mktemp("runs")
+    synthetic_run(place, steps=60, name="whole")
+    hostile = run_of(place, "<img src=x onerror='window.hacked=5'>", 8, algorithm="<b>grpo</b>")
+    hostile.write_rollouts(8, rollouts())
+    finding = {"kind": "finding", "step": 5, "level": "alarm", "rule": "reward-fall", "evidence": "evidence/step-000005"}
+    hostile.health.append(finding | {"words": "<img src=x onerror='window.hacked=6'> fell"})
+    with hostile.health.path.open("ab") as file:
+        file.write(b'{"kind":"finding","step":6,"lev')
+    torn = run_of(place, "torn", 6)
+    with torn.metrics_path.open("ab") as file:
+        file.write(b'{"kind":"step","step":7,"rewar')
+    (torn.path / "rollouts").mkdir()
+    (torn.path / "rollouts" / "step-000006.jsonl.gz").write_bytes(b"\x1f\x8b\x08torn")
+    (place / "begun").mkdir()
+    (place / "begun" / "config.toml").write_text("[training")
+    (place / "begun" / "environment.json").write_text("")
+    run_of(place, "live", 10)
+    return place
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("home")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def entered(folder: Path, chromium: Browser) -> Iterator[Browser]:
+    with dashboard(folder) as (_, address):
+        chromium.open(address)
+        chromium.wait("document.querySelectorAll('#runs li').length === 5")
+        chromium.wait("document.querySelector('.figures')?.dataset.ready")
+        assert "key=" not in chromium.run("location.href")
+        yield chromium
+
+
+@pytest.fixture
+def page(entered: Browser) -> Iterator[Browser]:
+    """On the curves, with nothing chosen; nothing may have been complained about in the end."""
+    entered.events.clear()
+    entered.run("document.activeElement.blur()")
+    entered.press("1")
+    enter(entered, "document.getElementById('filter')", "", "input")
+    entered.press("n")
+    entered.wait("!document.querySelector('#runs input:checked')")
+    yield entered
+    assert entered.complaints() == []
+    assert entered.run("window.hacked") is None

@@ -1,0 +1,46 @@
+"""What tests of the dashboard do to a page, and runs for it to show."""
+
+from pathlib import Path
+from typing import Any
+
+from dashboard.browser import Browser
+from legato.diagnostics.format import RunDirectory
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "reward/mean": step / 10, "length/mean": 5.0, **more}
+
+
+def run_of(parent: Path, name: str, steps: int, config: str = "", algorithm: str = "gspo") -> RunDirectory:
+    directory = RunDirectory.create(parent, name)
+    directory.write_config(config or f'[algorithm]\nname = "{algorithm}"\n\n[training]\nseed = 0\nsteps = 100\n')
+    directory.append_metrics({"kind": "start", "name": name, "model": "tiny", "algorithm": algorithm})
+    for step in range(1, steps + 1):
+        directory.append_metrics(line(step))
+    return directory
+
+
+def item(name: str) -> str:
+    """A run in the list, as an expression."""
+    return f"[...document.querySelectorAll('#runs li')].find(e => e.textContent.startsWith({name!r}))"
+
+
+def choose(page: Browser, *names: str) -> None:
+    for name in names:
+        page.run(f"{item(name)}.querySelector('input').click()")
+
+
+def enter(page: Browser, element: str, value: str, event: str = "change") -> None:
+    """Put a value into a control, as typing or choosing would."""
+    page.run(f"(e => {{ e.value = '{value}'; e.dispatchEvent(new Event('{event}')) }})({element})")
+
+
+def curves(page: Browser, key: str = "reward/mean") -> str:
+    """The traces of a figure that are curves, as an expression."""
+    return f"""(document.querySelector('figure[data-key="{key}"] .plot')?.data || []).filter(t => t.showlegend !== false)"""
+
+
+def open_rollouts(page: Browser, name: str = "<img") -> None:
+    choose(page, name)
+    page.press("3")
+    page.wait("document.querySelector('#list')?.dataset.count")

@@ -1,0 +1,124 @@
+"""Rollouts of a run in a real browser: shown, coloured, searched, and never taken for anything but text."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dashboard.browser import CHROMIUM, MISSING, Browser
+from dashboard.hostile import LONG, PIECES
+from dashboard.pages import curves, enter, open_rollouts
+from legato.diagnostics.format import RunDirectory
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+
+
+def test_text_of_a_model_is_only_ever_text(page: Browser) -> None:
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    shown = page.run("document.getElementById('text').textContent")
+    assert "<script>window.hacked = 1</script><img src=x" in shown
+    assert "\\x1b[31mred\\x1b[0m \\u202egnp.exe\\u202c" in shown and "\u202e" not in shown and "\x1b" not in shown
+    assert (
+        page.run("document.querySelectorAll('#view img, #view script, #view svg, #view a, #runs img, #runs b').length") == 0
+    )
+    for key in ("2", "4", "1"):
+        page.press(key)
+        time.sleep(0.3)
+    page.wait(f"{curves(page)}.length === 1")
+    assert page.run("document.querySelectorAll('#view img, #view a[href^=javascript]').length") == 0
+
+
+def test_tokens_are_coloured_by_each_quantity(page: Browser) -> None:
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    assert page.run("[...document.querySelectorAll('.token')].map(t => t.textContent)")[:4] == PIECES[:4]
+    shades = "[...document.querySelectorAll('.token')].map(t => t.className.replace('token ', ''))"
+    assert page.run(shades) == ["z", "p5 cut", "m5", "p1", "m1", "p3", "z"]
+    expected = {
+        "logprob": ["m1", "m3 cut", "m1", "m1", "m5", "m2", "m1"],
+        "advantage": ["p5", "p5 cut", "p5", "p5", "p5", "p5", "p5"],
+        "coefficient": ["p5", "z cut", "p5", "p5", "p5", "p5", "p5"],
+    }
+    for quantity, classes in expected.items():
+        page.press("c")
+        assert page.run("document.getElementById('colouring').value") == quantity
+        assert page.run(shades) == classes
+    page.press("c")
+    page.run("document.querySelector('.token').focus()")
+    page.press("ArrowRight")
+    told = page.run("document.querySelector('.told').textContent")
+    assert "ratio 1.492" in told and "log-prob -2" in told and "advantage 1.5" in told and "no gradient" in told
+    paint = "getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
+    assert page.run(paint) != page.run(paint.replace("[1]", "[2]")) != "rgba(0, 0, 0, 0)"
+
+
+def test_rounding_is_not_painted(page: Browser) -> None:
+    """In the first update of a step every ratio is 1 but for the last digits."""
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    page.press("j")
+    page.wait("document.getElementById('text').textContent === 'no'")
+    assert page.run("[...document.querySelectorAll('.token')].map(t => t.className)") == ["token z", "token z"]
+    assert page.run("document.querySelector('#detail .legend').textContent").startswith("0.9991.001")
+    assert "Click a token" in page.run("document.querySelector('.told').textContent")
+
+
+def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
+    open_rollouts(page)
+    page.wait("document.querySelectorAll('#group tbody tr').length === 2")
+    assert page.run("[...document.querySelectorAll('#group tbody tr td:nth-child(4)')].map(c => c.textContent)") == [
+        "1.5",
+        "-0.5",
+    ]
+    page.run("document.querySelectorAll('#group tbody tr')[1].click()")
+    page.wait("document.getElementById('text').textContent === 'no'")
+
+
+def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
+    open_rollouts(page)
+    page.wait("document.getElementById('list').dataset.count === '3'")
+    page.press("/")
+    assert page.run("document.activeElement.id") == "search"
+    for letter in "GNP.exe":
+        page.press(letter)
+    page.wait("document.getElementById('list').dataset.count === '2'")
+    enter(page, "document.getElementById('search')", "", "input")
+    for name, value, count in (("verdict", "wrong", 1), ("verdict", "", 3), ("stop", "length", 2), ("stop", "", 3)):
+        enter(page, f"document.querySelector('[aria-label={name}]')", value)
+        page.wait(f"document.getElementById('list').dataset.count === '{count}'")
+    page.run("document.activeElement.blur()")
+    page.wait("document.getElementById('text').textContent !== 'no'")  # which the list before this one had opened
+    page.press("j")
+    page.wait("document.getElementById('text').textContent === 'no'")
+    page.press("ArrowRight")
+    page.wait("document.activeElement.dataset.token === '0'")
+    page.press("ArrowRight")
+    assert page.run("document.activeElement.dataset.token") == "1"
+    page.press("k")
+    page.wait("document.getElementById('text').textContent !== 'no'")
+
+
+def test_what_is_gone_meanwhile_is_said(page: Browser, folder: Path, tmp_path: Path) -> None:
+    """A recovery moves the rollouts of steps that it gives up."""
+    open_rollouts(page)
+    page.wait("document.querySelector('#tokens')")
+    here = RunDirectory(folder / "<img src=x onerror='window.hacked=5'>").rollouts_path(8)
+    here.rename(tmp_path / "kept")
+    page.press("j")
+    page.wait("document.querySelector('#detail .bad')?.textContent.includes('is not there')")
+    (tmp_path / "kept").rename(here)
+    assert [each for each in page.complaints() if "status of 400" not in each] == []
+    page.events.clear()
+
+
+def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
+    open_rollouts(page)
+    page.run("document.querySelectorAll('#list tr.row')[2].click()")
+    page.wait("document.getElementById('text').textContent.startsWith('a line of output')")
+    assert page.run("document.getElementById('text').textContent.length") == 20_000
+    page.run(
+        "[...document.querySelectorAll('#detail button')].find(b => b.textContent.startsWith('Show the other')).click()"
+    )
+    page.wait(f"document.getElementById('text').textContent.length === {len(LONG)}")
+    assert len(LONG) > 10**6
