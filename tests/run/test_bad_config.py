@@ -166,6 +166,7 @@ def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours:
         (["training.prompts_per_step=3"], "is below training.updates_per_step = 4 (algorithm gspo); an update takes whole"),
         (["training.steps=10", "training.warm_up_updates=40"], "is not below the 40 updates of the run"),
         (["training.final_lr_share=0.1"], "has no effect with training.schedule = 'constant' (default)"),
+        (["training.epsilon=0.2"], "is Adam's, which is at most 0.001; the clip of the ratio is algorithm.objective.trust"),
         (["training.value_lr=0.1"], "has no effect: gspo trains no value head; ppo does"),
         (["task.stages=2"], "task.stages = 2 (word 1: task.stages=2) needs task.second"),
         (["task.stages=3"], "a whole number >= 1 and <= 2 is"),

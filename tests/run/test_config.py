@@ -69,10 +69,10 @@ def test_without_sources_everything_is_a_default() -> None:
 
 
 def test_higher_sources_win(tmp_path: Path) -> None:
-    low = file(tmp_path, "[training]\nlr = 1e-1\nsteps = 1\nseed = 1\nupdates_per_step = 3\nepsilon = 0.5\n", "low.toml")
+    low = file(tmp_path, "[training]\nlr = 1e-1\nsteps = 1\nseed = 1\nupdates_per_step = 3\nepsilon = 1e-7\n", "low.toml")
     high = file(tmp_path, "[training]\nlr = 1e-2\nsteps = 2\nseed = 2\n", "high.toml")
     training = load([low, high], ["training.lr=1e-3", "training.steps=3"], {"training.lr": 1e-4}).config.training
-    assert (training.lr, training.steps, training.seed, training.updates_per_step, training.epsilon) == (1e-4, 3, 2, 3, 0.5)
+    assert (training.lr, training.steps, training.seed, training.updates_per_step, training.epsilon) == (1e-4, 3, 2, 3, 1e-7)
 
 
 def test_the_settings_of_the_algorithm_lie_between_the_defaults_and_the_files(tmp_path: Path) -> None:

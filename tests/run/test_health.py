@@ -137,14 +137,31 @@ def test_stop_ends_with_exit_code_3_and_the_state_saved(
     stop = {"health.action": "stop", "output.checkpoint_every_steps": 100, "reward.kind": f"{__file__}:early"}
     code, out, _ = Command(monkeypatch, capfd)("train", *words(tmp_path, {**RISING, **stop}))
     assert code == 3
-    assert f"resume {tmp_path / 'run'} training.lr=0.0015 health.action=recover --allow-changes" in " ".join(out.split())
-    assert "(a learning rate of 0.0015, half of the 0.003 it was stopped with; and back to a" in " ".join(out.split())
+    assert "there is no earlier checkpoint to go back to; begin again with legato train" in " ".join(out.split())
+    assert "config.toml output.name=run-2 training.lr=0.0015 (a learning rate of 0.0015, half of" in " ".join(out.split())
     assert "stopped by the health watch: The learning rate is 0.0025." in " ".join(out.split())
     folder = tmp_path / "run"
     assert of_kind(folder, "end")[-1]["step"] == 7 == len(steps(folder))
     assert RunDirectory.open(folder).checkpoint_steps()[-1] == 7
     changed = ["training.lr=0.0015", "health.action=recover"]
     assert resume(folder, changed, allow_changes=True).exit_code == 0 and len(steps(folder)) == 10
+
+
+def test_the_command_after_a_stop_goes_back_to_the_healthy_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stop = {"health.action": "stop", "reward.kind": f"{__file__}:early", "output.keep_last": 1}
+    legato, folder = Command(monkeypatch, capfd), tmp_path / "run"
+    code, out, _ = legato("train", *words(tmp_path, {**RISING, **stop}))
+    assert code == 3 and of_kind(folder, "end")[-1]["healthy"] == 1  # five steps before the first sign, at 6
+    told = re.search(rf"next legato (resume {folder} --step 1 .*?) \((.*?)\)", " ".join(out.split()))
+    assert told is not None
+    assert told.group(2).endswith(
+        "half of the 0.003 it was stopped with; back at step 1, the healthiest checkpoint there is"
+    )
+    assert legato(*told.group(1).split())[0] == 0
+    assert [each["step"] for each in steps(folder)] == list(range(1, 11)) and of_kind(folder, "finding") == []
+    assert (folder / "given-up" / "step-000007" / "evidence" / "step-000007" / "finding.json").is_file()
 
 
 def test_an_alarm_that_ended_a_run_acts_again_where_it_is_resumed(tmp_path: Path) -> None:
@@ -302,19 +319,21 @@ def test_recoveries_are_bounded_and_each_goes_further_back(tmp_path: Path) -> No
     assert [each["evidence"] for each in found] == [f"evidence/{name}" for name in folders[:2]]
 
 
+@pytest.mark.parametrize(("margin", "before"), [(0, False), (5, True)])
 def test_the_command_after_a_failed_recovery_gives_the_learning_rate_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    margin: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The factor of the recoveries stays on a resumed run, and the number of them is counted on."""
+    """Half of what failed last, whether the checkpoint to go back to is from before the recovery or keeps its factor."""
     given = {"health.action": "recover", "health.lr_factor": 0.8, "health.recoveries": 1, "training.steps": 15}
     legato = Command(monkeypatch, capfd)
+    monkeypatch.setattr("legato.run.health.MARGIN", margin)
     code, out, _ = legato("train", *words(tmp_path, {**RISING, **given, "reward.kind": f"{__file__}:early"}))
     assert code == 3 and len(of_kind(tmp_path / "run", "recovery")) == 1
     told = re.search(r"resume (.*) \(a learning rate of ([\d.]+), half of the ([\d.]+) it was", " ".join(out.split()))
-    assert told is not None and "as training.lr times 0.8, which" in " ".join(out.split())
+    assert told is not None and before == ("as training.lr times 0.8, which" not in " ".join(out.split()))
     rate, failed = float(told[2]), float(told[3])
     assert failed == pytest.approx(0.8 * 3e-3) and rate == failed / 2
-    assert "health.recoveries=2" in told[1]
+    assert before == ("health.recoveries=2" not in told[1]), "those of the checkpoint are counted on"
     code, _, error = legato("resume", *told[1].split())
     assert code == 0, error
     assert steps(tmp_path / "run")[-1]["optimizer/lr"] == pytest.approx(rate)

@@ -16,8 +16,9 @@ from legato.dashboard.report import write_report
 from legato.dashboard.several import write_several
 from legato.dashboard.summary import samples, summary
 from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.explain import lr_scale, recoveries_of
+from legato.diagnostics.health.explain import lr_scale
 from legato.run import wire
+from legato.run.again import begin_again
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
@@ -25,6 +26,7 @@ from legato.run.load import load
 from legato.run.sample import sample
 from legato.run.target import find
 from legato.run.train import Run, resume, start
+from legato.training import checkpoint
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -36,8 +38,8 @@ def train_command(arguments: Sequence[str]) -> int:
     return run.exit_code
 
 
-def resume_command(path: Path, words: Sequence[str], allow_changes: bool) -> int:
-    run = resume(path, words, watcher=for_terminal(), allow_changes=allow_changes)
+def resume_command(path: Path, words: Sequence[str], allow_changes: bool, step: int | None) -> int:
+    run = resume(path, words, watcher=for_terminal(), allow_changes=allow_changes, step=step)
     _end(run)
     return run.exit_code
 
@@ -52,17 +54,24 @@ def _go_on(directory: RunDirectory, code: int) -> str:
     command = f"{_program()} resume {directory.path}"
     if code != STOPPED_BY_WATCH:
         return command
-    config, health = load([directory.config_path]).config, list(directory.health.read())
-    lr, scale, done = config.training.lr, lr_scale(health), len(recoveries_of(health))
-    changes = f"training.lr={lr / 2:g} health.action=recover"
+    resolved, told, metrics = load([directory.config_path]), list(directory.health.read()), directory.metrics()
+    healthy, health = metrics[-1].get("healthy"), resolved.config.health
+    failed = resolved.config.training.lr * lr_scale(told)
+    half = f"a learning rate of {failed / 2:g}, half of the {failed:g} it was stopped with"
+    why = f"why it stopped: {_program()} doctor {directory.path}"
+    if healthy is None:
+        again = begin_again(directory.path, resolved, metrics[0].get("given") or ())
+        return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
+    memory = checkpoint.read_memory(directory.checkpoint_path(healthy))
+    scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
     # A resumed run counts on: without more of them it would end at the next alarm.
-    changes += f" health.recoveries={done + config.health.recoveries}" if done >= config.health.recoveries else ""
+    more = (
+        f" health.recoveries={done + health.recoveries}" if health.action == "recover" and done >= health.recoveries else ""
+    )
     kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
     return (
-        f"{command} {changes} --allow-changes"
-        f" (a learning rate of {lr * scale / 2:g}, half of the {lr * scale:g} it was stopped with{kept};"
-        " and back to a healthy checkpoint at the next alarm);"
-        f" why it stopped: {_program()} doctor {directory.path}"
+        f"{command} --step {healthy} training.lr={failed / scale / 2:g}{more} --allow-changes"
+        f" ({half}{kept}; back at step {healthy}, the healthiest checkpoint there is); {why}"
     )
 
 

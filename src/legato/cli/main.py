@@ -89,11 +89,14 @@ def resume(
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Allow changes that make another run of it (docs/resume.md).")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Go back to the checkpoint of this step; what came after is kept in RUN/given-up.")
+    ] = None,
 ) -> None:
-    """Continue a run from its newest whole checkpoint."""
+    """Continue a run from its newest whole checkpoint, or from an earlier one."""
     from legato.cli.commands import resume_command
 
-    raise typer.Exit(resume_command(run, words or [], allow_changes))
+    raise typer.Exit(resume_command(run, words or [], allow_changes, step))
 
 
 @app.command()

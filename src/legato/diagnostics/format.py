@@ -6,6 +6,7 @@
     rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
     checkpoints/step-000120/        model and trainer state; given-up-step-000120/: the best so far, behind which a recovery
                                     of the health watch went back; damaged-step-000120/: what a resumed run could not use
+    given-up/step-000120/           what came after a checkpoint that `legato resume --step` went back to (`run/goback.py`)
     health.jsonl                    what the health watch found and did, one JSON object a line
     evidence/step-000120/           what an alarm of the health watch kept (`run/evidence.py`); after a recovery also what
                                     was given up: lines of metrics.jsonl and stored rollouts, as abandoned*
@@ -22,7 +23,8 @@ Kinds of lines in metrics.jsonl:
                 now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
     checkpoint  step
-    end         reason, and if known seconds
+    end         reason, and if known seconds; of a run that the health watch ended, healthy: the step of the newest healthy
+                checkpoint, else of the oldest, or null
 
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
 "components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one

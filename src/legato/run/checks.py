@@ -16,6 +16,10 @@ from legato.run.schema_results import Health
 from legato.run.tighten import clip_bounds
 
 
+_LARGEST_EPSILON = 1e-3
+"""Of Adam: a larger one is somebody's clip range, which other trainers call epsilon."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A configuration whose options are each in order."""
@@ -55,6 +59,11 @@ def _updates(case: Case) -> Iterator[str]:
         )
     if training.routing_replay == "R3" and not case.config.rollouts.record_routes:
         yield f"{case.says('training.routing_replay')} needs rollouts.record_routes = true"
+    if training.epsilon > _LARGEST_EPSILON:
+        yield (
+            f"{case.says('training.epsilon')} is Adam's, which is at most {_LARGEST_EPSILON:g}; the clip of the ratio is"
+            " algorithm.objective.trust.clip.low and .high"
+        )
     if training.schedule == "constant" and training.final_lr_share > 0:
         yield f"{case.says('training.final_lr_share')} has no effect with {case.says('training.schedule')}"
 

@@ -84,7 +84,8 @@ class Execution:
                 try:
                     stopped = self._act(self._step(started), interrupt)
                     if stopped is not None:
-                        return self._end_early(stopped), STOPPED_BY_WATCH
+                        healthy = self.health.healthiest(self.directory.checkpoint_steps(), self.trainer.steps_done)
+                        return self._end_early(stopped, {"healthy": healthy}), STOPPED_BY_WATCH
                 except ExhaustedError as end:
                     reason = str(end)
                     break
@@ -104,13 +105,14 @@ class Execution:
         )
         return reason, 0
 
-    def _end_early(self, reason: str) -> str:
+    def _end_early(self, reason: str, more: Mapping[str, Any] | None = None) -> str:
         saved = "the state is saved"
         try:
             self._save(may_be_best=False)
         except checkpoint.NotFiniteError as refusal:
             saved = str(refusal)
-        self.directory.append_metrics({"kind": "end", "reason": reason, "step": self.trainer.steps_done}, sync=True)
+        end = {"kind": "end", "reason": reason, "step": self.trainer.steps_done}
+        self.directory.append_metrics({**end, **(more or {})}, sync=True)
         return f"{reason}; {saved}"
 
     def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:

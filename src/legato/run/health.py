@@ -93,8 +93,13 @@ class Health:
         """
         if self.options.action == "say":
             return []
+        healthy = self.healthiest(steps, step)
+        return list(steps[:1]) if healthy is None else [healthy]
+
+    def healthiest(self, steps: Sequence[int], step: int) -> int | None:
+        """Of some checkpoints, ascending, the newest that counts as healthy at a step; else the oldest, if older than it."""
         limit = self.healthy_before(step)
-        return [each for each in steps if each <= limit][-1:] or list(steps[:1])
+        return max((each for each in steps if each <= limit), default=next((each for each in steps if each < step), None))
 
     def pause(self, interrupted: Callable[[], bool]) -> None:
         """Wait until a person says how to go on."""

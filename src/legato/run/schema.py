@@ -298,7 +298,7 @@ class Training:
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """Of Adam."""
     epsilon: Positive = 1e-8
-    """Of Adam."""
+    """Of Adam, at most 0.001. The clip of the ratio is algorithm.objective.trust.clip."""
     gradient_clip: NotNegative = 1.0
     """The largest norm of the gradient; 0: no limit."""
     anchor: Literal["auto", "recompute", "sampler"] = "auto"

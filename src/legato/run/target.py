@@ -8,6 +8,7 @@ from legato.diagnostics.format import RunDirectory
 from legato.policy.load import means_a_folder
 from legato.policy.policy import Policy
 from legato.run import wire
+from legato.run.goback import checkpoint_of
 from legato.run.load import load
 from legato.run.resolved import Resolved
 from legato.tasks.source import Source
@@ -57,11 +58,7 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
         if step is None:
             folder, warnings = checkpoint.latest(path / "checkpoints")
         else:
-            folder, warnings = directory.checkpoint_path(step), []
-            if not folder.is_dir():
-                there = ", ".join(map(str, directory.checkpoint_steps())) or "none"
-                raise ValueError(f"{path} has no checkpoint of step {step}; there are: {there}")
-            checkpoint.check(folder)
+            folder, warnings = checkpoint_of(directory, step), []
         start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
         given = tuple(str(name) for name in start.get("given") or ())
         return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=given)

@@ -17,6 +17,7 @@ from legato.policy.reference import Reference
 from legato.run import changes, wire
 from legato.run.again import begin_again, unused
 from legato.run.execute import Execution, newest_model
+from legato.run.goback import checkpoint_of, give_up
 from legato.run.interrupt import AtOnce, Interrupt
 from legato.run.load import load
 from legato.run.lock import locked
@@ -193,10 +194,14 @@ def resume(
     *,
     watcher: Watcher | None = None,
     allow_changes: bool = False,
+    step: int | None = None,
     given: wire.Given | None = None,
     callback: Callable[[StepReport], None] | None = None,
 ) -> Run:
-    """Continue a run from its newest whole checkpoint, to results that equal the uninterrupted run's."""
+    """Continue a run from its newest whole checkpoint, to results that equal the uninterrupted run's.
+
+    From that of a `step`: what came after it is moved to given-up/ in the run directory.
+    """
     watcher = watcher or Silent()
     given = given or wire.Given()
     directory = RunDirectory.open(path)
@@ -205,13 +210,7 @@ def resume(
     sentences = changes.check(before, resolved, allow_changes)
     with locked(directory):
         checkpoint.put_back(directory.path / "checkpoints")
-        try:
-            folder, warnings = checkpoint.latest(directory.path / "checkpoints")
-        except ValueError as error:
-            start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
-            raise ValueError(f"{error}; {begin_again(directory.path, before, start.get('given') or ())}") from None
-        for warning in warnings:
-            watcher.message(warning)
+        folder = _newest(directory, before, watcher) if step is None else checkpoint_of(directory, step)
         memory = checkpoint.read_memory(folder)
         config = resolved.config
         _same_things(memory["made_of"], given)
@@ -222,7 +221,6 @@ def resume(
                 f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
                 " same data, or --allow-changes to go on with these"
             )
-        checkpoint.set_aside(directory.path / "checkpoints", folder)
         policy = wire.policy_of(resolved, given, folder / "model")
         decide_checkpointing(resolved, policy)
         collector = wire.collector_of(config, policy, source, reward)
@@ -230,6 +228,10 @@ def resume(
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
         trainer.load_sampler(checkpoint.sampler_state(folder))
+        kept = None if step is None else give_up(directory, step, memory)
+        if kept is not None:
+            sentences.append(f"what came after step {step} is kept in {kept}")
+        checkpoint.set_aside(directory.path / "checkpoints", folder)
         directory.recorded.truncate(int(memory["metrics_position"]))
         directory.health.truncate(int(memory.get("health", {}).get("position", 0)))
         execution = Execution(
@@ -250,6 +252,18 @@ def resume(
         watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", notes)
         execution.noted = len(policy.notes)
         return _finish(execution)
+
+
+def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Path:
+    """The newest whole checkpoint; damaged ones are told."""
+    try:
+        folder, warnings = checkpoint.latest(directory.path / "checkpoints")
+    except ValueError as error:
+        start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
+        raise ValueError(f"{error}; {begin_again(directory.path, resolved, start.get('given') or ())}") from None
+    for warning in warnings:
+        watcher.message(warning)
+    return folder
 
 
 def _made_of(given: wire.Given, source: Source) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _DEFAULT_KINDS = {Task: "arithmetic", Reward: "number"}
 NAMES_OF_TRL = {
     "adam_epsilon": "training.epsilon",
     "beta": "algorithm.objective.penalties.kl.beta",
+    "epsilon": "algorithm.objective.trust.clip.low",
     "epsilon_high": "algorithm.objective.trust.clip.high",
     "eval_steps": "evaluation.every_steps",
     "learning_rate": "training.lr",

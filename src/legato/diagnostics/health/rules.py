@@ -34,6 +34,7 @@ def document() -> str:
         "every run. `health.action` says what an alarm does: say so (the default), `pause`, `stop` with exit code 3,",
         "or `recover`: go back to a checkpoint from before the first sign of trouble, lower the learning rate or",
         "tighten the clip, leave out the problems of the steps given up, and go on, a bounded number of times.",
+        "A run that was stopped keeps that checkpoint and says with which command to go on from it.",
         "`health.ignored` leaves rules out. An alarm writes the rollouts, tensors and metrics of the last steps to",
         "`evidence/` in the run directory; findings and recoveries are lines of `health.jsonl`, shown in the",
         "terminal, in the report and on the dashboard. `legato doctor RUN` applies the same rules to a run that goes",

@@ -1,0 +1,149 @@
+"""`legato resume RUN --step N`: back to an earlier checkpoint, what came after kept beside the run."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.lines import Lines
+from legato.run import goback
+from legato.run.goback import give_up
+from legato.run.train import resume
+from legato.training import checkpoint
+from proof import verdicts
+from proof.command import Command, refused
+from proof.runs import Listener, differences, light, outcome, records, small, state, steps
+
+OPTIONS: dict[str, Any] = {"reward.kind": f"{verdicts.__file__}:early", "training.steps": 5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightly() -> Iterator[None]:
+    with light():
+        yield
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
+
+
+@pytest.fixture
+def run(straight: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(straight, tmp_path / "run"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in (".lock", "report.html")
+    }
+
+
+def test_without_changes_it_comes_to_the_same_end(straight: Path, run: Path) -> None:
+    listener = Listener()
+    ended = resume(run, step=2, watcher=listener)
+    assert ended.reason == "all steps done" and listener.steps == [3, 4, 5]
+    assert listener.titles == ["run: resumed at step 2 from step-000002"]
+    assert f"what came after step 2 is kept in {run / 'given-up' / 'step-000005'}" in listener.said
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_what_came_after_is_kept_as_it_was(straight: Path, run: Path) -> None:
+    before, directory = files(straight), RunDirectory.open(straight)
+    resume(run, step=2)
+    kept, memory = run / "given-up" / "step-000005", checkpoint.read_memory(directory.checkpoint_path(2))
+    assert Lines(kept / "metrics.jsonl").after(0) == directory.recorded.after(memory["metrics_position"])
+    assert [each["step"] for each in Lines(kept / "metrics.jsonl").read() if each["kind"] == "step"] == [3, 4, 5]
+    moved = {name: data for name, data in files(kept).items() if not name.endswith(".jsonl")}
+    later = ("checkpoints/step-00000", "rollouts/step-00000")
+    assert moved == {name: before[name] for name in before if name.startswith(later) and int(name.split("step-")[1][:6]) > 2}
+    assert moved
+    for step in (3, 4, 5):
+        checkpoint.verify(kept / "checkpoints" / f"step-{step:06d}")
+
+
+def test_a_change_makes_another_run_of_it_from_there_on(straight: Path, run: Path) -> None:
+    with pytest.raises(ValueError, match="allow-changes"):
+        resume(run, ["training.lr=0.001"], step=2)
+    assert files(run) == files(straight)
+    resume(run, ["training.lr=0.001"], step=2, allow_changes=True)
+    assert [each for each in records(run) if each.get("step", 9) <= 2] == [
+        each for each in records(straight) if each.get("step", 9) <= 2
+    ]
+    assert [each["step"] for each in steps(run)] == [1, 2, 3, 4, 5]
+    weights = "model/model.safetensors"
+    assert outcome(run)[weights] != outcome(straight)[weights]
+    assert state(run / "given-up/step-000005/checkpoints/step-000005")[weights] == outcome(straight)[weights]
+
+
+def test_it_may_go_back_again_and_again(straight: Path, run: Path) -> None:
+    for step in (4, 2, 3, 5):
+        resume(run, step=step)
+    assert sorted(path.name for path in (run / "given-up").iterdir()) == ["step-000005", "step-000005-2", "step-000005-3"]
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(
+    run: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = Command(monkeypatch, capfd)
+    refused(command("resume", str(run), "--step", "7"), "no checkpoint of step 7; there are: 1, 2, 3, 4, 5")
+    path = run / "checkpoints" / "step-000002" / "trainer.json"
+    path.write_text(path.read_text() + " ")
+    refused(command("resume", str(run), "--step", "2"), "is damaged", "trainer.json")
+    assert {name for name in files(run) if files(run)[name] != files(straight).get(name)} == {
+        "checkpoints/step-000002/trainer.json"
+    }
+
+
+def test_the_command_goes_back(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = Command(monkeypatch, capfd)("resume", str(run), "--step", "3", "training.steps=4")
+    assert code == 0 and "resumed at step 3" in " ".join(out.split())
+    assert RunDirectory.open(run).checkpoint_steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2, 4])
+def test_one_that_dies_on_the_way_can_be_resumed(
+    moves: int, straight: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Path] = []
+
+    def move(path: Path, to: Path) -> None:
+        if len(done) == moves:
+            raise MemoryError
+        done.append(path)
+        path.rename(to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(goback.shutil, "move", move)
+        with pytest.raises(MemoryError):
+            resume(run, step=2)
+    resume(run, step=2)
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_a_checkpoint_from_before_a_kill_needs_nothing_moved(straight: Path, run: Path) -> None:
+    resume(run, step=5)
+    assert not (run / "given-up").exists()
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
+    """A recovery from step 4 back to step 2 is part of what the checkpoint of step 3 knows; a later alarm is not."""
+    directory = RunDirectory.open(run)
+    for name in ("step-000004", "step-000005-2"):
+        (run / "evidence" / name).mkdir(parents=True)
+        (run / "evidence" / name / "finding.json").write_text(name)
+    directory.health.append({"kind": "recovery", "step": 2, "from": 4, "evidence": "evidence/step-000004"})
+    memory = checkpoint.read_memory(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
+    directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
+    kept = give_up(directory, 3, memory)
+    assert kept is not None
+    assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
+    assert (kept / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"
+    assert [each["kind"] for each in Lines(kept / "health.jsonl").read()] == ["finding"]
