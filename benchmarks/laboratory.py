@@ -23,7 +23,7 @@ COMMANDS: dict[str, list[str]] = {
     "walkthrough": [],
     "variance": [],
     "failure": [],
-    "clipping": ["--steps", "30", "--parallel", "2"],
+    "clipping": ["--steps", "60", "--seeds", "0-2", "--parallel", "2"],
 }
 SHOWN = {
     "equivalence": ["Perplexity over the run"],
