@@ -218,6 +218,8 @@ def test_a_pause_waits_for_a_person(tmp_path: Path) -> None:
     thread.join(5)
     assert waited == [7, 7] and ended.exit_code == 0 and len(steps(ended.directory)) == 10
     assert "going on" in listener.said and not file.exists()
+    last = RunDirectory.open(ended.directory).checkpoint_path(10)
+    assert json.loads((last / "trainer.json").read_text())["health"]["answered"] == ["ill"]
 
 
 def test_a_recovery_goes_back_changes_something_and_goes_on(recovered: SimpleNamespace) -> None:

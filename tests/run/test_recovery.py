@@ -1,6 +1,7 @@
 """Recoveries and stops where something else goes wrong: kills, broken states, checkpoints that must not be lost."""
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.health import watch
 from legato.run import execute, recovery
 from legato.run.evidence import Evidence
+from legato.run.health import Health
 from legato.run.train import resume
 from legato.run.wire import Given
 from legato.training.trainer import StepReport, Trainer
 from proof.runs import cut, differences, light, outcome, state
 from run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
+from run.test_signals import at
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +31,7 @@ def one_rule() -> Iterator[None]:
 
 
 GIVEN = Given(reward=early)
+RECOVERING = ["health.action=recover", "health.lr_factor=0.25"]
 
 
 class Kill(BaseException):
@@ -185,3 +189,48 @@ def test_a_rule_that_holds_may_be_ignored_from_a_resume_on(tmp_path: Path, monke
     assert of_kind(ended.directory, "finding")
     words = ["health.action=recover", "health.ignored=['drift']", "training.steps=11"]
     assert resume(ended.directory, words, given=GIVEN).exit_code == 0
+
+
+def test_a_checkpoint_that_was_in_alarm_itself_is_no_place_to_go_back_to(tmp_path: Path) -> None:
+    """The run said so and went on; whoever resumes it to recover must not spend every recovery on where it fell to."""
+    ended = run(tmp_path, {"output.keep_last": 2, "training.steps": 12})
+    assert RunDirectory.open(ended.directory).checkpoint_steps() == [11, 12]
+    again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
+    assert again.exit_code == 3 and "no whole checkpoint from before it" in again.reason
+    assert of_kind(ended.directory, "recovery") == []
+    assert [(each["since"], each["step"]) for each in of_kind(ended.directory, "finding")] == [(6, 7), (6, 13)]
+
+
+def test_a_run_that_only_said_so_goes_back_to_before_the_first_sign(tmp_path: Path) -> None:
+    ended = run(tmp_path, {"training.steps": 12})
+    again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
+    assert again.exit_code == 0
+    (recovered,) = of_kind(ended.directory, "recovery")
+    assert (recovered["from"], recovered["step"]) == (13, 1)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_pause_that_a_person_has_answered_is_over(answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that is restarted by a machine waits for somebody who has been there."""
+    paused: list[int] = []
+
+    def pause(health: Health, _: Any) -> None:
+        paused.append(health.watch.last)
+        if not answered:
+            raise Kill
+        health.answered |= health.watch.alarms()
+
+    monkeypatch.setattr(execute.Health, "pause", pause)
+    if answered:
+        folder = run(tmp_path, {"health.action": "pause"}, callback=at(8, signal.SIGINT)).directory
+    else:
+        with pytest.raises(Kill):
+            run(tmp_path, {"health.action": "pause"})
+        folder = tmp_path / "run"
+    assert paused == [7]
+    if answered:
+        assert resume(folder, given=GIVEN).exit_code == 0 and paused == [7]
+    else:
+        with pytest.raises(Kill):
+            resume(folder, given=GIVEN)
+        assert paused == [7, 8]

@@ -15,7 +15,6 @@ from legato.run.schema import Config
 from legato.run.schema_results import Health
 from legato.run.tighten import clip_bounds
 
-
 _LARGEST_EPSILON = 1e-3
 """Of Adam: a larger one is somebody's clip range, which other trainers call epsilon."""
 

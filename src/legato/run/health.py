@@ -1,7 +1,7 @@
 """The health watch in a run: what it finds is told and recorded, and an alarm does what `health.action` says.
 
 It reads the metrics of a step when the step is over: plain numbers that are on the host already. What it remembers is in
-every checkpoint, so that a resumed run finds what the straight one finds.
+every checkpoint, so that a resumed run finds what the straight one finds; and it acts on alarms that nobody has acted on.
 """
 
 import time
@@ -54,11 +54,14 @@ class Health:
         self.recoveries: list[dict[str, Any]] = []
         """What was done about alarms, in order."""
         self.clip_scale = 1.0
+        self.answered: set[str] = set()
+        """Alarms from whose pause a person let the run go on."""
 
     def see(self, report: StepReport) -> Finding | None:
         """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
         self.evidence.hold(report)
         findings = self.watch.see(report.step, report.metrics)
+        self.answered &= {*self.watch.active}
         alarm = worst(finding for finding in findings if finding.level == "alarm")
         folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
         for finding in findings:
@@ -110,6 +113,7 @@ class Health:
             time.sleep(_LOOK_EVERY_SECONDS)
         if file.exists():
             file.unlink(missing_ok=True)
+            self.answered |= self.watch.alarms()
             self.say("going on")
 
     def memory(self) -> dict[str, Any]:
@@ -118,6 +122,7 @@ class Health:
             "watch": self.watch.state(),
             "recoveries": list(self.recoveries),
             "clip_scale": self.clip_scale,
+            "answered": sorted(self.answered),
             "position": self.directory.health.position(),
         }
 
@@ -129,5 +134,6 @@ class Health:
         if self.options.action != "say":
             # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
             # silence and never be acted on.
-            self.watch.renew()
+            self.answered = {*memory.get("answered", ())}
+            self.watch.renew(self.answered)
         self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])

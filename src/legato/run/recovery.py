@@ -4,12 +4,13 @@ A deterministic trainer that is only rolled back repeats what it was rolled back
 something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.rule import Finding
+from legato.diagnostics.health.rule import Finding, Rule
+from legato.diagnostics.health.watch import Watch
 from legato.policy.load import take_weights
 from legato.training import checkpoint
 
@@ -27,7 +28,7 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     options = health.options
     if len(health.recoveries) >= options.recoveries:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
-    folder = _healthy(directory, health.healthy_before(alarm.step), alarm)
+    folder = _healthy(directory, health.healthy_before(alarm.step), alarm, health.watch.rules)
     failed, cursor = trainer.steps_done, trainer.collector.cursor
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
@@ -70,8 +71,8 @@ def restore(execution: "Execution", folder: Path, memory: dict[str, Any]) -> Non
     execution.health.evidence.forget()
 
 
-def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
-    """The newest whole checkpoint that is old enough; where none is, the oldest."""
+def _healthy(directory: RunDirectory, limit: int, alarm: Finding, rules: Sequence[Rule]) -> Path:
+    """The newest whole checkpoint that is old enough; where none is, the oldest. One that was in alarm itself is neither."""
     steps = directory.checkpoint_steps()
     for step in [*reversed([s for s in steps if s <= limit]), *(s for s in steps if s > limit)]:
         folder = directory.checkpoint_path(step)
@@ -79,8 +80,19 @@ def _healthy(directory: RunDirectory, limit: int, alarm: Finding) -> Path:
             checkpoint.verify(folder)
         except checkpoint.DamagedError:
             continue
-        return folder
-    raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint to go back to.")
+        if not _in_alarm(folder, rules):
+            return folder
+    raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint from before it to go back to.")
+
+
+def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
+    """Whether an alarm held when a checkpoint was saved: what is resumed from it would only go on in it."""
+    memory = checkpoint.read_memory(folder).get("health")
+    if not memory:
+        return False
+    watch = Watch(rules)
+    watch.load(memory["watch"])
+    return bool(watch.alarms())
 
 
 def _give_up(directory: RunDirectory, position: int, step: int, folder: Path) -> None:

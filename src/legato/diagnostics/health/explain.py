@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from legato.diagnostics.collapse import collapse
-from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Level, Rule
+from legato.diagnostics.health.rule import COMPARING, LEVELS, Level, Rule
 from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.health.watch import Watch
 from legato.diagnostics.words import count
@@ -129,11 +129,11 @@ def tested(records: Sequence[Record], settled: int = 0) -> list[str]:
 def needed(rule: Rule, settled: int = 0) -> int:
     """The fewest steps after which a rule can hold, if a number is ill; `together`: see the rule it names."""
     if rule.test == "of-start":
-        return rule.window + rule.of
+        return rule.window + rule.of + rule.hits - 1
     if rule.test == "of-best":
-        return settled + rule.window + rule.of
+        return settled + rule.window + rule.of + rule.hits - 1
     if rule.test in COMPARING:
-        return settled + max(2, rule.window // 2) + rule.of + (0 if rule.test in AVERAGING else rule.hits - 1)
+        return settled + max(2, rule.window // 2) + rule.of + rule.hits - 1
     return rule.hits
 
 

@@ -49,7 +49,7 @@ class Rule:
     """Steps that say what is usual, before the last `of`; half of them are enough to begin. of-start: the run's first."""
     hits: int = 1
     of: int = 1
-    """So many of the last so many steps must pass; tests of a mean average over `of` steps."""
+    """So many of the last so many steps must pass; tests of a mean average over `of` steps and pass so often in a row."""
     least: float = 0.0
     """times: the value must be above it too; share: the median must be; rises, falls: the change relative to the usual."""
     beyond: float = 0.0
@@ -85,6 +85,7 @@ class Rule:
         elif self.test in ("of-best", "of-start"):
             best = f"its best mean of {self.window}" if self.test == "of-best" else f"that of the first {self.window}"
             said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
+            said += f", {self.hits} steps in a row" if self.hits > 1 else ""
         else:
             side = ">" if self.test == "rises" else "<"
             said = (

@@ -1,6 +1,7 @@
 """The watch: the metrics of one step after another in, findings out. Plain numbers on the host, nothing of the device.
 
-Its state is what a checkpoint holds of it: with it, a resumed run finds what the straight one finds.
+Its state is what a checkpoint holds of it: with it, a resumed run finds what the straight one finds, and with `renew` also
+the alarms that held when it was saved.
 """
 
 import math
@@ -40,15 +41,22 @@ class Watch:
         """The standard deviation within the window of that best mean, by rule."""
         self.start: dict[str, list[float]] = {}
         """The first values of the run and the last ones, by rule that compares them."""
+        self._without_start: set[str] = set()
+        """Such rules whose first values nobody kept: another beginning would be none."""
         self.hits: dict[str, list[bool]] = {}
         """Which of the last steps passed the test, by rule."""
         self.active: dict[str, int] = {}
         """Rules that hold and the last step they did."""
         self.since: dict[str, int] = {}
         """The first of the steps that made them hold."""
+        self.last = 0
+        """The last step that was seen."""
+        self._renewed: set[str] = set()
+        """Rules that are told again with the next step that has them, if they do not rest before."""
 
     def see(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
         """Look at a step; the rules that begin to hold with it."""
+        self.last = step
         if step > self.settled:
             for key in self._watched:
                 held = self.history.setdefault(key, [])
@@ -62,24 +70,24 @@ class Watch:
                 self.active[rule.name] = step
                 if began:
                     self.since[rule.name] = self._began(rule, step)
+                if began or rule.name in self._renewed:
+                    self._renewed.discard(rule.name)
                     found.append(self._finding(rule, step, metric, value, usual))
             elif rule.name in self.active and step - self.active[rule.name] >= REST:
                 del self.active[rule.name], self.since[rule.name]
+                self._renewed.discard(rule.name)
         return found
 
     def _began(self, rule: Rule, step: int) -> int:
         if rule.test in AVERAGING:
-            return step - rule.of + 1
+            return step - rule.of - rule.hits + 2
         held = self.hits[rule.name]
         return step - (len(held) - 1 - held.index(True))
 
     def _holds(self, rule: Rule, passed: bool) -> bool:
-        if rule.test in AVERAGING or rule.test == "together":
-            self.hits[rule.name] = [passed]
-            return passed
         held = self.hits.setdefault(rule.name, [])
         held.append(passed)
-        del held[: -rule.of]
+        del held[: -(rule.hits if rule.test in AVERAGING else rule.of)]
         return passed and sum(held) >= rule.hits
 
     def _judge(self, rule: Rule, step: int, metrics: Mapping[str, Any]) -> tuple[bool, float | None, float | None, str]:
@@ -130,6 +138,8 @@ class Watch:
         return _lost(rule, recent, best, self.spread.get(rule.name, 0.0))
 
     def _of_start(self, rule: Rule, value: float) -> Judged:
+        if rule.name in self._without_start:
+            return False, None, None
         held = self.start.setdefault(rule.name, [])
         held.append(value)
         del held[rule.window : -rule.of]
@@ -172,11 +182,16 @@ class Watch:
             words=rule.says.format(**given),
         )
 
-    def renew(self) -> None:
-        """Tell alarms that hold once more at the next step that passes: whoever goes on from here may not have acted."""
-        for rule in self.rules:
-            if rule.level == "alarm" and rule.name in self.active:
-                del self.active[rule.name], self.since[rule.name]
+    def alarms(self) -> set[str]:
+        """The alarms that held at the last step."""
+        return {each.name for each in self.rules if each.level == "alarm" and self.active.get(each.name) == self.last}
+
+    def renew(self, answered: Iterable[str] = ()) -> None:
+        """Tell those alarms once more when they are met again: whoever goes on from here may not have acted on them.
+
+        `answered`: on these somebody did.
+        """
+        self._renewed = (self._renewed | self.alarms()) - set(answered)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold."""
@@ -188,6 +203,8 @@ class Watch:
             "hits": {name: list(held) for name, held in self.hits.items()},
             "active": dict(self.active),
             "since": dict(self.since),
+            "last": self.last,
+            "renewed": sorted(self._renewed),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -201,6 +218,11 @@ class Watch:
         self.hits, self.start = (
             {name: list(held) for name, held in state.get(field, {}).items() if name in known} for field in ("hits", "start")
         )
+        self._renewed = {name for name in state.get("renewed", ()) if name in known}
+        self.last = int(state.get("last", max(self.active.values(), default=0)))
+        # Kept by another version, or while the rule was ignored.
+        missed = {rule.name for rule in self.rules if rule.test == "of-start" and rule.name not in self.start}
+        self._without_start = missed if state["hits"] else set()
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:
