@@ -202,6 +202,17 @@ def test_a_hub_name_is_looked_for_on_the_hub(
     assert asked == [name]
 
 
+def test_a_model_of_an_owner_of_whom_some_are_here_is_looked_for_on_the_hub(
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """`legato export RUN Qwen/mine` must not make every other model of that owner unreachable."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "mine").mkdir(parents=True)
+    (tmp_path / "Qwen" / "mine" / "config.json").write_text("{}")
+    refused(legato("eval", "Qwen/Qwen3-0.6B"), "(a hub name", "not on the hub")
+    assert asked == ["Qwen/Qwen3-0.6B"]
+
+
 def test_a_model_to_train_that_is_a_path_where_nothing_is_is_told(
     legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:

@@ -88,6 +88,9 @@ _BY_SEEDS = {
     " to +25.0); chance alone makes 3 seeds agree in 1 of 4 cases.",
     ((64, 58), (64, 96)): "gspo and grpo cannot be told apart (+10.2 points, 95 % -4.7 to +25.0, 2 seeds).",
     ((64, 72),) * 6: "gspo ended above grpo (+6.2 points, 95 % +6.2 to +6.2, 6 seeds).",
+    ((64, 62), *[(64, 96)] * 5): "gspo ended above grpo on 5 of 6 seeds (+20.6 points; by seed -1.6 to +25.0); chance alone"
+    " makes 5 of 6 seeds agree in 7 of 32 cases.",
+    ((64, 62), *[(64, 96)] * 8): "gspo ended above grpo (+22.0 points, 95 % +16.1 to +25.0, 9 seeds).",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dashboard.browser import CHROMIUM, MISSING, Browser, dashboard
-from dashboard.pages import choose, curves, enter, item, line, open_rollouts, run_of
+from dashboard.pages import answers_of, choose, curves, enter, item, line, open_rollouts, run_of
 from dashboard.synthetic import synthetic_run
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
@@ -121,13 +121,6 @@ def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
     page.wait("!document.getElementById('keys').open")
     controls = "[...document.querySelectorAll('button:not([role=tab]), input, select')]"
     assert page.run(f"{controls}.filter(e => e.tabIndex < 0).length") == 0
-
-
-def answers_of(page: Browser, path: str, change: str) -> None:
-    """Answers of one address from here on: `change` is an expression with `real`, which asks in truth."""
-    page.run("window.asking ||= window.fetch")
-    script = f"(where, more) => (real => where.startsWith('/api/{path}') ? {change} : real())(() => asking(where, more))"
-    page.run(f"void (window.fetch = {script})")
 
 
 @pytest.mark.parametrize(("key", "path"), [("2", "health"), ("4", "configs"), ("3", "steps")])

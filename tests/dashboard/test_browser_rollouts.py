@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dashboard.browser import CHROMIUM, MISSING, Browser
-from dashboard.hostile import LONG, PIECES
-from dashboard.pages import curves, enter, open_rollouts
+from dashboard.hostile import LONG, PIECES, rollouts
+from dashboard.pages import answers_of, choose, curves, enter, line, open_rollouts
 from legato.diagnostics.format import RunDirectory
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
@@ -122,3 +122,24 @@ def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
     )
     page.wait(f"document.getElementById('text').textContent.length === {len(LONG)}")
     assert len(LONG) > 10**6
+
+
+@pytest.mark.parametrize("path", ["steps", "measured"])
+def test_rollouts_opened_while_the_run_goes_on_are_listed(path: str, page: Browser, folder: Path) -> None:
+    """A step that ends while the first answer is on its way asks again; whichever comes last lists them."""
+    live = RunDirectory.open(folder / "live")
+    live.write_rollouts(8, rollouts())
+    open_rollouts(page)  # of another run, so that the step of this one is not known
+    page.press("n")
+    page.press("1")
+    choose(page, "live")
+    page.wait(f"{curves(page)}.length === 1")
+    page.run("void (window.held = [])")
+    answers_of(page, path, "new Promise(go => window.held.push(go)).then(real)")
+    page.press("3")
+    page.wait("window.held.length === 1")
+    live.append_metrics(line(live.metrics()[-1]["step"] + 1))
+    page.wait("window.held.length === 2")
+    page.run("(window.fetch = asking, window.held.forEach(go => go()))")
+    page.wait("document.querySelector('#list')?.dataset.count === '3'")
+    live.rollouts_path(8).unlink()

@@ -106,6 +106,20 @@ def test_a_curve_breaks_where_steps_have_no_value() -> None:
     assert ended is not None and ended["x"][-1] <= 40, "what ended early is not drawn to the end"
 
 
+@pytest.mark.parametrize(("records", "every"), [(2000, 10), (600, 3), (1000, 5), (3000, 7)])
+def test_a_key_of_every_few_steps_has_no_gaps_in_a_long_run_but_those_it_has(records: int, every: int) -> None:
+    """Buckets of several records have the next value one bucket sooner or later."""
+    series, gap = Series(), range(records // 3, records // 2)
+    steps = range(1, records + 1)
+    series.add(
+        [{"step": s} | ({"even": 1.0} | ({} if s in gap else {"torn": 1.0}) if s % every == 0 else {}) for s in steps]
+    )
+    for points in (100, 300):
+        even, torn = series.curve("even", points), series.curve("torn", points)
+        assert even is not None and even["breaks"] == []
+        assert torn is not None and len(torn["breaks"]) == 1
+
+
 def test_histograms_are_left_out_of_a_line() -> None:
     line = json.dumps(
         {"kind": "step", "step": 1, "histograms": {"x": {"edges": [0, 1], "counts": [3]}}}, separators=(",", ":")

@@ -1,5 +1,6 @@
 """`legato resume RUN --step N`: back to an earlier checkpoint, what came after kept beside the run."""
 
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.lines import Lines
 from legato.run import goback
+from legato.run.again import begin_again
 from legato.run.goback import give_up
+from legato.run.load import load
 from legato.run.train import resume
 from legato.training import checkpoint
 from proof import verdicts
@@ -147,3 +150,18 @@ def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
     assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
     assert (kept / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"
     assert [each["kind"] for each in Lines(kept / "health.jsonl").read()] == ["finding"]
+
+
+def test_commands_that_are_told_can_be_typed_as_they_are(tmp_path: Path) -> None:
+    config = load([], ["output.name=lr=1e-4 b"])
+    told = begin_again(tmp_path / "my runs" / "lr=1e-4 b", config, ())
+    words = shlex.split(told.partition("begin again with ")[2])
+    assert words == ["legato", "train", f"{tmp_path}/my runs/lr=1e-4 b/config.toml", "output.name=lr=1e-4 b-2"]
+
+
+def test_a_recipe_may_have_an_equals_sign_in_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "lr=1e-4.toml"
+    recipe.write_text("[training]\nstepz = 3\n")
+    refused(Command(monkeypatch, capfd)("train", str(recipe), "training.seed=1"), f"{recipe}:2", "stepz")

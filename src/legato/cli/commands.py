@@ -1,6 +1,7 @@
 """What the verbs print. Loaded when a verb that needs a model is typed, and not before."""
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ from legato.training import checkpoint
 
 
 def train_command(arguments: Sequence[str]) -> int:
-    files, words = [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+    files = [each for each in arguments if "=" not in each or (each.endswith(".toml") and Path(each).is_file())]
+    words = [each for each in arguments if each not in files]
     if not arguments:
         raise ValueError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
@@ -51,14 +53,15 @@ def _program() -> str:
 
 def _go_on(directory: RunDirectory, code: int) -> str:
     """How to continue a run that was stopped: one that the health watch ended would only fall further as it was."""
-    command = f"{_program()} resume {directory.path}"
+    path = shlex.quote(str(directory.path))
+    command = f"{_program()} resume {path}"
     if code != STOPPED_BY_WATCH:
         return command
     resolved, told, metrics = load([directory.config_path]), list(directory.health.read()), directory.metrics()
     healthy, health = metrics[-1].get("healthy"), resolved.config.health
     failed = resolved.config.training.lr * lr_scale(told)
     half = f"a learning rate of {failed / 2:g}, half of the {failed:g} it was stopped with"
-    why = f"why it stopped: {_program()} doctor {directory.path}"
+    why = f"why it stopped: {_program()} doctor {path}"
     if healthy is None:
         again = begin_again(directory.path, resolved, metrics[0].get("given") or ())
         return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
@@ -87,7 +90,7 @@ def _end(run: Run) -> None:
         samples=samples(directory),
         checkpoint=run.model_folder,
         report=directory.report_path,
-        next_command=f"{_program()} sample {run.directory}",
+        next_command=f"{_program()} sample {shlex.quote(str(run.directory))}",
     )
 
 

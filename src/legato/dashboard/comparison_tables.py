@@ -11,8 +11,8 @@ from legato.diagnostics.words import count
 
 Results = Mapping[str, Any]
 
-_SEEDS_FOR_A_CLAIM = 6
-"""From here on seeds that all agree are rarer than 5 % by chance alone."""
+_RARE = Fraction(1, 20)
+"""So rarely must seeds of arms that do not differ agree so well for a difference to be told without a but."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
     if around[0] <= 0 <= around[1]:
         return f"{arm} and {against} cannot be told apart{at} ({told})."
     ended = f"{arm} ended {'above' if change > 0 else 'below'} {against}{at}"
-    if len(point["seeds"]) >= _SEEDS_FOR_A_CLAIM:
+    if _chance(pair, change > 0) <= _RARE:
         return f"{ended} ({told})."
     scores = (point["arms"][each]["scores"] for each in (arm, against))
     apart = [100 * (one - other) for one, other in zip(*scores, strict=True)]
@@ -70,13 +70,19 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
     return f"{ended} on {_agreement(pair, change > 0, len(apart), by)}."
 
 
+def _chance(pair: Mapping[str, Any], above: bool) -> Fraction:
+    """How often seeds of arms that do not differ agree as well, in one direction or the other; level ones do not count."""
+    agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
+    ways = 2 * sum(comb(differing, each) for each in range(agreeing, differing + 1))
+    return min(Fraction(1), Fraction(ways, 2**differing))
+
+
 def _agreement(pair: Mapping[str, Any], above: bool, seeds: int, by: str) -> str:
-    """How many seeds say so, and how often seeds of arms that do not differ would: an interval of few seeds cannot tell."""
+    """How many seeds say so, and how often chance does: an interval of few seeds is too narrow to tell."""
     agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
     level = f" and level on {seeds - differing}" if differing < seeds else ""
     on = f"{agreeing} of {seeds} seeds" if agreeing < seeds else "both seeds" if seeds == 2 else f"all {seeds} seeds"
-    ways = min(2**differing, 2 * sum(comb(differing, each) for each in range(agreeing, differing + 1)))
-    share = Fraction(ways, 2**differing)
+    share = _chance(pair, above)
     often = "every case" if share == 1 else f"{share.numerator} of {share.denominator} cases"
     which = f"{agreeing}" if agreeing == differing else f"{agreeing} of {differing}"
     return f"{on}{level} ({by}); chance alone makes {which} seeds agree in {often}"

@@ -107,8 +107,9 @@ class Series:
         places = (used - used[0]) // stride
         starts = numpy.flatnonzero(numpy.diff(places, prepend=-1))
         jumps = numpy.diff(places[starts])
-        # Beside the median: a key of every tenth record is whole, and drawn so.
-        breaks = numpy.flatnonzero(jumps > 1.5 * numpy.median(jumps)) + 1 if len(jumps) else jumps
+        # Beside the median: a key of every tenth record is whole, and drawn so. Buckets round such jumps up or down by one.
+        usual = numpy.median(jumps) if len(jumps) else 1
+        breaks = numpy.flatnonzero(jumps > (1.5 * usual if stride * self.width == 1 else usual + 1)) + 1
         sums, counts = (numpy.add.reduceat(each[used], starts) for each in (total, count))
         steps = self._steps[used][starts]
         if stride * self.width > 1 and used[-1] == (self.records - 1) // self.width:

@@ -175,12 +175,12 @@ def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
 def means_a_folder(name: str) -> bool:
     """Whether a name is a path and no hub name, whose form is NAME or OWNER/NAME, even if nothing is there.
 
-    OWNER may be a folder here: then a model of it is looked for in that folder, not on the hub.
+    OWNER may be a folder here: then NAME is looked for in that folder and not on the hub, unless models of OWNER are there.
     """
     path = Path(name).expanduser()
-    return (
-        name.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.exists())
-    )
+    if name.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
+        return True
+    return len(path.parts) == 2 and path.parent.exists() and next(path.parent.glob("*/config.json"), None) is None
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """A run that left no checkpoint cannot go on; how the same run is begun again."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ def begin_again(directory: Path, resolved: Resolved, given: Sequence[str]) -> st
     if given:
         return f"begin again from Python with the same {' and '.join(given)}"
     name = resolved.config.output.name
-    other = "" if name is None else f" output.name={unused(directory.parent, name, 2)}"
-    return f"begin again with legato train {directory / 'config.toml'}{other}"
+    words = [str(directory / "config.toml")]
+    words += [] if name is None else [f"output.name={unused(directory.parent, name, 2)}"]
+    return f"begin again with legato train {shlex.join(words)}"
 
 
 def unused(parent: Path, stem: str, number: int) -> str:

@@ -82,8 +82,9 @@ export async function showRollouts(place, { again = false, late = () => false })
   }
   const changed = await steps();
   if (late()) return;
-  // While a run goes on, what is being read stays as it is until a step is added.
-  if (!again || changed) await list(again);
+  // While a run goes on, what is being read stays as it is until a step is added. The call before this one may have been
+  // late and have listed nothing.
+  if (!again || changed || !document.getElementById("list")?.dataset.count) await list(again);
 }
 
 // What was asked for can be gone: a run deleted, a step given up by a recovery.
