@@ -11,6 +11,8 @@ from benchmarks.health import ARMS, COLLAPSE, EARLY, EARLY_STEPS, RESULTS
 from benchmarks.health_faults import FAULTS
 from benchmarks.mismatch import markdown
 
+from legato.diagnostics.words import count
+
 Run = Mapping[str, Any]
 
 ROUNDS = (
@@ -26,12 +28,13 @@ ROUNDS = (
         "0 in 2,250",
     ),
     (
-        "below",
+        "50 to 59",
         "`drift` at 6 times and beyond 1.5 times the largest of its window, or at 10 times",
-        "below",
-        "below",
-        "below",
+        "10 of 10",
+        "9 of 10",
+        "0",
     ),
+    ("below", "`reward-below-start` asks for five steps in a row; `drift` as before", "below", "below", "below"),
 )
 """What earlier thresholds gave; their runs are not kept."""
 
@@ -229,14 +232,14 @@ def _quiet(runs: Sequence[Run]) -> list[str]:
     steps = sum(len(run["rewards"]) for run in runs)
     false = [(run["seed"], each) for run in runs for each in alarms(run)]
     warned = sum(each["level"] == "warning" for run in runs for each in run["findings"])
-    told = "; ".join(f"seed {seed}: {each['rule']} at step {each['step']}" for seed, each in false)
+    told = "".join(f" `{each['rule']}` at step {each['step']} of seed {seed}." for seed, each in false)
     return [
         "",
         "## Healthy runs",
         "",
         *paragraph(
-            f"**{len(false)} false alarms in {steps:,} healthy steps** ({len(runs)} seeds; wanted: at most 1 in 2,000), and"
-            f" {warned} warnings. {told} The reward went from {statistics.fmean(_start(run) for run in runs):.2f} to"
+            f"**{count(len(false), 'false alarm')} in {steps:,} healthy steps** ({len(runs)} seeds; wanted: at most 1 in"
+            f" 2,000), and {count(warned, 'warning')}.{told} The reward went from {statistics.fmean(_start(run) for run in runs):.2f} to"
             f" {statistics.fmean(at_end(run) for run in runs):.2f} on average."
         ),
     ]
