@@ -239,7 +239,8 @@ def _quiet(runs: Sequence[Run]) -> list[str]:
         "",
         *paragraph(
             f"**{count(len(false), 'false alarm')} in {steps:,} healthy steps** ({len(runs)} seeds; wanted: at most 1 in"
-            f" 2,000), and {count(warned, 'warning')}.{told} The reward went from {statistics.fmean(_start(run) for run in runs):.2f} to"
+            f" 2,000), and {count(warned, 'warning')}.{told} The reward went from"
+            f" {statistics.fmean(_start(run) for run in runs):.2f} to"
             f" {statistics.fmean(at_end(run) for run in runs):.2f} on average."
         ),
     ]

@@ -134,7 +134,7 @@ def test_the_page_says_what_was_measured() -> None:
     assert "| 0 | 0.50 | 52 (drift) | 54 | 0.01 |" in page
     assert "**1 of 2** fresh seeds (wanted: 8 of 10)" in page and "52 to 45, lr x 0.5" in page
     assert "3 recoveries and exit code 3" in page
-    assert "**1 false alarms in 200 healthy steps**" in page and "seed 0: drift at step 70" in page
+    assert "**1 false alarm in 200 healthy steps**" in page and "`drift` at step 70 of seed 0" in page
     assert "| no trust region | 0 of 1 | - | - | - | 0.50 to 0.60 |" in page
     assert "3 of 4 faulty runs raised an alarm" in page
     assert "| x 10 | 1 of 2 | 14 | reward-below-start | 0.40 to 0.02 |" in page
