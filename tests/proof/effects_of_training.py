@@ -176,11 +176,11 @@ def the_learning_rate(bench: Bench) -> None:
 
 @effect("training.weight_decay", "training.betas", "training.epsilon", "training.value_lr")
 def the_numbers_of_adam(bench: Bench) -> None:
-    options = {"training.weight_decay": 0.3, "training.betas": [0.5, 0.6], "training.epsilon": 0.01}
+    options = {"training.weight_decay": 0.3, "training.betas": [0.5, 0.6], "training.epsilon": 1e-4}
     inner = bench.wired(options).trainer.optimizer.inner
     decays = {tensor.dim() >= 2: group["weight_decay"] for group in inner.param_groups for tensor in group["params"]}
     assert decays == {True: 0.3, False: 0.0}
-    assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 0.01) for group in inner.param_groups)
+    assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-4) for group in inner.param_groups)
     trainer = bench.wired({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
     trainer.optimizer.step()
     head = [*trainer.policy.value_head.parameters()]
