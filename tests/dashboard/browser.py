@@ -87,7 +87,7 @@ class Browser:
             raise RuntimeError(f"{script}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 15) -> None:
+    def wait(self, script: str, seconds: float = 40) -> None:
         """Until the expression is true."""
         end = time.monotonic() + seconds
         while True:

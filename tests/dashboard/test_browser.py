@@ -188,7 +188,7 @@ def test_two_hundred_runs_are_listed_and_laid_over_each_other(chromium: Browser,
         chromium.wait("document.querySelectorAll('#runs li').length === 200")
         chromium.wait("document.querySelector('.figures')?.dataset.ready")
         chromium.press("a")
-        chromium.wait(f"{curves(chromium)}.length === 200", 30)
+        chromium.wait(f"{curves(chromium)}.length === 200")
         assert chromium.complaints() == []
 
 
