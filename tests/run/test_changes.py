@@ -1,7 +1,6 @@
 """Resuming with changed keys: what is free, what needs a flag, what is refused; every option has its place."""
 
 import json
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from legato.run.document import options
 from legato.run.load import load
 from legato.run.train import resume, train
 from proof.command import Command, refused
-from proof.runs import SMALL, Listener, cut, differences, light, outcome, small
+from proof.runs import SMALL, Listener, cut, differences, outcome, small
 
 PATHS = [option.path for option in options()]
 
@@ -40,10 +39,7 @@ NEVER = {
 """The saved state would not fit, or held-out problems would have been trained on."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`policy.gradient_checkpointing = "auto"`: decided by the memory model, told, stored, and made anew when resumed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ from legato.training import available as machine
 from legato.training.available import available
 from legato.training.memory import Memory
 from legato.training.shape import Shape
-from proof.runs import SMALL, Listener, cut, differences, light, outcome, records, small
+from proof.runs import SMALL, Listener, cut, differences, outcome, records, small
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def having(patch: pytest.MonkeyPatch, size: int | None) -> None:

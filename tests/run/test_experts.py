@@ -1,14 +1,13 @@
 """Runs of a mixture of experts: RSPO and router shift as a plug-in, and measures in every run."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proof import verdicts
-from proof.runs import light, small, steps
+from proof.runs import small, steps
 
 MOE: dict[str, Any] = {
     "policy.model": "tiny-moe",
@@ -19,10 +18,7 @@ MOE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Runs with a sampler that differs: an unsafe anchor is refused with its numbers, and accuracy is the policy's own."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ from legato.run.train import resume
 from legato.run.wire import Given, policy_of
 from proof import verdicts
 from proof.command import Command, refused
-from proof.runs import SMALL, Listener, light, records, small, words
+from proof.runs import SMALL, Listener, records, small, words
 
 DIFFERS = {"reward.kind": f"{verdicts.__file__}:early", "rollouts.mismatch.kind": "int8", "training.steps": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Every option that is accepted has an effect, and it is the one that is declared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,6 @@ from legato.run.document import options
 from legato.run.load import load
 from proof import effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
 from proof.effects import EFFECTS, Bench
-from proof.runs import light
 
 OPTIONS = {option.path: option for option in options()}
 
@@ -20,10 +19,7 @@ UNSEEN = {
 """Options whose effect cannot be looked at on a machine without a GPU and a network, and why."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def test_every_option_is_looked_at() -> None:

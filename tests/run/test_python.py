@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,13 @@ from legato.run import wire
 from legato.run.load import load
 from legato.run.train import resume, train
 from proof.command import unchecked
-from proof.runs import SMALL, Listener, differences, light, outcome, small, steps, tensors
+from proof.runs import SMALL, Listener, differences, outcome, small, steps, tensors
 
 PROBLEMS: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "answer": n + 1, "level": n % 3} for n in range(40)]
 ONE: dict[str, Any] = {"training.steps": 1, "evaluation.every_steps": 0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def odd(rollout: Rollout) -> float:

@@ -2,7 +2,7 @@
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from legato.diagnostics.format import RunDirectory
 from legato.run.train import resume, train
 from proof import verdicts
-from proof.runs import Listener, alter_memory, alter_tensors, cut, differences, light, outcome, records, small, state, steps
+from proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
 
 ODD = f"{verdicts.__file__}:odd"
 EARLY = f"{verdicts.__file__}:early"
@@ -94,10 +94,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from legato.run.load import load
 from legato.run.lock import locked
 from legato.run.train import resume, start
 from proof import verdicts
-from proof.runs import Listener, differences, light, outcome, small, words
+from proof.runs import Listener, differences, outcome, small, words
 
 SLOW = f"{verdicts.__file__}:slow"
 OPTIONS = {
@@ -30,10 +30,7 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 @pytest.fixture(scope="module")

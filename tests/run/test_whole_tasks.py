@@ -1,7 +1,6 @@
 """Every kind of task with the rewards that belong to it, and every recipe: one step each."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from legato.core.parts import names
 from legato.run.kinds import register_all
 from legato.run.load import dump, load
 from legato.run.train import train
-from proof.runs import SMALL, light, steps
+from proof.runs import SMALL, steps
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -31,10 +30,7 @@ MADE: dict[str, tuple[dict[str, Any], list[str]]] = {
 CASES = [(kind, options, reward) for kind, (options, rewards) in MADE.items() for reward in rewards]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def one_step(folder: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
