@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,18 @@ from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.lines import Lines
 from legato.run import goback
 from legato.run.again import begin_again
-from legato.run.goback import give_up
+from legato.run.goback import give_up, recorded_at
 from legato.run.load import load
 from legato.run.train import resume
 from legato.training import checkpoint
 from proof import verdicts
 from proof.command import Command, refused
-from proof.runs import Listener, differences, light, outcome, records, small, state, steps
+from proof.runs import Listener, differences, outcome, records, small, state, steps
 
 OPTIONS: dict[str, Any] = {"reward.kind": f"{verdicts.__file__}:early", "training.steps": 5}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lightly() -> Iterator[None]:
-    with light():
-        yield
+pytestmark = pytest.mark.usefixtures("lightly")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +141,7 @@ def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
     directory.health.append({"kind": "recovery", "step": 2, "from": 4, "evidence": "evidence/step-000004"})
     memory = checkpoint.read_memory(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
     directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
-    kept = give_up(directory, 3, memory)
+    kept = give_up(directory, 3, recorded_at(directory, memory))
     assert kept is not None
     assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
     assert (kept / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"

@@ -17,22 +17,20 @@ from legato.dashboard.report import write_report
 from legato.dashboard.several import write_several
 from legato.dashboard.summary import samples, summary
 from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.explain import lr_scale
 from legato.run import wire
-from legato.run.again import begin_again
+from legato.run.again import go_on
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
+from legato.run.layers import parted
 from legato.run.load import load
 from legato.run.sample import sample
 from legato.run.target import find
 from legato.run.train import Run, resume, start
-from legato.training import checkpoint
 
 
 def train_command(arguments: Sequence[str]) -> int:
-    files = [each for each in arguments if "=" not in each or (each.endswith(".toml") and Path(each).is_file())]
-    words = [each for each in arguments if each not in files]
+    files, words = parted(arguments)
     if not arguments:
         raise ValueError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
@@ -51,38 +49,12 @@ def _program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "legato" else "legato"
 
 
-def _go_on(directory: RunDirectory, code: int) -> str:
-    """How to continue a run that was stopped: one that the health watch ended would only fall further as it was."""
-    path = shlex.quote(str(directory.path))
-    command = f"{_program()} resume {path}"
-    if code != STOPPED_BY_WATCH:
-        return command
-    resolved, told, metrics = load([directory.config_path]), list(directory.health.read()), directory.metrics()
-    healthy, health = metrics[-1].get("healthy"), resolved.config.health
-    failed = resolved.config.training.lr * lr_scale(told)
-    half = f"a learning rate of {failed / 2:g}, half of the {failed:g} it was stopped with"
-    why = f"why it stopped: {_program()} doctor {path}"
-    if healthy is None:
-        again = begin_again(directory.path, resolved, metrics[0].get("given") or ())
-        return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
-    memory = checkpoint.read_memory(directory.checkpoint_path(healthy))
-    scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
-    # A resumed run counts on: without more of them it would end at the next alarm.
-    more = (
-        f" health.recoveries={done + health.recoveries}" if health.action == "recover" and done >= health.recoveries else ""
-    )
-    kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
-    return (
-        f"{command} --step {healthy} training.lr={failed / scale / 2:g}{more} --allow-changes"
-        f" ({half}{kept}; back at step {healthy}, the healthiest checkpoint there is); {why}"
-    )
-
-
 def _end(run: Run) -> None:
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
         # Without a checkpoint there is nothing to go on with; the reason says what to do.
-        following = "" if run.model_folder is None else f"\nnext       {_go_on(directory, run.exit_code)}"
+        lost = run.exit_code == STOPPED_BY_WATCH
+        following = "" if run.model_folder is None else f"\nnext       {go_on(directory, _program(), lost=lost)}"
         Console(highlight=False).print(f"{run.reason}{following}", soft_wrap=True, markup=False)
         return
     end_screen(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.catalogue import algorithm_names
-from legato.run.layers import check_tree, read_word
+from legato.run.layers import check_tree, parted, read_word
 from legato.run.messages import shown
 from legato.run.read import read_file
 
@@ -83,8 +83,8 @@ def from_arguments(
     arguments: Sequence[str], *, arms: Sequence[str], seeds: str | None, sweep: Sequence[str], unequal: bool
 ) -> Definition:
     """Files and `path=value` words, and what the options of the command said."""
-    files = [Path(word) for word in arguments if "=" not in word]
-    options = dict(read_word(word) for word in arguments if "=" in word)
+    names, words = parted(arguments)
+    files, options = [Path(name) for name in names], dict(read_word(word) for word in words)
     if len(files) == 1 and files[0].suffix == ".toml" and "arms" in read_file(files[0])[1]:
         if arms or seeds is not None or sweep:
             raise ValueError(f"{files[0]} names its arms, seeds and sweeps; --arm, --seeds and --sweep are for recipes")

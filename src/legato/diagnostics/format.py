@@ -170,6 +170,11 @@ class RunDirectory:
         """All records of metrics.jsonl."""
         return self.recorded.read()
 
+    def given(self) -> list[str]:
+        """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
+        start = next((record for record in self.metrics() if record.get("kind") == "start"), {})
+        return [str(name) for name in start.get("given") or ()]
+
     # Rollouts and checkpoints
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:

@@ -14,6 +14,7 @@ from legato.diagnostics.words import count
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
 from legato.run import wire
+from legato.run.layers import parted
 from legato.run.resolved import Resolved
 from legato.run.target import Target, find
 from legato.training.passes import Look
@@ -28,12 +29,12 @@ Say = Callable[[str], None]
 
 def named(words: Sequence[str]) -> tuple[str, list[str]]:
     """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
-    targets = [word for word in words if "=" not in word]
+    targets, options = parted(words)
     if len(targets) > 1:
         raise ValueError(
             f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
         )
-    return targets[0] if targets else str(DEFAULT), [word for word in words if "=" in word]
+    return targets[0] if targets else str(DEFAULT), options
 
 
 def target_of(words: Sequence[str]) -> Target:

@@ -1,10 +1,40 @@
-"""A run that left no checkpoint cannot go on; how the same run is begun again."""
+"""What a person types after a run that did not come to its end: to go on with it, or to begin it again."""
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.health.explain import lr_scale
+from legato.run.load import load
 from legato.run.resolved import Resolved
+from legato.training import checkpoint
+
+
+def go_on(directory: RunDirectory, program: str, *, lost: bool) -> str:
+    """The command that goes on with a run; `lost`: the health watch ended it, and as it was it would only fall further."""
+    path = shlex.quote(str(directory.path))
+    command = f"{program} resume {path}"
+    if not lost:
+        return command
+    resolved, healthy = load([directory.config_path]), directory.metrics()[-1].get("healthy")
+    failed = resolved.config.training.lr * lr_scale(directory.health.read())
+    half = f"a learning rate of {failed / 2:g}, half of the {failed:g} it was stopped with"
+    why = f"why it stopped: {program} doctor {path}"
+    if healthy is None:
+        again = begin_again(directory.path, resolved, ())
+        return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
+    memory, health = checkpoint.read_memory(directory.checkpoint_path(healthy)), resolved.config.health
+    scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
+    changes = [f"training.lr={failed / scale / 2:g}"]
+    if health.action == "recover" and done >= health.recoveries:
+        # A resumed run counts on: without more of them it would end at the next alarm.
+        changes.append(f"health.recoveries={done + health.recoveries}")
+    kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
+    return (
+        f"{command} --step {healthy} {' '.join(changes)} --allow-changes"
+        f" ({half}{kept}; back at step {healthy}, the healthiest checkpoint there is); {why}"
+    )
 
 
 def begin_again(directory: Path, resolved: Resolved, given: Sequence[str]) -> str:

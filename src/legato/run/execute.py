@@ -84,8 +84,7 @@ class Execution:
                 try:
                     stopped = self._act(self._step(started), interrupt)
                     if stopped is not None:
-                        healthy = self.health.healthiest(self.directory.checkpoint_steps(), self.trainer.steps_done)
-                        return self._end_early(stopped, {"healthy": healthy}), STOPPED_BY_WATCH
+                        return self._end_early(stopped, {"healthy": self._healthiest()}), STOPPED_BY_WATCH
                 except ExhaustedError as end:
                     reason = str(end)
                     break
@@ -104,6 +103,12 @@ class Execution:
             {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": seconds}, sync=True
         )
         return reason, 0
+
+    def _healthiest(self) -> int | None:
+        """The checkpoint that a person had better go back to, of those older than now."""
+        step = self.trainer.steps_done
+        candidates = self.health.by_health(self.directory.checkpoint_steps(), step)
+        return next((each for each in candidates if each < step), None)
 
     def _end_early(self, reason: str, more: Mapping[str, Any] | None = None) -> str:
         saved = "the state is saved"

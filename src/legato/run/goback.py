@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import parsed, told
+from legato.diagnostics.lines import Lines, parsed, told
 from legato.run.again import unused
 from legato.training import checkpoint
 
@@ -27,22 +27,22 @@ def checkpoint_of(directory: RunDirectory, step: int) -> Path:
     return folder
 
 
-def give_up(directory: RunDirectory, step: int, memory: Mapping[str, Any]) -> Path | None:
-    """Move what came after the checkpoint of a step, whose memory is given, out of the way; None where nothing did.
+def recorded_at(directory: RunDirectory, memory: Mapping[str, Any]) -> dict[Lines, int]:
+    """How far each file of lines had come when the checkpoint with this memory was saved."""
+    health = memory.get("health", {}).get("position", 0)  # a run from before the health watch has none
+    return {directory.recorded: int(memory["metrics_position"]), directory.health: int(health)}
+
+
+def give_up(directory: RunDirectory, step: int, positions: Mapping[Lines, int]) -> Path | None:
+    """Move what came after the checkpoint of a step out of the way; None where nothing did. `positions`: `recorded_at` it.
 
     Lines are only copied: the run that is resumed cuts them off. Killed at any point, the run can be resumed, from this
     checkpoint or from the newest that is still there.
     """
-    lines = {
-        file: file.after(int(position))
-        for file, position in (
-            (directory.recorded, memory["metrics_position"]),
-            (directory.health, memory.get("health", {}).get("position", 0)),
-        )
-    }
-    kinds = [record for line in lines[directory.recorded].splitlines() if (record := parsed(line)) is not None]
+    lines = {file: file.after(position) for file, position in positions.items()}
+    records = [parsed(line) or {} for line in lines[directory.recorded].splitlines()]
     later = [each for each in directory.checkpoint_steps() if each > step]
-    reached = max([step, *later, *(int(each["step"]) for each in kinds if each.get("kind") == "step")])
+    reached = max([step, *later, *(int(each["step"]) for each in records if each.get("kind") == "step")])
     if reached == step:
         return None
     parent, name = directory.path / "given-up", f"step-{reached:06d}"

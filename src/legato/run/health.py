@@ -79,7 +79,7 @@ class Health:
         """Where the evidence of an alarm at this step is."""
         return self.directory.evidence_path(step, len(self.recoveries) + 1)
 
-    def healthy_before(self, step: int) -> int:
+    def _healthy_before(self, step: int) -> int:
         """The newest step a checkpoint may be of to count as healthy at this one."""
         signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
         return min([step, *signs]) - (MARGIN << len(self.recoveries))
@@ -96,13 +96,13 @@ class Health:
         """
         if self.options.action == "say":
             return []
-        healthy = self.healthiest(steps, step)
-        return list(steps[:1]) if healthy is None else [healthy]
+        return self.by_health(steps, step)[:1]
 
-    def healthiest(self, steps: Sequence[int], step: int) -> int | None:
-        """Of some checkpoints, ascending, the newest that counts as healthy at a step; else the oldest, if older than it."""
-        limit = self.healthy_before(step)
-        return max((each for each in steps if each <= limit), default=next((each for each in steps if each < step), None))
+    def by_health(self, steps: Sequence[int], step: int) -> list[int]:
+        """Checkpoints, given ascending, in the order in which to go back to them from a step: the newest healthy one first,
+        and those that are too new from the oldest on."""
+        limit = self._healthy_before(step)
+        return [*reversed([each for each in steps if each <= limit]), *(each for each in steps if each > limit)]
 
     def pause(self, interrupted: Callable[[], bool]) -> None:
         """Wait until a person says how to go on."""

@@ -113,6 +113,12 @@ def from_settings(algorithm: str, settings: Mapping[str, Any]) -> Layer:
     return layer
 
 
+def parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command that name something, and those that are options. A recipe may have "=" in its path."""
+    options = [word for word in words if "=" in word and not (word.endswith(".toml") and File(word).is_file())]
+    return [word for word in words if word not in options], options
+
+
 def read_word(word: str, name: str = "the word") -> tuple[str, Any]:
     """`path=value` as a path and a value: TOML where it reads as such, `null` for None, otherwise the bare string."""
     path, equals, text = word.partition("=")

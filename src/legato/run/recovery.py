@@ -28,7 +28,8 @@ def recover(execution: "Execution", alarm: Finding) -> None:
     options = health.options
     if len(health.recoveries) >= options.recoveries:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
-    folder = _healthy(directory, health.healthy_before(alarm.step), alarm, health.watch.rules)
+    candidates = health.by_health(directory.checkpoint_steps(), alarm.step)
+    folder = _healthy(directory, candidates, alarm, health.watch.rules)
     failed, cursor = trainer.steps_done, trainer.collector.cursor
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
@@ -71,10 +72,9 @@ def restore(execution: "Execution", folder: Path, memory: dict[str, Any]) -> Non
     execution.health.evidence.forget()
 
 
-def _healthy(directory: RunDirectory, limit: int, alarm: Finding, rules: Sequence[Rule]) -> Path:
-    """The newest whole checkpoint that is old enough; where none is, the oldest. One that was in alarm itself is neither."""
-    steps = directory.checkpoint_steps()
-    for step in [*reversed([s for s in steps if s <= limit]), *(s for s in steps if s > limit)]:
+def _healthy(directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]) -> Path:
+    """The first candidate that is whole and was not in alarm itself."""
+    for step in candidates:
         folder = directory.checkpoint_path(step)
         try:
             checkpoint.verify(folder)

@@ -59,9 +59,7 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
             folder, warnings = checkpoint.latest(path / "checkpoints")
         else:
             folder, warnings = checkpoint_of(directory, step), []
-        start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
-        given = tuple(str(name) for name in start.get("given") or ())
-        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=given)
+        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.given()))
     if means_a_folder(name) and not path.expanduser().exists():
         raise ValueError(
             f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"

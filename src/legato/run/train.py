@@ -17,7 +17,7 @@ from legato.policy.reference import Reference
 from legato.run import changes, wire
 from legato.run.again import begin_again, unused
 from legato.run.execute import Execution, newest_model
-from legato.run.goback import checkpoint_of, give_up
+from legato.run.goback import checkpoint_of, give_up, recorded_at
 from legato.run.interrupt import AtOnce, Interrupt
 from legato.run.load import load
 from legato.run.lock import locked
@@ -228,12 +228,13 @@ def resume(
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
         trainer.load_sampler(checkpoint.sampler_state(folder))
-        kept = None if step is None else give_up(directory, step, memory)
+        positions = recorded_at(directory, memory)
+        kept = None if step is None else give_up(directory, step, positions)
         if kept is not None:
             sentences.append(f"what came after step {step} is kept in {kept}")
         checkpoint.set_aside(directory.path / "checkpoints", folder)
-        directory.recorded.truncate(int(memory["metrics_position"]))
-        directory.health.truncate(int(memory.get("health", {}).get("position", 0)))
+        for file, position in positions.items():
+            file.truncate(position)
         execution = Execution(
             resolved=resolved,
             directory=directory,
@@ -259,8 +260,7 @@ def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Pa
     try:
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
     except ValueError as error:
-        start = next((record for record in directory.metrics() if record.get("kind") == "start"), {})
-        raise ValueError(f"{error}; {begin_again(directory.path, resolved, start.get('given') or ())}") from None
+        raise ValueError(f"{error}; {begin_again(directory.path, resolved, directory.given())}") from None
     for warning in warnings:
         watcher.message(warning)
     return folder

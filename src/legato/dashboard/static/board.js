@@ -94,9 +94,8 @@ const listed = () => state.runs.filter(run => rows.has(run.id) && rows.get(run.i
 const views = {
   curves: showCurves,
   rollouts: showRollouts,
-  async health(place, { late }) {
+  async health() {
     const found = await ask("health", { run: state.chosen });
-    if (late()) return;
     const advice = (title, lines) => lines.length ? [make("div", { className: "advice" }, make("span", { className: "dim", textContent: title }),
       make("ul", {}, ...lines.map(textContent => make("li", { textContent }))))] : [];
     const items = found.map(each => make("div", { className: "finding" },
@@ -109,11 +108,10 @@ const views = {
     const none = make("p", { className: "dim", textContent: "Nothing was found in the runs that are chosen." });
     const more = [...new Set(found.map(each => each.doctor))].map(textContent => make("div", {}, make("code", { textContent })));
     if (more.length) more.unshift(make("p", { className: "dim", textContent: "A run in more words, with the course of what was found:" }));
-    place.replaceChildren(make("h2", { textContent: "Findings" }), ...more, ...(items.length ? items : [none]));
+    return [make("h2", { textContent: "Findings" }), ...more, ...(items.length ? items : [none])];
   },
-  async configs(place, { late }) {
+  async configs() {
     const found = await ask("configs", { run: state.chosen });
-    if (late()) return;
     const cell = value => make("td", { className: value?.length > 48 ? "value long" : "value", textContent: value === null ? "-" : value });
     const table = rows => make("div", { className: "rows card" }, make("table", { className: "options" },
       make("thead", {}, make("tr", {}, make("th", { textContent: "option" }),
@@ -123,11 +121,12 @@ const views = {
     const all = make("details", {}, make("summary", { textContent: "The same in all: " + found.same.length }), table(found.same));
     const head = found.differ.length ? table(found.differ)
       : make("p", { className: "dim", textContent: "The runs that are chosen do not differ." });
-    place.replaceChildren(make("h2", { textContent: "Where the configs differ" }), head, make("p"), all);
+    return [make("h2", { textContent: "Where the configs differ" }), head, make("p"), all];
   },
 };
 
-// A view whose answer comes after another was opened must leave the page alone: it asks `late` after every wait.
+// A view whose answer comes after another was opened must leave the page alone. What it returns takes the place of what is
+// there unless it is late; one that changes the page itself asks `late` after every wait.
 let turn = 0, failed = false;
 async function show(again = false) {
   const mine = ++turn, place = at("view");
@@ -144,7 +143,8 @@ async function show(again = false) {
     return;
   }
   try {
-    await views[state.tab](place, { again, late: () => mine !== turn });
+    const made = await views[state.tab](place, { again, late: () => mine !== turn });
+    if (made && mine === turn) place.replaceChildren(...made);
   } catch (error) {
     if (mine !== turn) return;
     failed = true; // and is tried again with the next look at the runs
