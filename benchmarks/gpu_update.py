@@ -244,7 +244,12 @@ def drop(bench: Bench) -> None:
 def factor(trainer: Trainer, name: str) -> Iterator[None]:
     """One factor off (or another setting) for a while."""
     policy, settings, model = trainer.policy, trainer.settings, trainer.policy.model
-    switch = {"packing off": "packing", "shared prompts off": "shared_prompts", "fused parts off": "fused"}.get(name)
+    switch = {
+        "packing off": "packing",
+        "shared prompts off": "shared_prompts",
+        "fused parts off": "fused",
+        "CUDA graphs off": "graphs",
+    }.get(name)
     if switch is not None and not hasattr(policy, switch):
         raise AttributeError(f"the policy has no switch {switch!r}")
     before = None if switch is None else getattr(policy, switch)
@@ -316,6 +321,7 @@ FACTORS = (
     "one pass",
     "packing off",
     "shared prompts off",
+    "CUDA graphs off",
     "layers part by part",
     "fused parts off",
     "gradient checkpointing",
