@@ -67,7 +67,7 @@ def trl_part(bench: Bench) -> dict[str, Any]:
             from transformers.integrations.liger import apply_liger_kernel
 
             # As its training loop does before the first step; no loop runs here.
-            apply_liger_kernel(trainer.model, None)
+            apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
         made = trainer.model.to(bench.device)
         made.train()
         # The training loop sets this before its first step; no loop runs here.

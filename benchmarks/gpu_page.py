@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_targets import losses, over, targets
+from benchmarks.gpu_work import possible_gain
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 TITLES = {
@@ -166,6 +167,7 @@ def _shared(parts: Parts) -> list[str]:
         if "ideal" not in found or "seconds" not in found["shared"] or "seconds" not in found["apart"]:
             continue
         times = found["apart"]["seconds"] / found["shared"]["seconds"]
+        possible = possible_gain(found["prompt"], found["response"], found["group"])
         table.append(
             (
                 *(str(found[key]) for key in ("prompt", "response", "group")),
@@ -174,11 +176,14 @@ def _shared(parts: Parts) -> list[str]:
                 f"{times:.2f}",
                 f"{found['ideal']:.2f}",
                 f"{times / found['ideal']:.2f}",
+                f"{possible:.2f}",
+                f"{times / possible:.2f}",
                 f"{found['logprob_gap']:.1e}",
             )
         )
     header = (
-        "prompt | response | group | shared, ms | apart, ms | gain | possible r | gain / r | largest log-prob difference"
+        "prompt | response | group | shared, ms | apart, ms | gain | r | gain / r | possible by products | gain / possible"
+        " | largest log-prob difference"
     )
     return rows(header, table)
 
@@ -321,9 +326,10 @@ NOTES = {
     " strong setting has"
     " everything in bfloat16.",
     "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as the recipes of this size have them."
-    " r = G (P + R) / (P + G R).",
-    "B6": "0.6B shape, learning rate 0, old log-probs set so that exactly these rows are clipped. The cost table: one pass"
-    " 3, two passes 1 + 3 (1 - c), checkpointing 4; c is the share of tokens here.",
+    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads; the head reads every response on both sides,"
+    " and so does attention over the prompt: `possible by products` counts those too.",
+    "B6": "0.6B shape, packs of 32k tokens, learning rate 0, old log-probs set so that exactly these rows are clipped. The"
+    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4; c is the share of tokens here.",
     "B7": "32 prompts x 8, prompts of 256 tokens, temperature 1, no end token; 512 new tokens, or the ragged lengths of B4."
     " Best of the repeats. The roofline is made of the run's own ceilings: weights or products, whichever is slower,"
     " and the keys and values of the rows still being written. vLLM was not measured.",
@@ -354,7 +360,7 @@ def gpu_section(document: dict[str, Any]) -> str:
         f" Python {machine['python']}; Qwen3 shapes with random weights, bfloat16.",
         "Kernels are called in rounds, each in an order of its own, the host ahead of the device, and given as medians with"
         " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead); steps as medians after"
-        " one to warm up.",
+        " one to warm up. Peaks of memory count what CUDA graphs hold (since 2026-11-16).",
         f"Ceilings of the runs: {_range(ceilings, 'tflops', '{:.0f}')} TFLOP/s (8192^3, bfloat16),"
         f" {_range(ceilings, 'terabytes_per_second', '{:.2f}')} TB/s (copy, read and write counted).",
     ]

@@ -1,6 +1,7 @@
 """B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
 
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,8 +146,9 @@ _exact: dict[int, gpu_update.Logprobs] = {}
 
 
 def _still(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
-    """The trainer of B4 with a learning rate of 0, so that the forced shares stay what they are."""
+    """The trainer of B4 with a learning rate of 0, so that the forced shares stay what they are; packs as in B5."""
     built, given = gpu_update.ours(bench, "0.6B", 0.0, lr=0.0), work.fixed_work(bench.tiny)
+    built.trainer.settings = replace(built.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
     if id(built) not in _exact:
         _exact.clear()
         _exact[id(built)] = gpu_update.scored(built.trainer.policy, given)

@@ -244,12 +244,7 @@ def drop(bench: Bench) -> None:
 def factor(trainer: Trainer, name: str) -> Iterator[None]:
     """One factor off (or another setting) for a while."""
     policy, settings, model = trainer.policy, trainer.settings, trainer.policy.model
-    switch = {
-        "packing off": "packing",
-        "shared prompts off": "shared_prompts",
-        "fused parts off": "fused",
-        "CUDA graphs off": "graphs",
-    }.get(name)
+    switch = {"packing off": "packing", "shared prompts off": "shared_prompts", "fused parts off": "fused"}.get(name)
     if switch is not None and not hasattr(policy, switch):
         raise AttributeError(f"the policy has no switch {switch!r}")
     before = None if switch is None else getattr(policy, switch)
@@ -321,7 +316,6 @@ FACTORS = (
     "one pass",
     "packing off",
     "shared prompts off",
-    "CUDA graphs off",
     "layers part by part",
     "fused parts off",
     "gradient checkpointing",
@@ -331,7 +325,8 @@ FACTORS = (
 B4: dict[str, Part] = {}
 for _shape in work.SHAPES:
     B4[f"{_shape} Legato"] = our_part(_shape, "defaults", steps=5)
-    B4 |= {f"{_shape} Legato, {name}": our_part(_shape, name) for name in (FACTORS if _shape == "0.6B" else FACTORS[:2])}
+    _some = FACTORS if _shape == "0.6B" else (*FACTORS[:2], "32k tokens a pack")
+    B4 |= {f"{_shape} Legato, {name}": our_part(_shape, name) for name in _some}
     for _name in ("defaults", "skipping off"):
         B4[f"{_shape} 40 % silent, {_name}"] = our_part(_shape, _name, silent=0.4)
     B4[f"{_shape} TRL strong"] = trl_part(_shape, strong=True)

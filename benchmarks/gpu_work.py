@@ -142,6 +142,15 @@ class Flops:
         width = config.num_attention_heads * config.head_dim
         return cls(matrices, config.vocab_size * config.hidden_size, 4 * width * config.num_hidden_layers)
 
+    @classmethod
+    def of_shape(cls, shape: str) -> "Flops":
+        """The same by arithmetic."""
+        sizes = SHAPES[shape]
+        hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
+        query, key = (HEADS[name] * HEADS["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+        layer = 2 * hidden * (query + key) + 3 * hidden * sizes["intermediate_size"]
+        return cls(layers * layer, sizes["vocab_size"] * hidden, 4 * query * layers)
+
     def add(self, tokens: int, read: int, pairs: float, *, learning: bool) -> None:
         """`tokens` through the body, `read` of them through the head, so many pairs of query and key."""
         once = 2.0 * (self.body * tokens + self.head * read) + self.attention * pairs
@@ -202,6 +211,18 @@ def pack_size(prompts: list[int], responses: list[int], owner: list[int], *, sha
     pairs = sum(causal(0, length) for length in held)
     pairs += sum(causal(prompts[number], length) for number, length in zip(owner, responses, strict=True))
     return sum(held) + sum(responses), pairs
+
+
+def possible_gain(prompt: int, response: int, group: int, shape: str = "0.6B") -> float:
+    """How many times fewer products a group takes whose prompt is computed once; the head reads every response anyway."""
+    made = []
+    for shared in (False, True):
+        flops = Flops.of_shape(shape)
+        owner = [0] * group
+        tokens, pairs = pack_size([prompt], [response] * group, owner, shared=shared)
+        flops.add(tokens, group * response, pairs, learning=True)
+        made.append(flops.total)
+    return made[0] / made[1]
 
 
 def rectangle_flops(made: Any, work: Work, *, passes: Sequence[bool]) -> Flops:

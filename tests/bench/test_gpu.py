@@ -140,6 +140,19 @@ def test_flops_are_counted_by_what_was_computed(bench: Bench) -> None:
     assert flops.total == pytest.approx(3 * once)
 
 
+@pytest.mark.parametrize("shape", gpu_work.SHAPES)
+def test_flops_by_arithmetic_are_those_of_the_model(shape: str) -> None:
+    meta = Bench(device=torch.device("meta"), tiny=False, deadline=0.0)
+    with torch.device("meta"):
+        assert gpu_work.Flops.of(gpu_work.model(meta, shape)) == gpu_work.Flops.of_shape(shape)
+
+
+def test_what_a_shared_prompt_can_gain_is_less_than_the_tokens_say() -> None:
+    """Without a prompt nothing; with one, less than r, since the head is not shared."""
+    assert gpu_work.possible_gain(0, 256, 8) == 1.0
+    assert 1.0 < gpu_work.possible_gain(512, 256, 8) < 8 * 768 / (512 + 8 * 256)
+
+
 def test_the_roofline_reads_a_shared_prompt_once_per_group(bench: Bench) -> None:
     made = gpu_work.model(bench, "0.6B")
     count, samples, prompt, new = gpu_decode.sizes(bench)

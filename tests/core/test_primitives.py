@@ -13,7 +13,18 @@ from legato.core.bounded import bounded, choose
 from legato.core.mask import Mask
 from legato.core.scan import reverse_recurrence
 from legato.core.segments import Segments, ordered_sum
-from legato.core.sums import Deviation, EffectiveSize, Histogram, Maximum, Mean, Minimum, Sums, Total
+from legato.core.sums import (
+    Deviation,
+    EffectiveSize,
+    Histogram,
+    Maximum,
+    Mean,
+    Minimum,
+    Sums,
+    Total,
+    _carried,
+    _tensors,
+)
 
 
 def test_shapes_are_checked_while_testing() -> None:
@@ -136,3 +147,22 @@ def test_nothing_counted_is_not_a_number() -> None:
     zero = torch.zeros((), dtype=torch.float64)
     report = Sums({"mean": Mean(zero, zero), "max": Maximum(torch.tensor(-torch.inf))}).report()
     assert all(math.isnan(value) for value in report.values())
+
+
+def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
+    """Every kind of tensor they are made of, in one piece; here without a device to come from."""
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    many = [
+        Sums(
+            {
+                "a": Mean(part.double().sum(), torch.tensor(len(part))),
+                "b": Maximum(part.max()),
+                "c": Histogram.of(part, torch.ones_like(part, dtype=torch.bool)),
+            }
+        )
+        for part in values.split([1, 40, 59])
+    ]
+    tensors = [tensor for sums in many for piece in sums.values() for tensor in _tensors(piece)]
+    assert len({tensor.dtype for tensor in tensors}) > 1
+    for before, after in zip(many, _carried(many, tensors), strict=True):
+        assert before.report() == after.report() and list(before) == list(after)

@@ -1,7 +1,6 @@
 """The trainer on a GPU: bf16 weights with float32 log-probs and masters, the same engine, the same packs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -263,7 +262,6 @@ WAYS: dict[str, dict[str, object]] = {
     "fused": {},
     "prompts unshared": {"shared_prompts": False},
     "own layers": {"fused": False},
-    "launched one by one": {"graphs": False},
     "padded rows": {"packing": False},
     "logits computed again": {"logits_at_once": 4099 * 64},
 }
@@ -284,39 +282,6 @@ def test_every_way_to_train_in_16_bits_is_near_float32(way: str) -> None:
     # the same pack scored without a gradient, and the same gradient again: equal to the bit
     assert torch.equal(policy.score(texts, torch.arange(12)).logprobs, found)
     assert all(torch.equal(slope, mine[name]) for name, slope in learnt(policy, texts)[1].items())
-
-
-def test_recorded_layers_are_the_launched_ones_to_the_bit() -> None:
-    """A size is launched at first sight and recorded at the second; other texts of that size, and after a step of the
-    weights, get what a policy that never records gets."""
-    texts = [replace(ragged(), tokens=ragged().tokens.roll(shift, 0) % 4000) for shift in (0, 1, 2, 3)]
-    policy, never = shaped(), shaped()
-    never._graphs.recording = False
-    for number, given in enumerate(texts):
-        rows = torch.arange(len(given.tokens))
-        assert torch.equal(policy.score(given, rows).logprobs, never.score(given, rows).logprobs)
-        (found, mine), (right, slopes) = learnt(policy, given), learnt(never, given)
-        assert torch.equal(found, right)
-        assert mine.keys() == slopes.keys() and all(torch.equal(mine[name], slopes[name]) for name in slopes)
-        assert all((way.forward is not None) == (number > 0) for way in policy._graphs.ways.values())
-        with torch.no_grad():
-            for one, other in zip(policy.model.parameters(), never.model.parameters(), strict=True):
-                one.add_(0.01), other.add_(0.01)
-    assert all(way.forward is None for way in never._graphs.ways.values())
-
-
-def test_weights_at_another_address_are_seen() -> None:
-    policy, texts = shaped(), ragged()
-    for _ in range(3):
-        learnt(policy, texts)
-    with torch.no_grad():
-        for weight in policy.model.parameters():
-            weight.data = weight.data * 0.5
-    fresh = shaped(graphs=False)
-    with torch.no_grad():
-        for weight in fresh.model.parameters():
-            weight.mul_(0.5)
-    assert torch.allclose(learnt(policy, texts)[0], learnt(fresh, texts)[0], atol=0.06)
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (30.0, 0.5)])
@@ -350,10 +315,7 @@ def test_the_first_update_of_a_mixture_has_a_ratio_of_exactly_one_under_replay_t
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token"])
 def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     made = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
-    # Kernels are compiled in the first step; the layers of a size are recorded when it is seen again, and that waits.
-    for _ in range(6):
-        made.step()
-    made.policy._graphs.recording = False
+    made.step()
     groups, _ = made.collector.next(8)
     batch = collate(groups, made.policy.dtype)
     tables = Tables.of(batch, made.policy.device)

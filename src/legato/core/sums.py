@@ -7,7 +7,7 @@ counts of a histogram); pieces merge exactly, and only the merged piece becomes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -308,16 +308,29 @@ class Sums(Mapping[str, Piece]):
 
     def report(self) -> dict[str, float]:
         """Every metric as a number, by key. One transfer from the device, whatever the number of metrics."""
-        return {key + suffix: value for key, piece in self._fetched() for suffix, value in piece.report().items()}
+        (here,) = fetched([self])
+        return {key + suffix: value for key, piece in here.items() for suffix, value in piece.report().items()}
 
-    def _fetched(self) -> Iterator[tuple[str, Piece]]:
-        """The pieces with their tensors on the host. Counts stay whole numbers: float64 is exact up to 2^53."""
-        tensors = [tensor for piece in self.values() for tensor in _tensors(piece)]
-        if not any(tensor.device.type != "cpu" for tensor in tensors):
-            yield from self.items()
-            return
-        sizes = [tensor.numel() for tensor in tensors]
-        together = torch.split(torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu(), sizes)
-        arrived = iter([flat.reshape(tensor.shape) for flat, tensor in zip(together, tensors, strict=True)])
-        for key, piece in self.items():
-            yield key, type(piece)(*(next(arrived) for _ in _tensors(piece)))
+
+def fetched(many: Sequence[Sums]) -> list[Sums]:
+    """The same with all tensors on the host, in one transfer."""
+    tensors = [tensor for sums in many for piece in sums.values() for tensor in _tensors(piece)]
+    return _carried(many, tensors) if any(tensor.device.type != "cpu" for tensor in tensors) else list(many)
+
+
+def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
+    """`tensors` are those of all pieces, in order. Counts stay whole numbers: float64 is exact up to 2^53."""
+    # A launch for each dtype, not for each of some hundred tensors.
+    kinds: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype, []).append(number)
+    order = [number for numbers in kinds.values() for number in numbers]
+    parts = [torch.cat([tensors[number].reshape(-1) for number in numbers]).double() for numbers in kinds.values()]
+    together = torch.split(torch.cat(parts).cpu(), [tensors[number].numel() for number in order])
+    arrived = {number: flat.reshape(tensors[number].shape) for number, flat in zip(order, together, strict=True)}
+    numbers = iter(range(len(tensors)))
+
+    def here(piece: Piece) -> Piece:
+        return type(piece)(*(arrived[next(numbers)] for _ in _tensors(piece)))
+
+    return [Sums({key: here(piece) for key, piece in sums.items()}) for sums in many]

@@ -65,11 +65,6 @@ def why_not(body: Any) -> str | None:
     return None
 
 
-def of_whole_layers(body: Any) -> bool:
-    """Whether every layer is one function of plain projections, and none is computed again on the way back."""
-    return all(is_plain(layer) and not getattr(layer, "gradient_checkpointing", False) for layer in body.layers)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What the layers are made of beside their projections."""

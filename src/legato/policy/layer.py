@@ -43,31 +43,35 @@ def learned(
     layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, spans: Spans
 ) -> tuple[Tensor, Tensor]:
     """(residual, what is still to be added to it) after a layer that `is_plain`, for the tokens of a pack."""
-    how = How.of(layer, spans)
-    found: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
-        how, residual, update, cosine, sine, *weights_of(layer)
-    )
-    return found
-
-
-def weights_of(layer: Any) -> tuple[Tensor | None, ...]:
-    """In the order in which `layer_forward` takes them."""
     attention, mlp = layer.self_attn, layer.mlp
-    return (
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    how = _How(
+        spans=spans,
+        width=attention.head_dim,
+        scaling=attention.scaling,
+        first=layer.input_layernorm.variance_epsilon,
+        heads=0.0 if query_norm is None else query_norm.variance_epsilon,
+        second=layer.post_attention_layernorm.variance_epsilon,
+    )
+    found: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
+        how,
+        residual,
+        update,
+        cosine,
+        sine,
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        getattr(getattr(attention, "q_norm", None), "weight", None),
-        getattr(getattr(attention, "k_norm", None), "weight", None),
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
         *(getattr(attention, name).weight for name in _PROJECTIONS),
         *(getattr(mlp, name).weight for name in _MLP),
         *(getattr(attention, name).bias for name in _PROJECTIONS[:3]),
     )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """What a layer does beside its weights, and the pack it does it to."""
-
+class _How:
     spans: Spans
     width: int
     scaling: float
@@ -76,115 +80,88 @@ class How:
     heads: float
     second: float
 
-    @classmethod
-    def of(cls, layer: Any, spans: Spans) -> "How":
-        attention = layer.self_attn
-        query_norm = getattr(attention, "q_norm", None)
-        return cls(
-            spans=spans,
-            width=attention.head_dim,
-            scaling=attention.scaling,
-            first=layer.input_layernorm.variance_epsilon,
-            heads=0.0 if query_norm is None else query_norm.variance_epsilon,
-            second=layer.post_attention_layernorm.variance_epsilon,
-        )
-
-
-Kept = tuple[Tensor, ...]
-"""What the way back through a layer needs."""
-
-
-def layer_forward(
-    how: How, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, weights: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Kept]:
-    """(residual, what is still to be added to it, what `layer_backward` needs)."""
-    from legato.policy.triton.layers import add_norm, swiglu
-
-    first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
-    total, x = add_norm(residual, update, first_norm, how.first)
-    query, key, value = linear(x, wq, bq), linear(x, wk, bk), linear(x, wv, bv)
-    del x
-    asked, keys, values = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
-    said, normaliser = how.spans.attend_forward(asked, keys, values, how.scaling, None)
-    after, y = add_norm(total, linear(said.flatten(1), wo), second_norm, how.second)
-    gate, up = linear(y, wg), linear(y, wu)
-    out = linear(swiglu(gate, up), wd)
-    return after, out, (total, query, key, value, said, after, gate, up, cosine, sine, normaliser)
-
-
-def layer_backward(how: How, weights: tuple[Any, ...], kept: Kept, to_after: Tensor | None, to_out: Tensor) -> Tensor:
-    """Adds the gradients of the weights where they lie; the gradient at residual + update."""
-    from legato.policy.triton.gradients import norm_backward, swiglu_backward, turn_backward
-    from legato.policy.triton.layers import add_norm, swiglu
-
-    total, query, key, value, said, after, gate, up, cosine, sine, normaliser = kept
-    first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
-    _add(wd, to_out, swiglu(gate, up))
-    to_gate, to_up = swiglu_backward(gate, up, to_out @ wd)
-    _, y = add_norm(after, None, second_norm, how.second)
-    _add(wg, to_gate, y)
-    _add(wu, to_up, y)
-    to_y = (to_gate @ wg).addmm_(to_up, wu)
-    to_after, to_norm = norm_backward(after, second_norm, how.second, to_y, to_after, learns=second_norm.requires_grad)
-    _add_vector(second_norm, to_norm)
-    del to_gate, to_up, to_y, y
-
-    _add(wo, to_after, said.flatten(1))
-    to_said = (to_after @ wo).view_as(said)
-    heads = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
-    to_asked, to_keys, to_values = how.spans.attend_backward(*heads, said, normaliser, to_said, how.scaling, None)
-    del heads, to_said
-    angles, learns = (cosine, sine), query_norm is not None and query_norm.requires_grad
-    to_query, to_query_norm = turn_backward(query, *angles, query_norm, how.heads, to_asked, learns=learns)
-    learns = key_norm is not None and key_norm.requires_grad
-    to_key, to_key_norm = turn_backward(key, *angles, key_norm, how.heads, to_keys, learns=learns)
-    _add_vector(query_norm, to_query_norm)
-    _add_vector(key_norm, to_key_norm)
-    to_value = to_values.flatten(1)
-
-    _, x = add_norm(total, None, first_norm, how.first)
-    for weight, bias, towards in ((wq, bq, to_query), (wk, bk, to_key), (wv, bv, to_value)):
-        _add(weight, towards, x)
-        if bias is not None and bias.requires_grad:
-            add_gradient(bias, towards.sum(0, dtype=torch.float32))
-    to_x = (to_query @ wq).addmm_(to_key, wk).addmm_(to_value, wv)
-    to_total, to_norm = norm_backward(total, first_norm, how.first, to_x, to_after, learns=first_norm.requires_grad)
-    _add_vector(first_norm, to_norm)
-    return to_total
-
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: How,
+        how: _How,
         residual: Tensor,
         update: Tensor | None,
         cosine: Tensor,
         sine: Tensor,
         *weights: Any,
     ) -> tuple[Tensor, Tensor]:
-        after, out, kept = layer_forward(how, residual, update, cosine, sine, weights)
+        from legato.policy.triton.layers import add_norm, swiglu
+
+        first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
+        total, x = add_norm(residual, update, first_norm, how.first)
+        query, key, value = linear(x, wq, bq), linear(x, wk, bk), linear(x, wv, bv)
+        del x
+        asked, keys, values = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
+        said, normaliser = how.spans.attend_forward(asked, keys, values, how.scaling, None)
+        after, y = add_norm(total, linear(said.flatten(1), wo), second_norm, how.second)
+        gate, up = linear(y, wg), linear(y, wu)
+        out = linear(swiglu(gate, up), wd)
         # The weights themselves: gradient checkpointing would hand back copies, whose `.grad` nobody reads.
         ctx.how, ctx.adds, ctx.weights = how, update is not None, weights
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(total, query, key, value, said, after, gate, up, cosine, sine, normaliser)
         ctx.set_materialize_grads(False)
         return after, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_after: Tensor | None, to_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        from legato.policy.triton.gradients import norm_backward, swiglu_again, turn_backward
+
+        how: _How = ctx.how
+        total, query, key, value, said, after, gate, up, cosine, sine, normaliser = ctx.saved_tensors
+        first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = ctx.weights
         nothing = (None,) * (5 + len(ctx.weights))
         if to_out is None:
             if to_after is None:
                 return nothing
-            to_out = torch.zeros_like(to_after)
-        to_total = layer_backward(ctx.how, ctx.weights, ctx.saved_tensors, to_after, to_out)
+            to_out = torch.zeros_like(after)
+
+        product, to_gate, to_up = swiglu_again(gate, up, to_out @ wd)
+        _add(wd, to_out, product)
+        del product
+        to_y = (to_gate @ wg).addmm_(to_up, wu)
+        y, learns = torch.empty_like(after), second_norm.requires_grad
+        to_after, to_norm = norm_backward(after, second_norm, how.second, to_y, to_after, learns=learns, out=y)
+        del to_y
+        _add_vector(second_norm, to_norm)
+        _add(wg, to_gate, y)
+        _add(wu, to_up, y)
+        del to_gate, to_up, y
+
+        _add(wo, to_after, said.flatten(1))
+        to_said = (to_after @ wo).view_as(said)
+        heads = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
+        to_asked, to_keys, to_values = how.spans.attend_backward(*heads, said, normaliser, to_said, how.scaling, None)
+        del heads, to_said
+        angles, learns = (cosine, sine), query_norm is not None and query_norm.requires_grad
+        to_query, to_query_norm = turn_backward(query, *angles, query_norm, how.heads, to_asked, learns=learns)
+        learns = key_norm is not None and key_norm.requires_grad
+        to_key, to_key_norm = turn_backward(key, *angles, key_norm, how.heads, to_keys, learns=learns)
+        _add_vector(query_norm, to_query_norm)
+        _add_vector(key_norm, to_key_norm)
+        to_value = to_values.flatten(1)
+
+        to_x = (to_query @ wq).addmm_(to_key, wk).addmm_(to_value, wv)
+        x, learns = torch.empty_like(total), first_norm.requires_grad
+        to_total, to_norm = norm_backward(total, first_norm, how.first, to_x, to_after, learns=learns, out=x)
+        del to_x
+        _add_vector(first_norm, to_norm)
+        for weight, bias, towards in ((wq, bq, to_query), (wk, bk, to_key), (wv, bv, to_value)):
+            _add(weight, towards, x)
+            if bias is not None and bias.requires_grad:
+                add_gradient(bias, towards.sum(0, dtype=torch.float32))
         return None, to_total, to_total if ctx.adds else None, *nothing[3:]
 
 
 def _heads(
-    how: How,
+    how: _How,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -12,7 +12,6 @@ from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.policy import attention
 from legato.policy.fused import Parts, Projected, through, why_not
-from legato.policy.graphs import Graphs
 from legato.policy.head import Head
 from legato.policy.layer import learned
 from legato.policy.packs import Pack, Texts, pack
@@ -63,8 +62,6 @@ class Policy:
     """Compute the prompt of a group once a pack; False: once a response."""
     fused: bool = True
     """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
-    graphs: bool = True
-    """Replay the fused layers of small packs as CUDA graphs; False: launch them one by one."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
     """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
@@ -75,7 +72,6 @@ class Policy:
     """Of a mixture of experts."""
     unrouted: str = field(init=False, default="it has no experts")
     """Why there are no routers."""
-    _graphs: Graphs = field(init=False, default_factory=Graphs, repr=False)
 
     def __post_init__(self) -> None:
         attention.register()
@@ -231,11 +227,7 @@ class Policy:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
-            decoder = self.body.get_decoder()
-            if self.graphs and self._graphs.serve(decoder, len(packed.tokens)):
-                yield self._graphs.through(decoder, packed)
-            else:
-                yield packed.reads.take(_through_pack(decoder, packed))
+            yield packed.reads.take(_through_pack(self.body.get_decoder(), packed))
         else:
             with self.attending(packed):
                 hidden = self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.core.capture import captured, graph_pool
 from legato.policy.fused import Parts, through, why_not
 from legato.policy.head import Head
 from legato.policy.policy import Policy
@@ -22,6 +21,7 @@ from legato.policy.triton.sample import sample
 from legato.rollouts import budget
 from legato.rollouts.buckets import BUCKETS, Bucket
 from legato.rollouts.calls import Call
+from legato.rollouts.capture import captured, graph_pool
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.randomness import uniform
 from legato.rollouts.recall import Recall, fingerprint

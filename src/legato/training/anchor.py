@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
+from legato.core.device import sent
 from legato.core.scope import Scope
 from legato.policy.policy import Channels, Policy
 from legato.policy.reference import Reference
@@ -87,7 +88,7 @@ def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tens
     routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
     for pack in packs:
         anchored[pack] = True
-        rows = pack.to(device)
+        rows = sent(pack, device)
         channels = policy.score(tables.texts, pack) if routes is None else routes.scored(pack, rows)
         width = channels.logprobs.shape[1]
         old[rows, :width] = channels.logprobs

@@ -12,7 +12,7 @@ from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch, collate
 from legato.core.rollout import Group
 from legato.core.scope import Scope
-from legato.core.sums import Histogram, Sums, Total
+from legato.core.sums import Histogram, Sums, Total, fetched
 from legato.core.world import OneProcess, World
 from legato.diagnostics.repetition import repetition
 from legato.objectives.slots import State
@@ -142,12 +142,13 @@ class Trainer:
         self._note_savable(updates, reports, savable)
         self.collector.version += 1
         self.steps_done += 1
-        sums = sum((report.sums for report in reports), start=Sums())
+        own = fetched([report.sums for report in reports])
+        sums = sum(own, start=Sums())
         times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
         return StepReport(
             step=self.steps_done,
             metrics={
-                **_summed(sums, reports, without, norms, self.optimizer.lr),
+                **_summed(sums, own, reports, without, norms, self.optimizer.lr),
                 **_adapted(self.state),
                 **_seen(tally),
                 "rollouts/repetition": repetition(batch.tokens, batch.lengths),
@@ -324,14 +325,16 @@ def _seen(tally: Tally) -> dict[str, float]:
     return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
 
 
-def _summed(sums: Sums, reports: list[Report], without: list[int], norms: list[float], lr: float) -> dict[str, float]:
+def _summed(
+    sums: Sums, own: list[Sums], reports: list[Report], without: list[int], norms: list[float], lr: float
+) -> dict[str, float]:
     """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`.
 
     Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
     """
     metrics = _report(sums, len(reports))
-    for number, report in enumerate(reports):
-        found = _report(report.sums, 1)
+    for number, pieces in enumerate(own):
+        found = _report(pieces, 1)
         metrics |= {f"{key}@{number}": found[key] for key in PER_UPDATE if key in found}
     rows = sum(report.rows for report in reports)
     finite = [norm for norm in norms if math.isfinite(norm)]

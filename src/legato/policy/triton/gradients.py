@@ -12,14 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from legato.policy.triton.head import multiprocessors
 from legato.policy.triton.layers import add_norm, swiglu
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, epsilon, R, N, NP: tl.constexpr, ADD: tl.constexpr,
-                   LEARN: tl.constexpr):
+def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, out, epsilon, R, N, NP: tl.constexpr,
+                   ADD: tl.constexpr, LEARN: tl.constexpr, AGAIN: tl.constexpr):
     columns = tl.arange(0, NP)
     inside = columns < N
     w = tl.load(weight + columns, mask=inside, other=0.0)
@@ -31,6 +32,9 @@ def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, epsilon, R,
         exact = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(exact * exact, 0) / N + epsilon)
         normed = exact * scale
+        if AGAIN:
+            again = normed.to(x.dtype).to(tl.float32) * w.to(tl.float32)
+            tl.store(out + place, again.to(x.dtype), mask=inside)
         pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
         if LEARN:
             learnt += pull * normed.to(x.dtype).to(tl.float32)
@@ -45,22 +49,31 @@ def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, epsilon, R,
 
 def _programs(rows: int, device: torch.device) -> int:
     """Enough programs to fill the device; each sums the weight's gradient over its rows."""
-    most = 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return max(1, min(rows, most))
+    return max(1, min(rows, 8 * multiprocessors(device) if device.type == "cuda" else 4))
 
 
 def norm_backward(
-    total: Tensor, weight: Tensor, epsilon: float, to_out: Tensor, to_total: Tensor | None, *, learns: bool
+    total: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    to_out: Tensor,
+    to_total: Tensor | None,
+    *,
+    learns: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """From the gradient at the norm of `total`, and one at `total` itself: those at `total` and, in float32, the weight."""
+    """From the gradient at the norm of `total`, and one at `total` itself: those at `total` and, in float32, the weight.
+
+    `out` is filled with the norm itself, for those who did not keep it.
+    """
     rows, width = total.shape
     programs = _programs(rows, total.device)
     found = torch.empty_like(total)
     parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else found
     _norm_backward[(programs,)](
-        total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts, epsilon,
-        rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None, LEARN=learns,
-        num_warps=4 if width <= 4096 else 8,
+        total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts,
+        found if out is None else out, epsilon, rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None,
+        LEARN=learns, AGAIN=out is not None, num_warps=4 if width <= 4096 else 8,
     )  # fmt: skip
     return found, parts.sum(0) if learns else None
 
@@ -238,7 +251,7 @@ def turn(source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, ep
 
 
 @triton.jit
-def _swiglu_backward(gate, up, to_out, to_gate, to_up, N, BLOCK: tl.constexpr):
+def _swiglu_backward(gate, up, to_out, to_gate, to_up, out, N, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < N
     g = tl.load(gate + place, mask=inside, other=0.0)
@@ -246,18 +259,34 @@ def _swiglu_backward(gate, up, to_out, to_gate, to_up, N, BLOCK: tl.constexpr):
     pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
     x = g.to(tl.float32)
     share = tl.sigmoid(x)
-    tl.store(to_up + place, (pull * (x * share).to(g.dtype).to(tl.float32)).to(g.dtype), mask=inside)
+    activated = (x * share).to(g.dtype).to(tl.float32)
+    if AGAIN:
+        tl.store(out + place, (activated * u).to(g.dtype), mask=inside)
+    # Where `to_up` is `to_out` itself, this place was read above and is read by nobody else.
+    tl.store(to_up + place, (pull * activated).to(g.dtype), mask=inside)
     tl.store(to_gate + place, (pull * u * share * (1 + x * (1 - share))).to(g.dtype), mask=inside)
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients at gate and up."""
     to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
+    _swiglu_back(gate, up, to_out.contiguous(), to_gate, to_up, None)
+    return to_gate, to_up
+
+
+def swiglu_again(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up, which nobody kept, and the gradients at gate and up, the latter in the memory of `to_out`."""
+    out, to_gate = torch.empty_like(gate), torch.empty_like(gate)
+    _swiglu_back(gate, up, to_out, to_gate, to_out, out)
+    return out, to_gate, to_out
+
+
+def _swiglu_back(gate: Tensor, up: Tensor, to_out: Tensor, to_gate: Tensor, to_up: Tensor, out: Tensor | None) -> None:
     count = gate.numel()
     _swiglu_backward[(triton.cdiv(count, _BLOCK),)](
-        gate, up, to_out.contiguous(), to_gate, to_up, count, BLOCK=_BLOCK, num_warps=4
-    )
-    return to_gate, to_up
+        gate, up, to_out, to_gate, to_up, to_gate if out is None else out, count, BLOCK=_BLOCK, AGAIN=out is not None,
+        num_warps=4,
+    )  # fmt: skip
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -14,6 +14,7 @@ kernel finishes.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -186,7 +187,7 @@ def project(
     given = (targets, scales, best, total, moment, chosen)
     common = {"TILE": TILE, "SOFTCAP": softcap or 0.0, "KEEP": keep}
     if rows and tensor_memory(hidden):
-        programs = _multiprocessors(device)
+        programs = multiprocessors(device)
         described = TensorDescriptor.from_tensor(out[:, :vocabulary] if keep else hidden, [_ROWS, TILE if keep else _STEP])
         _project[(programs,)](
             TensorDescriptor.from_tensor(hidden, [_ROWS, _STEP]), TensorDescriptor.from_tensor(weight, [TILE, _STEP]),
@@ -249,8 +250,16 @@ def tensor_memory(hidden: Tensor) -> bool:
     """Hopper and Blackwell of the data centre read tiles by descriptors, and have the shared memory for these."""
     if not hidden.is_cuda:
         return True  # the interpreter has everything
-    return torch.cuda.get_device_capability(hidden.device)[0] in (9, 10) and hidden.shape[1] % 8 == 0
+    return _generation(hidden.device) in (9, 10) and hidden.shape[1] % 8 == 0
 
 
-def _multiprocessors(device: torch.device) -> int:
+# Both are asked for several times a layer, and torch takes its time to answer.
+@cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter is given two."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,4 +1,4 @@
-"""Recording work as CUDA graphs."""
+"""Recording a step as a CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,6 @@ def graph_pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def recorded(step: Callable[[], None], pool: Any) -> Any:
-    """A graph of a step whose kernels are compiled already."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        step()
-    return graph
-
-
 def captured(step: Callable[[], None], pool: Any) -> Any:
     """A graph of the step; it is run twice before, so that kernels are compiled and what they keep is allocated."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -27,4 +19,7 @@ def captured(step: Callable[[], None], pool: Any) -> Any:
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(side)
-    return recorded(step, pool)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph
