@@ -340,7 +340,8 @@ NOTES = {
     " without a gradient in the same packs. Different packs: packs of 16k tokens and every row alone. Engine: its own"
     " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. Clipped: half of the rows"
     " outside the band, since the sign of the advantage decides whether the clip acts. TRL: its old log-probs and its"
-    " new ones, rows shuffled, nothing learnt between.",
+    " new ones, rows shuffled, nothing learnt between. What is left between engine and trainer comes from the body: its"
+    " bfloat16 sums are taken in another order, and next to that the rounding of logits is small.",
     "B11": "1.7B shape; weights, gradients and optimizer state included.",
 }
 

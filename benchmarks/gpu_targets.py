@@ -97,9 +97,9 @@ def _update(sections: Sections) -> Iterator[Target]:
         memory = over(ours.get("peak_gib"), (look(sections, "B4", f"{shape} TRL strong") or {}).get("peak_gib"))
         yield Target.of("B4", f"{shape}: peak memory of TRL strong", memory, 0.5, "{:.2f}x", least=False)
         yield Target.of("B4", f"{shape}: MFU of the updates", ours.get("mfu_updates"), mfu, "{:.0%}", least=True)
-        recipe = look(sections, "B4", f"{shape} Legato, 32k tokens a pack") or {}
-        what = f"{shape}: the same at 32k tokens a pack, as its recipe has it"
-        yield Target.of("B4", what, recipe.get("mfu_updates"), mfu, "{:.0%}", least=True)
+        plain = look(sections, "B4", f"{shape} Legato, one pass") or {}
+        what = f"{shape}: MFU of the updates in one pass, no row skipped"
+        yield Target.of("B4", what, plain.get("mfu_updates"), mfu, "{:.0%}", least=True)
 
 
 def _saved(sections: Sections) -> Iterator[Target]:
