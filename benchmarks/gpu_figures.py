@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from benchmarks.gpu_targets import look
+from benchmarks.gpu_targets import in_order, look
 
 ROW, LEFT, WIDE, TOP = 26, 320, 420, 44
 OURS, THEIRS, MARK = "#2f6f9f", "#b0b0b0", "#c0392b"
@@ -54,7 +54,7 @@ def figures(sections: dict[str, Any]) -> dict[str, str]:
     ]
     update: list[Bar] = [
         (name.removeprefix("0.6B "), found["seconds"]["phase"], None, "Legato" in name)
-        for name, found in (look(sections, "B4") or {}).items()
+        for name, found in in_order(look(sections, "B4") or {})
         if name.startswith(("0.6B Legato", "0.6B TRL")) and "seconds" in found
     ]
     made = {}

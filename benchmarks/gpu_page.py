@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_targets import losses, over, targets
+from benchmarks.gpu_targets import in_order, losses, over, targets
 from benchmarks.gpu_work import possible_gain
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
@@ -107,7 +107,7 @@ def _active(parts: Parts) -> list[str]:
 
 def _updates(parts: Parts) -> list[str]:
     table = []
-    for name, found in parts.items():
+    for name, found in in_order(parts):
         if "seconds" not in found:
             continue
         seconds = found["seconds"]

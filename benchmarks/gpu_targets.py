@@ -46,6 +46,11 @@ def look(sections: Sections, *path: str) -> Any:
     return found
 
 
+def in_order(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Parts by shape, ours before the peers', whatever the order in which commands measured them."""
+    return sorted(parts.items(), key=lambda part: (part[0].split()[0], "TRL" in part[0], "silent" in part[0]))
+
+
 def over(first: float | None, second: float | None) -> float | None:
     return None if first is None or not second else first / second
 
