@@ -17,6 +17,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts, Tally
+from legato.core.device import sent
 from legato.core.mask import Mask
 from legato.core.outcome import Coefficients
 from legato.core.scope import Scope
@@ -261,7 +262,7 @@ def _scored(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     for rows in parts:
         if len(rows):
             found = policy.score(tables.texts, rows, _forced(tables)).logprobs
-            table[rows.to(tables.device), : found.shape[1]] = found
+            table[sent(rows, tables.device), : found.shape[1]] = found
     return table
 
 
@@ -270,7 +271,7 @@ def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor
     table = _table(policy, tables)
     fresh = [weight for weight in policy.parameters().values() if weight.grad is None]
     for rows in parts:
-        placed = rows.to(tables.device)
+        placed = sent(rows, tables.device)
 
         def respond(part: range, channels: Channels, placed: Tensor = placed) -> Coefficients:
             found = channels.logprobs.detach()
