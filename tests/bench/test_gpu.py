@@ -148,9 +148,14 @@ def test_flops_by_arithmetic_are_those_of_the_model(shape: str) -> None:
 
 
 def test_what_a_shared_prompt_can_gain_is_less_than_the_tokens_say() -> None:
-    """Without a prompt nothing; with one, less than r, since the head is not shared."""
+    """Without a prompt nothing; with one, less than r, since the head is not shared. By hand for a group of two."""
     assert gpu_work.possible_gain(0, 256, 8) == 1.0
     assert 1.0 < gpu_work.possible_gain(512, 256, 8) < 8 * 768 / (512 + 8 * 256)
+    flops = gpu_work.Flops.of_shape("0.6B")
+    prompt, looked_at = 3 * 4 / 2, 2 * (2 * 3 + 2 * 3 / 2)
+    apart = 2 * (flops.body * 2 * (3 + 2) + flops.head * 4) + flops.attention * (2 * prompt + looked_at)
+    shared = 2 * (flops.body * (3 + 4) + flops.head * 4) + flops.attention * (prompt + looked_at)
+    assert gpu_work.possible_gain(3, 2, 2) == pytest.approx(apart / shared, rel=1e-12)
 
 
 def test_the_roofline_reads_a_shared_prompt_once_per_group(bench: Bench) -> None:
