@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from legato.diagnostics.format import RunDirectory
 from legato.run.train import resume, train
@@ -103,10 +105,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def made(kind: str) -> Path:
-        # What the process did before must not matter to a run with generators of its own; one that draws from the
-        # global ones needs them as they were.
-        random.seed(1)
-        torch.manual_seed(1)
         return small(tmp_path_factory.mktemp(kind), KINDS[kind]).directory
 
     return made
@@ -119,16 +117,24 @@ def last_step(run: Path) -> int:
 # The same seed twice
 
 
-def test_the_same_seed_twice_is_equal_to_the_bit(straight: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gspo", "lora", "generators"])
+def test_the_same_seed_twice_is_equal_to_the_bit(straight: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """Adapters are drawn from the seed too, and so is what a reward draws from the global generators."""
+    first = outcome(straight(kind))
     torch.manual_seed(99)
     random.seed(99)
-    again = small(tmp_path, KINDS["gspo"]).directory
-    assert differences(without_generators(outcome(straight("gspo"))), without_generators(outcome(again))) == []
+    numpy.random.seed(99)
+    again = small(tmp_path, KINDS[kind]).directory
+    assert differences(first, outcome(again)) == []
 
 
-def without_generators(found: dict[str, Any]) -> dict[str, Any]:
-    """The global generators are kept for rewards that use them; where they stand before a run is not the run's affair."""
-    return {name: value for name, value in found.items() if name not in ("trainer.json/generators", "random.safetensors")}
+def test_another_seed_draws_other_adapters(straight: Callable[[str], Path], tmp_path: Path) -> None:
+    other = small(tmp_path, {**KINDS["lora"], "training.seed": 1, "training.steps": 1}).directory
+    first, second = (
+        load_file(run / "checkpoints/step-000001/model/adapter_model.safetensors") for run in (straight("lora"), other)
+    )
+    name = next(name for name in first if "lora_A" in name)
+    assert not torch.equal(first[name], second[name])
 
 
 def test_another_seed_is_another_run(straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -139,7 +145,7 @@ def test_another_seed_is_another_run(straight: Callable[[str], Path], tmp_path: 
 
 def test_the_stored_recipe_repeats_the_run(straight: Callable[[str], Path], tmp_path: Path) -> None:
     again = train(recipe=straight("gspo") / "config.toml", **{"output.directory": str(tmp_path)}).directory
-    assert differences(without_generators(outcome(straight("gspo"))), without_generators(outcome(again))) == []
+    assert differences(outcome(straight("gspo")), outcome(again)) == []
 
 
 def test_how_often_is_evaluated_saved_and_written_changes_no_weight(straight: Callable[[str], Path], tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
@@ -16,8 +18,8 @@ class Lora:
     """Names of modules; none: every linear layer but the head."""
 
 
-def with_lora(model: Any, lora: Lora, saved: Path | None = None) -> Any:
-    """The model with adapters, fresh or from a folder; only they are trained."""
+def with_lora(model: Any, lora: Lora, saved: Path | None = None, *, seed: int = 0) -> Any:
+    """The model with adapters, fresh (drawn from `seed`) or from a folder; only they are trained."""
     try:
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError:
@@ -32,6 +34,9 @@ def with_lora(model: Any, lora: Lora, saved: Path | None = None) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)
+        # peft draws from the global generators: those of a run must not depend on whether it has adapters.
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"policy.lora: {' '.join(str(error).split())[:300]}") from None

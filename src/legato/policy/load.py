@@ -59,7 +59,7 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     _without_dropout(module)
     _freeze(module, loading.frozen)
     if loading.lora is not None:
-        module = with_lora(module, loading.lora, saved)
+        module = with_lora(module, loading.lora, saved, seed=loading.seed)
     policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing, notes=notes)
     if loading.gradient_checkpointing:
         if not getattr(module, "supports_gradient_checkpointing", True):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.diagnostics.intervals import of_means, wilson
 from legato.rollouts.sampling import Sampling
@@ -58,6 +59,7 @@ def evaluate(
     else:
         source = wire.source_of(config, wire.Given())
         listed = source.held_out(config.task.held_out if problems is None else problems)
+    seed_generators(config.training.seed)
     policy = target.policy()
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
     longest = config.policy.max_prompt_tokens

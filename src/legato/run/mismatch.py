@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from legato.core.generators import seed_generators
 from legato.core.rollout import Group
 from legato.policy.policy import Policy
 from legato.policy.reference import Reference
@@ -84,6 +85,7 @@ def compare_samplers(
 ) -> dict[str, Any]:
     """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
     resolved, config = target.resolved, target.resolved.config
+    seed_generators(config.training.seed)
     policy, source = target.ready(say)
     found = {}
     for sampler in chosen:

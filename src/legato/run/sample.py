@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.rollouts.engine import Request, Response
 from legato.rollouts.randomness import seed_of
@@ -30,6 +31,7 @@ def sample(
 ) -> Iterator[Asked]:
     """Responses as they come, prompt by prompt; the policy is loaded once. Temperature 0 is greedy."""
     config = target.resolved.config
+    seed_generators(config.training.seed)
     policy = target.policy()
     engine = local_engine(policy, config.rollouts.rows_at_once, kv_memory_share=config.rollouts.kv_memory_share)
     rendering, limits, sampling = wire.rendering_of(config, policy), wire.limits_of(config, policy), wire.sampling_of(config)

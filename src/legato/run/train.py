@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.dashboard.report import write_report
 from legato.diagnostics.format import RunDirectory
@@ -108,6 +109,7 @@ def start(
 ) -> Run:
     """A new run. Everything that can be wrong with its input is found before its directory is made."""
     config = resolved.config
+    seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
     source = wire.source_of(config, given)
     policy = wire.policy_of(resolved, given)
@@ -213,6 +215,7 @@ def resume(
         folder = _newest(directory, before, watcher) if step is None else checkpoint_of(directory, step)
         memory = checkpoint.read_memory(folder)
         config = resolved.config
+        seed_generators(config.training.seed)  # for what is built before the checkpoint brings its own states
         _same_things(memory["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(given, source)
