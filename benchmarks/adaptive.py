@@ -97,7 +97,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
 
 
 def _section(found: Mapping[str, Any]) -> list[str]:
-    from legato.dashboard.comparison_tables import sentences, tables
+    from legato.pages.comparison_tables import sentences, tables
 
     lines = [f"{', '.join(f'`{recipe}`' for recipe in found['recipes'])} on {found['on']}.", ""]
     lines += [f"- {sentence}" for sentence in sentences(found)]

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dashboard.browser import CHROMIUM, MISSING, Browser, browser, dashboard
+from tests.dashboard.browser import CHROMIUM, MISSING, Browser, browser, dashboard
 
 RESULTS = Path(__file__).parent / "results" / "dashboard.json"
 _KEYS = 90

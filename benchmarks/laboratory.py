@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from legato.dashboard.experiment import named, read, tables_as_text
+from legato.pages.experiment import named, read, tables_as_text
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"

@@ -40,9 +40,9 @@ def warmed(seed: int) -> Any:
     """A policy that knows the answers and often says others."""
     import torch
 
-    from legato.policy.load import Loading, load_policy
-    from legato.policy.supervised import supervise
-    from legato.policy.tiny import TinyShape
+    from legato.policy.model.load import Loading, load_policy
+    from legato.policy.model.supervised import supervise
+    from legato.policy.model.tiny import TinyShape
 
     policy = load_policy("tiny", Loading(dtype="float32", device="cpu", seed=seed, tiny=TinyShape(hidden=64, heads=4)))
     words, source = policy.tokenizer, random.Random(f"warm {seed}")
@@ -70,7 +70,7 @@ def right(rollout: Any) -> float:
 def trained(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     """One run from the given weights: accuracy by step, and means over its steps."""
     import legato
-    from legato.diagnostics.format import RunDirectory
+    from legato.records.directory import RunDirectory
 
     kind, _, size = sampler.partition(":")
     options: dict[str, Any] = {"rollouts.top_p": float(size)} if kind == "top-p" else {"rollouts.mismatch.kind": kind}
@@ -120,7 +120,7 @@ def trained(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dic
 
 def measure() -> dict[str, Any]:
     """The figures of `legato mismatch` for the tiny recipe, without the parts that the page does not show."""
-    from legato.diagnostics.lines import finite
+    from legato.records.lines import finite
     from legato.run.mismatch import compare_samplers, samplers
     from legato.run.target import find
 
@@ -134,7 +134,7 @@ def measure() -> dict[str, Any]:
 
 def experiment_page(result: dict[str, Any]) -> str:
     """docs/experiments/mismatch.md"""
-    from legato.dashboard.mismatch import floor_rows, gaps, share
+    from legato.pages.mismatch import floor_rows, gaps, share
 
     measured = result["measured"]
     found = measured["samplers"]

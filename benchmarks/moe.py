@@ -57,9 +57,9 @@ def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
 
 def figures(results: Mapping[str, Any]) -> dict[str, str]:
     """Path to text: for each bed its curves and what flips by depth."""
-    from legato.dashboard.comparison_figures import ARMS, learning
-    from legato.dashboard.drawing import drawn
-    from legato.dashboard.traces import figure, line, shares
+    from legato.pages.comparison_figures import ARMS, learning
+    from legato.pages.drawing import drawn
+    from legato.pages.traces import figure, line, shares
 
     made = {}
     for bed, found in results.items():
@@ -132,7 +132,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
 
 
 def _section(found: Mapping[str, Any]) -> list[str]:
-    from legato.dashboard.comparison_tables import sentences, tables
+    from legato.pages.comparison_tables import sentences, tables
 
     arms = "; ".join(f"`{arm}`: {changes(found['changes'][arm])}" for arm in found["arms"])
     lines = [f"{', '.join(f'`{recipe}`' for recipe in found['recipes'])} on {found['on']}. {arms}.", ""]

@@ -23,16 +23,16 @@ import torch
 
 import legato
 from legato.core.batch import Batch
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.tiny import TinyShape, character_tokenizer
 from legato.policy.policy import Policy
-from legato.policy.tiny import TinyShape, character_tokenizer
 from legato.rollouts.engine import Limits, Request
+from legato.rollouts.local.select import local_engine
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.select import local_engine
 from legato.training.anchor import anchor
-from legato.training.passes import count_update, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.tables import Tables
+from legato.training.update import count_update, update_gradient
 
 RESULTS = {
     device: Path(__file__).parent / "results" / f"routing{end}.json" for device, end in (("cpu", ""), ("cuda", "-gpu"))

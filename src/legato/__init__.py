@@ -16,14 +16,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from legato.algorithms.algorithm import Algorithm
+    from legato.api import Advantages, advantages, algorithm, counts, loss
     from legato.core.counts import Counts
     from legato.core.outcome import Outcome
     from legato.core.rollout import Problem, Rollout, Unscorable
     from legato.run.train import Run, train
-    from legato.surface import Advantages, advantages, algorithm, counts, loss
 
 _HOME = {
-    "Advantages": "legato.surface",
+    "Advantages": "legato.api",
     "Algorithm": "legato.algorithms.algorithm",
     "Counts": "legato.core.counts",
     "Outcome": "legato.core.outcome",
@@ -31,10 +31,10 @@ _HOME = {
     "Rollout": "legato.core.rollout",
     "Run": "legato.run.train",
     "Unscorable": "legato.core.rollout",
-    "advantages": "legato.surface",
-    "algorithm": "legato.surface",
-    "counts": "legato.surface",
-    "loss": "legato.surface",
+    "advantages": "legato.api",
+    "algorithm": "legato.api",
+    "counts": "legato.api",
+    "loss": "legato.api",
     "train": "legato.run.train",
 }
 

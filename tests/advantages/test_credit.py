@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import examples, masks
-from reference import advantages as reference
+from tests.proof.batches import examples, masks
+from tests.reference import advantages as reference
 
 some = examples(25)
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import examples
-from reference import advantages as reference
+from tests.proof.batches import examples
+from tests.reference import advantages as reference
 
 REWARDS = [1, 0, 0, 0.5, 1, 1, 1, 1]
 GROUP = [0, 0, 0, 0, 1, 1, 1, 1]

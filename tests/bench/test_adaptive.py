@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import adaptive
 
+from benchmarks import adaptive
 from legato.compare.processes import Machine
 from legato.compare.results import collect
-from proof.comparisons import OPTIONS, definition, prepared, ran
+from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 
 ARMS = {"gspo": {"algorithm": "gspo"}, "gspo-auto": {"algorithm": "gspo-auto"}}
 

@@ -8,11 +8,20 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import gpu_decode, gpu_head, gpu_measure, gpu_numerics, gpu_page, gpu_saved, gpu_step, gpu_update, gpu_work
-from benchmarks.gpu import parts_of
-from benchmarks.gpu_figures import figures
-from benchmarks.gpu_measure import Bench, Document, run_parts
-from benchmarks.gpu_targets import targets
+
+from benchmarks.gpu import decode as gpu_decode
+from benchmarks.gpu import head as gpu_head
+from benchmarks.gpu import measure as gpu_measure
+from benchmarks.gpu import numerics as gpu_numerics
+from benchmarks.gpu import page as gpu_page
+from benchmarks.gpu import saved as gpu_saved
+from benchmarks.gpu import step as gpu_step
+from benchmarks.gpu import update as gpu_update
+from benchmarks.gpu import work as gpu_work
+from benchmarks.gpu.__main__ import parts_of
+from benchmarks.gpu.figures import figures
+from benchmarks.gpu.measure import Bench, Document, run_parts
+from benchmarks.gpu.targets import targets
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import health, health_page
-from benchmarks.health_faults import FAULTS
 
+from benchmarks.health import __main__ as health
+from benchmarks.health import page as health_page
+from benchmarks.health.faults import FAULTS
 from legato.run.train import train
-from proof import verdicts
-from proof.effects import Bench
-from proof.runs import SMALL, light
+from tests.proof import verdicts
+from tests.proof.effects import Bench
+from tests.proof.runs import SMALL, light
 
 TINY = {
     **{key: value for key, value in SMALL.items() if not key.startswith(("output", "evaluation"))},

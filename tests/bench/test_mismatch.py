@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from benchmarks import mismatch
 
-from legato.policy.load import Loading, load_policy
-from legato.policy.tiny import TinyShape
+from benchmarks import mismatch
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.tiny import TinyShape
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import moe
 
+from benchmarks import moe
 from legato.compare.processes import Machine
 from legato.compare.results import collect
-from proof.comparisons import OPTIONS, definition, prepared, ran
+from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 
 ARMS = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
 

@@ -10,8 +10,8 @@ import pytest
 
 from legato.core.rollout import Problem
 from legato.tasks.task import held_out
-from proof.command import Command, refused
-from proof.runs import small, words
+from tests.proof.command import Command, refused
+from tests.proof.runs import small, words
 
 GOOD = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
 
@@ -243,7 +243,7 @@ def test_a_fault_of_our_own_is_exit_code_1_with_a_report_file(
     def fault(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr("legato.training.trainer.Trainer.step", fault)
+    monkeypatch.setattr("legato.training.step.Trainer.step", fault)
     monkeypatch.chdir(tmp_path)
     code, out, error = legato("train", *words(tmp_path))
     assert code == 1

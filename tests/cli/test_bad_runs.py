@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
-from proof import verdicts
-from proof.command import Command, refused
-from proof.runs import words
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.runs import words
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from legato.cli.display import LiveDisplay, PlainDisplay, end_screen, for_terminal, sparkline, time_left
-from legato.dashboard.summary import Evaluation, Samples, Summary, wilson
+from legato.pages.summary import Evaluation, Samples, Summary, wilson
 
 METRICS = {
     "reward/mean": 0.8123,

@@ -14,11 +14,11 @@ import pytest
 
 from legato.compare.compare import compare
 from legato.compare.processes import Machine
-from legato.diagnostics.format import RunDirectory
-from proof import verdicts
-from proof.command import Command, refused
-from proof.comparisons import OPTIONS, definition
-from proof.runs import differences, outcome
+from legato.records.directory import RunDirectory
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.comparisons import OPTIONS, definition
+from tests.proof.runs import differences, outcome
 
 ARMS = ("--arm", "grpo", "--arm", "gspo", "--seeds", "0,1")
 RUNS = ("grpo-seed0", "gspo-seed0", "grpo-seed1", "gspo-seed1")
@@ -239,7 +239,7 @@ def test_when_every_run_fails_it_is_an_error(tmp_path: Path) -> None:
 def test_two_comparisons_do_not_share_a_folder(
     straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from legato.run.lock import locked
+    from legato.records.lock import locked
 
     with locked(RunDirectory(straight)):
         told = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))

@@ -9,9 +9,9 @@ from legato.compare import processes
 from legato.compare.definition import Definition, from_arguments, from_file
 from legato.compare.jobs import differences, jobs
 from legato.compare.processes import Machine
-from proof import verdicts
-from proof.command import Command, refused
-from proof.comparisons import definition
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.comparisons import definition
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes/tiny.toml")

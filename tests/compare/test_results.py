@@ -11,9 +11,9 @@ from legato.compare.jobs import differences
 from legato.compare.processes import Machine
 from legato.compare.results import collect
 from legato.compare.store import Store
-from legato.dashboard.comparison import write_pages
-from legato.dashboard.comparison_tables import sentences, tables
-from proof.comparisons import OPTIONS, definition, prepared, ran
+from legato.pages.comparison import write_pages
+from legato.pages.comparison_tables import sentences, tables
+from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 
 
 def collected(store: Store, jobs: dict[str, Any], given: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from legato.core.threads import one_thread
-from legato.policy.packs import Pack, Texts, pack
+from legato.policy.layout.packs import Pack, Texts, pack
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.core.workers import DiedError, RefusedError, TimedOutError, Workers, shared
+from legato.workers.pool import DiedError, RefusedError, TimedOutError, Workers, shared
 
 MADE: list[Workers] = []
 
@@ -149,7 +149,7 @@ def test_a_worker_sees_no_secrets_loads_no_torch_and_writes_no_files(
     look = workers("builtins:eval")
     assert "SECRET_TOKEN" not in look.ask("dict(__import__('os').environ)", seconds=5)
     loaded = look.ask("sorted(__import__('sys').modules)", seconds=5)
-    assert "legato.core.workers" in loaded
+    assert "legato.workers.pool" in loaded
     assert not {"torch", "numpy", "legato.core.rollout"} & set(loaded)
     with pytest.raises(RefusedError, match="File too large"):
         look.ask(f"open({str(tmp_path / 'file')!r}, 'w', buffering=1).write(chr(10))", seconds=5)
@@ -160,7 +160,7 @@ def test_a_worker_sees_no_secrets_loads_no_torch_and_writes_no_files(
 def test_an_interrupted_question_does_not_leave_its_reply_for_the_next() -> None:
     program = """
 import signal
-from legato.core.workers import Workers
+from legato.workers.pool import Workers
 def interrupt(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
@@ -185,7 +185,7 @@ def run(program: str) -> str:
 
 CHILDREN = """
 import multiprocessing, os, sys, threading
-from legato.core.workers import shared
+from legato.workers.pool import shared
 
 def own():
     # Whose worker answered: after a fork it must not be the parent's.
@@ -225,7 +225,7 @@ def test_children_and_threads_have_workers_too(tmp_path: Path) -> None:
 def test_a_fork_while_another_thread_holds_the_lock_does_not_lock_the_child() -> None:
     program = """
 import os, threading, time
-from legato.core.workers import shared
+from legato.workers.pool import shared
 pool = shared("operator:add")
 pool.ask(1, 1, seconds=30)
 held = threading.Event()
@@ -249,7 +249,7 @@ print(pool.ask(1, 2, seconds=30))
 @pytest.mark.parametrize("how", ["pass", "import os; os.kill(os.getpid(), 9)", "import os; os._exit(0)", "1 / 0"])
 def test_no_worker_outlives_the_asker_however_it_ends(how: str) -> None:
     program = f"""
-from legato.core.workers import shared
+from legato.workers.pool import shared
 print(shared("os:getpid").ask(seconds=30), flush=True)
 {how}
 """
@@ -261,7 +261,7 @@ def test_a_worker_that_hangs_when_its_asker_dies_ends_by_its_own_cpu_limit() -> 
     """A loop that holds the interpreter's lock for good: only the kernel can end it."""
     program = """
 import os, threading
-from legato.core.workers import Workers
+from legato.workers.pool import Workers
 spin = Workers("builtins:eval")
 print(spin.ask("__import__('os').getpid()", seconds=30), flush=True)
 threading.Timer(0.3, os._exit, (0,)).start()

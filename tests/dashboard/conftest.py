@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.browser import Browser, browser, dashboard
-from dashboard.hostile import rollouts
-from dashboard.pages import enter, run_of
-from dashboard.synthetic import synthetic_run
+from tests.dashboard.browser import Browser, browser, dashboard
+from tests.dashboard.hostile import rollouts
+from tests.dashboard.pages import enter, run_of
+from tests.dashboard.synthetic import synthetic_run
 
 
 @pytest.fixture(scope="module")

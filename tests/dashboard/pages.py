@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from dashboard.browser import Browser
-from legato.diagnostics.format import RunDirectory
+from legato.records.directory import RunDirectory
+from tests.dashboard.browser import Browser
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:

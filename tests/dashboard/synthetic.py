@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from legato.diagnostics.format import RunDirectory
+from legato.records.directory import RunDirectory
 
 CONFIG = """[algorithm]
 name = "gspo"

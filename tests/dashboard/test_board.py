@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dashboard.browser import dashboard
-from dashboard.synthetic import synthetic_run
 from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.runs import Folder
 from legato.dashboard.stored import PORTION, Filter, listed, newest_measured, shown
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.rules import RULES
+from legato.health.rules import RULES
+from legato.records.directory import RunDirectory
+from tests.dashboard.browser import dashboard
+from tests.dashboard.synthetic import synthetic_run
 
 # Who may ask
 

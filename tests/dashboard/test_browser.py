@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.browser import CHROMIUM, MISSING, Browser, dashboard
-from dashboard.pages import answers_of, choose, curves, enter, item, line, open_rollouts, run_of
-from dashboard.synthetic import synthetic_run
-from legato.dashboard.report import write_report
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.rules import RULES
+from legato.health.rules import RULES
+from legato.pages.report import write_report
+from legato.records.directory import RunDirectory
+from tests.dashboard.browser import CHROMIUM, MISSING, Browser, dashboard
+from tests.dashboard.pages import answers_of, choose, curves, enter, item, line, open_rollouts, run_of
+from tests.dashboard.synthetic import synthetic_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.browser import CHROMIUM, MISSING, Browser
-from dashboard.hostile import LONG, PIECES, rollouts
-from dashboard.pages import answers_of, choose, curves, enter, line, open_rollouts
-from legato.diagnostics.format import RunDirectory
+from legato.records.directory import RunDirectory
+from tests.dashboard.browser import CHROMIUM, MISSING, Browser
+from tests.dashboard.hostile import LONG, PIECES, rollouts
+from tests.dashboard.pages import answers_of, choose, curves, enter, line, open_rollouts
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 

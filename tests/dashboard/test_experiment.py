@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from legato.dashboard import drawing
-from legato.dashboard.drawing import drawn, rasterised
-from legato.dashboard.experiment import Account, Check, Sheet, markdown, read, write
-from legato.dashboard.traces import BLUE, Figure, band, figure, line
+from legato.pages import drawing
+from legato.pages.drawing import drawn, rasterised
+from legato.pages.experiment import Account, Check, Sheet, markdown, read, write
+from legato.pages.traces import BLUE, Figure, band, figure, line
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,15 +12,16 @@ from weakref import WeakSet
 
 import pytest
 
-from dashboard.synthetic import synthetic_run
-from legato.dashboard import stored, tail
+from legato.dashboard import stored
 from legato.dashboard.board import configs, curves
 from legato.dashboard.guard import Guard
 from legato.dashboard.runs import Folder
 from legato.dashboard.series import MOST_KEYS, Series
 from legato.dashboard.stored import PORTION, Filter, listed, shown
-from legato.dashboard.tail import LONGEST
-from legato.diagnostics.format import RunDirectory
+from legato.records import tail
+from legato.records.directory import RunDirectory
+from legato.records.tail import LONGEST
+from tests.dashboard.synthetic import synthetic_run
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dashboard.synthetic import synthetic_run
-from legato.dashboard.report import write_report
-from legato.dashboard.several import arms, write_several
-from legato.dashboard.token_figures import measured, token_figures
-from legato.dashboard.traces import Figure
-from legato.diagnostics.format import RunDirectory
+from legato.pages.report import write_report
+from legato.pages.several import arms, write_several
+from legato.pages.token_figures import measured, token_figures
+from legato.pages.traces import Figure
+from legato.records.directory import RunDirectory
+from tests.dashboard.synthetic import synthetic_run
 
 BAND = {"kind": "step", "step": 1, "clip/band_low": 3e-4, "clip/band_high": 4e-4}
 

@@ -10,7 +10,7 @@ import pytest
 
 from legato.dashboard.runs import parsed
 from legato.dashboard.series import BUCKETS, Series
-from legato.dashboard.tail import Tail, spread_lines
+from legato.records.tail import Tail, spread_lines
 
 
 def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:

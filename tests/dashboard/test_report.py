@@ -15,12 +15,12 @@ import pytest
 from plotly import graph_objects
 from plotly.offline import get_plotlyjs
 
-from dashboard.synthetic import synthetic_run
-from legato.dashboard.figures import figures
-from legato.dashboard.legible import legible, shortened
-from legato.dashboard.report import duration, probe_words, write_report
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import RunDirectoryError
+from legato.pages.figures import figures
+from legato.pages.legible import legible, shortened
+from legato.pages.report import duration, probe_words, write_report
+from legato.records.directory import RunDirectory
+from legato.records.lines import RunDirectoryError
+from tests.dashboard.synthetic import synthetic_run
 
 SVG_TRACES = {"scatter", "bar"}
 
@@ -265,8 +265,8 @@ def test_unseen_characters_are_escapes_and_others_stay() -> None:
 
 def test_the_room_loads_neither_torch_nor_anything_a_run_names(run: RunDirectory) -> None:
     code = (
-        "import sys; from pathlib import Path; from legato.diagnostics.format import RunDirectory;"
-        "from legato.dashboard.report import write_report;"
+        "import sys; from pathlib import Path; from legato.records.directory import RunDirectory;"
+        "from legato.pages.report import write_report;"
         f"write_report(RunDirectory.open(Path({str(run.path)!r})));"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'pydantic', 'numpy')))"
     )

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from dashboard.synthetic import synthetic_run
-from legato.dashboard.report import verdict
-from legato.dashboard.summary import Interval, Summary, samples, summarise, summary, wilson
-from legato.diagnostics.format import RunDirectory
+from legato.pages.report import verdict
+from legato.pages.summary import Interval, Summary, samples, summarise, summary, wilson
+from legato.records.directory import RunDirectory
+from tests.dashboard.synthetic import synthetic_run
 
 
 def evaluation(step: int, sampled: float | None, greedy: float | None = None) -> dict[str, object]:

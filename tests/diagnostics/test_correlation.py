@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from legato.diagnostics.correlation import processes
 from legato.diagnostics.equivalence import implied_entropy, likelihoods, quotient_of_means
-from legato.diagnostics.spread import Bin, fitted, intercept, spread, weighted_slope
+from legato.diagnostics.statistics.correlation import processes
+from legato.diagnostics.statistics.spread import Bin, fitted, intercept, spread, weighted_slope
 
 GAP, AT = 3.6, 512
 

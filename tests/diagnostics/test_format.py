@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from legato.diagnostics.format import FORMAT, RunDirectory
-from legato.diagnostics.lines import RunDirectoryError
+from legato.records.directory import FORMAT, RunDirectory
+from legato.records.lines import RunDirectoryError
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
     names = ("torch", "numpy", "rich", "pydantic")
-    code = f"import sys, legato.diagnostics.format; sys.exit(any(name in sys.modules for name in {names}))"
+    code = f"import sys, legato.records.directory; sys.exit(any(name in sys.modules for name in {names}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from legato.diagnostics.health.explain import needed
-from legato.diagnostics.health.rule import AVERAGING, COMPARING, LEVELS, Rule
-from legato.diagnostics.health.rules import RULES, document
-from legato.diagnostics.health.watch import REST, Watch
-from legato.diagnostics.metrics import definition
-from legato.diagnostics.repetition import repetition
-from legato.diagnostics.run_metrics import RUN_METRICS
+from legato.diagnostics.metrics.definitions import definition
+from legato.diagnostics.metrics.repetition import repetition
+from legato.diagnostics.metrics.run import RUN_METRICS
+from legato.health.explain import needed
+from legato.health.rule import AVERAGING, COMPARING, LEVELS, Rule
+from legato.health.rules import RULES, document
+from legato.health.watch import REST, Watch
 
 STEPS = 60
 

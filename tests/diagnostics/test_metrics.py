@@ -11,9 +11,9 @@ from torch import Tensor
 import legato
 from legato.core.mask import Mask
 from legato.core.signals import RouterSignals, Signals
-from legato.diagnostics.measure import measure
-from legato.diagnostics.metrics import METRICS, definition
-from legato.diagnostics.routing import router_shift
+from legato.diagnostics.metrics.definitions import METRICS, definition
+from legato.diagnostics.metrics.measure import measure
+from legato.diagnostics.metrics.routing import router_shift
 
 INPUTS = json.loads((Path(__file__).parents[1] / "golden" / "vectors.json").read_text())["inputs"]
 WIDTH = 6

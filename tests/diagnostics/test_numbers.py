@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 import legato
-from legato.diagnostics.clipping import (
+from legato.diagnostics.metrics.routing import any_flip, flip_rate, jaccard_distance, replayed_gates, router_shift
+from legato.diagnostics.statistics.clipping import (
     calibrated_width,
     predicted_clip_fraction,
     product_range,
     quantile_bound,
     widths,
 )
-from legato.diagnostics.routing import any_flip, flip_rate, jaccard_distance, replayed_gates, router_shift
-from legato.diagnostics.variance import (
+from legato.diagnostics.statistics.variance import (
     autoregressive_kappa,
     explanations_of_gap,
     integrated_autocorrelation,

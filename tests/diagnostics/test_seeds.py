@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.diagnostics.collapse import collapse
-from legato.diagnostics.intervals import wilson
-from legato.diagnostics.seeds import (
+from legato.diagnostics.statistics.intervals import wilson
+from legato.diagnostics.statistics.seeds import (
     DRAWS,
     difference,
     interquartile_mean,

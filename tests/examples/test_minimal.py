@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import legato
-from legato.policy.packs import Texts, pack
+from legato.policy.layout.packs import Texts, pack
 from legato.policy.policy import Policy
-from policy.exact import exact
+from tests.policy.exact import exact
 
 SOURCE = Path(__file__).parents[2] / "examples" / "minimal.py"
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-6}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from legato.config.load import load
 from legato.lab.bed import DEFAULT
-from legato.run.load import load
 from legato.run.train import start
 from legato.run.watcher import Silent
 from legato.run.wire import Given

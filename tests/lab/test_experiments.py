@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from legato.compare.jobs import differences, jobs
-from legato.diagnostics.clipping import predicted_clip_fraction
+from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab import equivalence, failure, variance
 from legato.lab.bed import DEFAULT, make_bed, named, target_of
 from legato.lab.clipping import Found, account

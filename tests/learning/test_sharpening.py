@@ -15,19 +15,19 @@ import torch
 
 import legato
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.supervised import Example, supervise
+from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
-from legato.policy.supervised import Example, supervise
-from legato.policy.tiny import TinyShape
 from legato.rollouts.engine import Limits
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
 from legato.training.collect import Collector
-from legato.training.evaluation import answer
+from legato.training.evaluate import answer
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
-from legato.training.trainer import Trainer, TrainingSettings
+from legato.training.step import Trainer, TrainingSettings
 
 DIGITS, CORRUPTED, STEPS = 3, 0.7, 35
 LIMITS = Limits(max_response_tokens=DIGITS + 2, end_tokens=(1,))

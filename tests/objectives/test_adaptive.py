@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import legato
 from legato.algorithms.cautions import cautions
 from legato.core.sums import Sums
-from proof.adaptive import QUOTIENT, auto, held, sums_of
-from proof.batches import batches, examples, only
-from proof.bridge import assert_agrees, evaluate
-from reference import aggregation, controller, objectives, ratios
+from tests.proof.adaptive import QUOTIENT, auto, held, sums_of
+from tests.proof.batches import batches, examples, only
+from tests.proof.bridge import assert_agrees, evaluate
+from tests.reference import aggregation, controller, objectives, ratios
 
 SIGNS = [1, -1, 1, -1, 1, 1, -1, -1, 0, 1]
 LOG_S = [value * 1e-4 for value in (5, 2, -3, -6, 1, 9, -1, 4, 7, 2)]

@@ -8,8 +8,8 @@ import numpy
 import pytest
 
 import legato
-from proof.adaptive import QUOTIENT, auto, held, sums_of
-from reference import controller
+from tests.proof.adaptive import QUOTIENT, auto, held, sums_of
+from tests.reference import controller
 
 Stream = Callable[[numpy.random.Generator, int, int], numpy.ndarray]
 """[rows, length]: token log-ratios of one update, before their size."""

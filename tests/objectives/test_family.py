@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import batches, channels, examples, only
-from proof.bridge import (
+from tests.proof.batches import batches, channels, examples, only
+from tests.proof.bridge import (
     assert_agrees,
     assert_rows_close,
     assert_same,
@@ -19,9 +19,9 @@ from proof.bridge import (
     loss,
     signals,
 )
-from proof.members import MEMBERS, configured, expected
-from reference import aggregation, factors, objectives, penalties
-from reference.batch import Batch
+from tests.proof.members import MEMBERS, configured, expected
+from tests.reference import aggregation, factors, objectives, penalties
+from tests.reference.batch import Batch
 
 FINEST = {name: member.units[-1] for name, member in MEMBERS.items()}
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 import legato
-from proof.bridge import loss
-from proof.members import MEMBERS
-from proof.waits import no_waiting
+from tests.proof.bridge import loss
+from tests.proof.members import MEMBERS
+from tests.proof.waits import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def test_an_objective_does_not_wait_for_the_device() -> None:
     from legato.algorithms.catalogue import algorithm_names
     from legato.core.mask import Mask
     from legato.core.signals import Signals
-    from legato.diagnostics.measure import measure
+    from legato.diagnostics.metrics.measure import measure
 
     signals = {key: tensor.cuda() for key, tensor in batch(torch.float32).items()}
     mask, advantages = signals.pop("mask"), signals.pop("advantages").unsqueeze(1)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import batches, examples, only, reordered
-from proof.bridge import assert_rows_close, assert_same, evaluate
-from proof.members import MEMBERS, configured
-from reference import metrics
-from reference.batch import Batch, Rows
+from tests.proof.batches import batches, examples, only, reordered
+from tests.proof.bridge import assert_rows_close, assert_same, evaluate
+from tests.proof.members import MEMBERS, configured
+from tests.reference import metrics
+from tests.reference.batch import Batch, Rows
 
 CLIP = "objective.trust.clip"
 some = examples(20)

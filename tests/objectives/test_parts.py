@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import batches, examples, only
-from proof.bridge import assert_agrees, evaluate
-from proof.hosts import HOSTS
-from reference import aggregation, corrections, objectives, ratios, selections
-from reference.batch import Batch, Rows
+from tests.proof.batches import batches, examples, only
+from tests.proof.bridge import assert_agrees, evaluate
+from tests.proof.hosts import HOSTS
+from tests.reference import aggregation, corrections, objectives, ratios, selections
+from tests.reference.batch import Batch, Rows
 
 ACTIONS: dict[str, Callable[[Batch, str], Rows]] = {
     "tis": corrections.truncated,

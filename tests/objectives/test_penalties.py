@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import batches, examples, only
-from proof.bridge import assert_agrees, assert_rows_close, evaluate
-from proof.hosts import HOSTS
-from reference import corrections, objectives, penalties, selections
-from reference.batch import Batch, Result, Rows
+from tests.proof.batches import batches, examples, only
+from tests.proof.bridge import assert_agrees, assert_rows_close, evaluate
+from tests.proof.hosts import HOSTS
+from tests.reference import corrections, objectives, penalties, selections
+from tests.reference.batch import Batch, Result, Rows
 
 SLOT = "objective.penalties"
 KL: dict[str, tuple[dict[str, Any], Callable[[Batch, Rows], Result]]] = {

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import legato
-from proof.batches import only
-from proof.bridge import count, evaluate, signals
-from proof.members import configured
-from reference.examples import batch_v
+from tests.proof.batches import only
+from tests.proof.bridge import count, evaluate, signals
+from tests.proof.members import configured
+from tests.reference.examples import batch_v
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from proof.batches import batches, examples, only, reordered
-from proof.bridge import advantage_tensor, assert_rows_close, assert_same, count, evaluate
-from proof.members import MEMBERS, SPLITTABLE, configured
-from reference.batch import Batch
+from tests.proof.batches import batches, examples, only, reordered
+from tests.proof.bridge import advantage_tensor, assert_rows_close, assert_same, count, evaluate
+from tests.proof.members import MEMBERS, SPLITTABLE, configured
+from tests.reference.batch import Batch
 
 some = examples(10)
 few = examples(6)

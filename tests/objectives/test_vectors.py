@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import legato
-from proof.batches import only
-from proof.bridge import evaluate
-from reference.examples import LENGTHS, VECTORS, batch_v
+from tests.proof.batches import only
+from tests.proof.bridge import evaluate
+from tests.reference.examples import LENGTHS, VECTORS, batch_v
 
 CLIP = "objective.trust.clip"
 CORRECTION = "objective.corrections"

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("trl", reason="the peers are not installed (tests/peers/requirements.txt)")
 
 import legato
-from peers.sides import Side, agree, difference, fixed_batch, ours, rows, scaled, with_empty_row
-from peers.trl_trainer import import_trl, model_sides, trl_advantages, trl_side
+from tests.peers.sides import Side, agree, difference, fixed_batch, ours, rows, scaled, with_empty_row
+from tests.peers.trl_trainer import import_trl, model_sides, trl_advantages, trl_side
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
 

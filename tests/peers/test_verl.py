@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import legato
-from peers.sides import Batch, Side, agree, fixed_batch, ours, scaled, with_empty_row
-from peers.verl_functions import installed_folder, load, verl_advantages, verl_side
+from tests.peers.sides import Batch, Side, agree, fixed_batch, ours, scaled, with_empty_row
+from tests.peers.verl_functions import installed_folder, load, verl_advantages, verl_side
 
 try:
     CORE: ModuleType = load()

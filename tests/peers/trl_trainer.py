@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import legato
-from peers.sides import ADVANTAGES, Batch, Side, log_ratios, response_mask
+from tests.peers.sides import ADVANTAGES, Batch, Side, log_ratios, response_mask
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

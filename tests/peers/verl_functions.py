@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from peers.sides import Batch, Side
+from tests.peers.sides import Batch, Side
 
 
 class ActorConfig(SimpleNamespace):

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from legato.policy.packs import Texts
+from legato.policy.layout.packs import Texts
 from legato.policy.policy import Policy
 
 VOCABULARY = 41

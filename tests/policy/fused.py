@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.packs import Pack, Texts
+from legato.policy.layout.packs import Pack, Texts
+from legato.policy.layout.spans import Spans, Uses
 from legato.policy.policy import Policy
-from legato.policy.spans import Spans, Uses
 
 
 def texts() -> Texts:

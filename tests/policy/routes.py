@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from legato.policy.packs import Texts
+from legato.policy.layout.packs import Texts
 from legato.policy.policy import Policy
-from policy import exact
+from tests.policy import exact
 
 FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt-oss")
 

@@ -17,7 +17,7 @@ import json
 from itertools import product
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from legato.policy.triton import head
+from legato.policy.kernels import head
 
 kernel, found = head._project, {}
 pointers = {"targets": "*i64"} | dict.fromkeys(("scales", "best_out", "total_out", "moment_out", "chosen_out"), "*fp32")

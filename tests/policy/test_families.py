@@ -8,12 +8,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Texts
+from legato.policy.layout.packs import Texts
+from legato.policy.model.load import Loading, load_policy
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from policy.exact import VOCABULARY, Words, plain_tables, ragged
+from tests.policy.exact import VOCABULARY, Words, plain_tables, ragged
 
 COMMON = {"vocab_size": VOCABULARY, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 # Attention of their own beside transformers' interface (bloom, gpt-j), or a memory that runs along the row (mamba, lfm2).

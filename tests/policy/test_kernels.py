@@ -6,12 +6,12 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from legato.policy.triton.decode import Workspace, attend_slots, rows_per_block, store  # noqa: E402
-from legato.policy.triton.layers import add_norm, heads, swiglu  # noqa: E402
-from legato.policy.triton.sample import sample  # noqa: E402
+from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block, store  # noqa: E402
+from legato.policy.kernels.layers import add_norm, heads, swiglu  # noqa: E402
+from legato.policy.kernels.sample import sample  # noqa: E402
+from legato.rollouts.gpu.slots import blocks  # noqa: E402
 from legato.rollouts.randomness import uniform  # noqa: E402
 from legato.rollouts.sampling import Sampling, choose  # noqa: E402
-from legato.rollouts.slots import blocks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array")  # of Triton's interpreter, for numpy
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from legato.policy.logprobs import chosen
+from legato.policy.head.logprobs import chosen
 
 
 def plainly(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

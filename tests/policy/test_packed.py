@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from legato.policy import unrolled
-from legato.policy.adapters import Lora, with_lora
-from legato.policy.packed import Packed, bytes_of_copies, product
-from legato.policy.tiny import TinyShape, tiny_model
-from legato.policy.unrolled import Unrolled
+from legato.policy.layers import unrolled
+from legato.policy.layers.packed import Packed, bytes_of_copies, product
+from legato.policy.layers.unrolled import Unrolled
+from legato.policy.model.adapters import Lora, with_lora
+from legato.policy.model.tiny import TinyShape, tiny_model
 
 
 def layers(*sizes: int, inputs: int = 24, biases: bool = False) -> list[nn.Linear]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Texts, pack
+from legato.policy.layout.packs import Texts, pack
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy, ValueHead
-from policy.exact import FAMILIES, VOCABULARY, Words, family, plain_tables, policy_of, ragged
+from tests.policy.exact import FAMILIES, VOCABULARY, Words, family, plain_tables, policy_of, ragged
 
 
 def inside(texts: Texts) -> Tensor:

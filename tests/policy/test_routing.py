@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.outcome import Coefficients
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Texts
+from legato.policy.experts.routers import Routers, find
+from legato.policy.experts.routing import Directions, Record
+from legato.policy.layout.packs import Texts
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy
-from legato.policy.routers import Routers, find
-from legato.policy.routing import Directions, Record
-from policy.exact import Words, family, policy_of, ragged
-from policy.routes import FAMILIES, as_published, chosen_by, family_gates, overheard, plain_logits, present, sets
+from tests.policy.exact import Words, family, policy_of, ragged
+from tests.policy.routes import FAMILIES, as_published, chosen_by, family_gates, overheard, plain_logits, present, sets
 
 CPU = torch.device("cpu")
 

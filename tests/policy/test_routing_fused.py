@@ -10,13 +10,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from legato.core.outcome import Coefficients
-from legato.policy.fused import why_not
-from legato.policy.load import Loading, load_policy
+from legato.policy.experts.routing import Balance, Directions, Record, Routed, Traffic
+from legato.policy.layers.fused import why_not
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
-from legato.policy.routing import Balance, Directions, Record, Routed, Traffic
-from policy.exact import Words
-from policy.fused import install, texts
-from policy.routes import as_published, sets
+from tests.policy.exact import Words
+from tests.policy.fused import install, texts
+from tests.policy.routes import as_published, sets
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the trainer's own tests go through fused layers"),

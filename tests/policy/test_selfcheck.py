@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from legato.policy import selfcheck
+from legato.policy.model import selfcheck
 
 
 class Noisy:

@@ -11,14 +11,14 @@ from torch.nn.functional import rms_norm, silu
 
 triton = pytest.importorskip("triton")
 
-import legato.policy.triton.head as kernels  # noqa: E402
+import legato.policy.kernels.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
-from legato.policy.head import _Exact  # noqa: E402
-from legato.policy.load import Loading, load_policy  # noqa: E402
-from legato.policy.spans import Spans, Uses, moved  # noqa: E402
-from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
-from legato.policy.triton.sums import sum_uses  # noqa: E402
-from policy.fused import install, texts  # noqa: E402
+from legato.policy.head.head import _Exact  # noqa: E402
+from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
+from legato.policy.kernels.sums import sum_uses  # noqa: E402
+from legato.policy.layout.spans import Spans, Uses, moved  # noqa: E402
+from legato.policy.model.load import Loading, load_policy  # noqa: E402
+from tests.policy.fused import install, texts  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array"),  # of Triton's interpreter, for numpy
@@ -134,8 +134,8 @@ def test_a_head_whose_backward_never_comes_is_forgotten() -> None:
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_lora_on_a_16_bit_head_brings_float32_adapters() -> None:
-    from legato.policy.adapters import Lora, with_lora
-    from legato.policy.head import _product_of
+    from legato.policy.head.head import _product_of
+    from legato.policy.model.adapters import Lora, with_lora
 
     policy = load_policy("tiny", Loading(device="cpu", dtype="float32"))
     layer = with_lora(policy.model.bfloat16(), Lora(rank=8, targets=("lm_head",))).get_base_model().lm_head
@@ -262,7 +262,7 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
     right, slopes = learnt()
     asked = install(monkeypatch)
     if not whole:
-        monkeypatch.setattr("legato.policy.fused.is_plain", lambda layer: False)
+        monkeypatch.setattr("legato.policy.layers.fused.is_plain", lambda layer: False)
     found, fused = learnt()
     assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
     assert torch.allclose(found, right, atol=1e-5)

@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers import AutoModelForCausalLM
 
-from legato.policy import fused
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
-from legato.policy.parting import distance, parting, usage
+from legato.policy.experts.divergence import distance, parting, usage
+from legato.policy.layers import fused
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.supervised import Example, supervise, texts_of
+from legato.policy.model.upcycle import Upcycling, upcycle
 from legato.policy.policy import Policy
-from legato.policy.supervised import Example, supervise, texts_of
-from legato.policy.upcycle import Upcycling, upcycle
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from policy.exact import VOCABULARY, Words, plain_tables, ragged
+from tests.policy.exact import VOCABULARY, Words, plain_tables, ragged
 
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -376,8 +376,8 @@ def test_the_measure_counts_every_token_and_layer_and_leaves_no_hook() -> None:
 REAL = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from legato.policy.smollm2 import smollm2_folder
-from legato.policy.upcycle import Upcycling, upcycle
+from legato.policy.model.smollm2 import smollm2_folder
+from legato.policy.model.upcycle import Upcycling, upcycle
 folder = smollm2_folder()
 dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 text = "What is 3 + 4? The answer is 7. The capital of France is Paris, a city of two million people on the river Seine."

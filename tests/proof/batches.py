@@ -12,7 +12,7 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from reference.batch import Batch, Rows
+from tests.reference.batch import Batch, Rows
 
 GARBAGE = (math.nan, math.inf, -math.inf, 1e38, -1e38, 0.7)
 DRIFTS = (2e-4, 0.03, 0.3, 1.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import legato
-from reference.batch import Batch, Result, Rows
+from tests.reference.batch import Batch, Result, Rows
 
 KEYWORDS = {
     "old": "old_logprobs",

@@ -7,10 +7,10 @@ from typing import Any
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, jobs
 from legato.compare.store import Store
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.intervals import wilson
-from proof import verdicts
-from proof.runs import SMALL
+from legato.diagnostics.statistics.intervals import wilson
+from legato.records.directory import RunDirectory
+from tests.proof import verdicts
+from tests.proof.runs import SMALL
 
 PROBLEMS = 128
 OPTIONS: dict[str, Any] = {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from legato.config.load import load
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.run import wire
-from legato.run.load import load
-from proof.responses import response
-from proof.runs import SMALL, small, steps
+from tests.proof.responses import response
+from tests.proof.runs import SMALL, small, steps
 
 EFFECTS: dict[str, Callable[["Bench"], None]] = {}
 
@@ -87,7 +87,7 @@ class Bench:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    from legato.diagnostics.format import RunDirectory
+    from legato.records.directory import RunDirectory
 
     return RunDirectory.open(folder).metrics()
 

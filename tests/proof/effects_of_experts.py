@@ -2,8 +2,8 @@
 
 import pytest
 
-from proof.effects import Bench, effect
-from proof.effects_of_training import EARLY, members
+from tests.proof.effects import Bench, effect
+from tests.proof.effects_of_training import EARLY, members
 
 MOE = {**EARLY, "policy.model": "tiny-moe", "policy.tiny.layers": 2, "training.skip_silent_rows": False}
 

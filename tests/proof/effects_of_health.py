@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health import watch
-from legato.diagnostics.health.rule import Rule
-from proof import verdicts
-from proof.effects import Bench, effect
+from legato.health import watch
+from legato.health.rule import Rule
+from legato.records.directory import RunDirectory
+from tests.proof import verdicts
+from tests.proof.effects import Bench, effect
 
 ALWAYS = Rule(
     name="drift",

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from legato.config.load import load
 from legato.core.rollout import Problem, Unscorable
-from legato.policy.tiny import character_tokenizer
+from legato.policy.model.tiny import character_tokenizer
 from legato.run import wire
-from legato.run.load import load
-from proof.effects import Bench, effect, rollout, scored
-from proof.runs import SMALL
+from tests.proof.effects import Bench, effect, rollout, scored
+from tests.proof.runs import SMALL
 
 POOL = [Problem(prompt=f"{number}+1=", answer=str(number + 1)) for number in range(60)]
 
@@ -316,7 +316,7 @@ def a_warm_up_that_has_learnt_enough(bench: Bench) -> None:
 @effect("policy.warm_up", "policy.warm_up.steps", "policy.warm_up.examples_per_step", "policy.warm_up.lr")
 def a_warm_up(bench: Bench) -> None:
     shown: list[int] = []
-    from legato.policy import supervised
+    from legato.policy.model import supervised
 
     supervise = supervised.supervise
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from legato.diagnostics.format import RunDirectory
-from legato.rollouts import budget
+from legato.records.directory import RunDirectory
 from legato.rollouts.engine import Limits, Request
+from legato.rollouts.gpu import budget
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
-from proof import verdicts
-from proof.effects import Bench, effect
+from tests.proof import verdicts
+from tests.proof.effects import Bench, effect
 
 EARLY = {"reward.kind": f"{verdicts.__file__}:early"}
 
@@ -82,8 +82,8 @@ def how_many_are_decoded_together(bench: Bench) -> None:
 @effect("rollouts.kv_memory_share")
 def the_memory_of_keys_and_values(bench: Bench) -> None:
     pytest.importorskip("triton")
-    from legato.rollouts.graphed import GraphedEngine
-    from legato.rollouts.slots import Room
+    from legato.rollouts.gpu.engine import GraphedEngine
+    from legato.rollouts.gpu.slots import Room
 
     # The engine of a GPU, on a machine that is said to have room for 64 rows beside what training will ask for.
     bench.patch.setattr(wire, "local_engine", lambda policy, rows, **rest: GraphedEngine(policy, rows, graphs=False, **rest))

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reference import aggregation, objectives, ratios
-from reference.batch import Batch, Result, Rows
-from reference.ratios import LogRatio
+from tests.reference import aggregation, objectives, ratios
+from tests.reference.batch import Batch, Result, Rows
+from tests.reference.ratios import LogRatio
 
 
 @dataclass(frozen=True, kw_only=True)

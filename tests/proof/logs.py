@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import dump, load
+from legato.records.directory import RunDirectory
 from legato.run.doctor import Examined
-from legato.run.load import dump, load
 
 
 def wave(step: int) -> float:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import legato
-from reference import aggregation
-from reference.batch import Batch, Result, Rows
-from reference.family import FAMILY, GENERATION_BUDGET, LENGTH_FAIR_BAND
+from tests.reference import aggregation
+from tests.reference.batch import Batch, Result, Rows
+from tests.reference.family import FAMILY, GENERATION_BUDGET, LENGTH_FAIR_BAND
 
 
 @dataclass(frozen=True, kw_only=True)

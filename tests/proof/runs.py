@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from legato.diagnostics.format import RunDirectory
+from legato.records.directory import RunDirectory
 from legato.run.train import Run, train
 
 SMALL: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from reference.batch import Rows, deviation, mean
+from tests.reference.batch import Rows, deviation, mean
 
 ZERO_VARIANCE = 1e-6
 

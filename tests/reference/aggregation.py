@@ -5,7 +5,7 @@ All five return rows of weights; `kept` (rows that survive a rejection) shrinks 
 
 from collections.abc import Callable
 
-from reference.batch import Batch, Rows
+from tests.reference.batch import Batch, Rows
 
 
 def counted_rows(batch: Batch, kept: set[int] | None) -> list[int]:

@@ -6,8 +6,8 @@ Levels: rho of each token; its geometric mean over a turn or the sequence; its p
 import math
 from collections.abc import Callable
 
-from reference.batch import Batch, Rows, clamp, mean
-from reference.ratios import LIMIT
+from tests.reference.batch import Batch, Rows, clamp, mean
+from tests.reference.ratios import LIMIT
 
 
 def behaviour_log_ratios(batch: Batch, limit: float = LIMIT) -> Rows:

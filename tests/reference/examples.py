@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from reference.batch import Batch, Rows
+from tests.reference.batch import Batch, Rows
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "vectors.json").read_text())
 VECTORS: dict[str, dict[str, Any]] = GOLDEN["vectors"]

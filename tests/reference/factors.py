@@ -2,9 +2,9 @@
 
 import math
 
-from reference.batch import Batch, Rows, clamp
-from reference.objectives import is_clipped
-from reference.ratios import LIMIT, token_log_ratios
+from tests.reference.batch import Batch, Rows, clamp
+from tests.reference.objectives import is_clipped
+from tests.reference.ratios import LIMIT, token_log_ratios
 
 
 def ones(batch: Batch) -> Rows:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
-from reference import aggregation, corrections, factors, objectives, penalties, ratios, selections
-from reference.batch import Batch, Result, Rows
+from tests.reference import aggregation, corrections, factors, objectives, penalties, ratios, selections
+from tests.reference.batch import Batch, Result, Rows
 
 # Members whose paper leaves a constant open get one here; the tests pass the same to the package.
 GENERATION_BUDGET = 8.0

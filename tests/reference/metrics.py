@@ -2,9 +2,9 @@
 
 import math
 
-from reference.batch import Batch, mean
-from reference.corrections import behaviour_log_ratios
-from reference.objectives import is_clipped
+from tests.reference.batch import Batch, mean
+from tests.reference.corrections import behaviour_log_ratios
+from tests.reference.objectives import is_clipped
 
 
 def sequence_ratio(batch: Batch, row: int) -> float:

@@ -9,8 +9,8 @@ ratio together, so weight_it is then their mean over the segment.
 import math
 from collections.abc import Callable
 
-from reference.batch import Batch, Result, Rows, clamp
-from reference.ratios import LogRatio, log_product
+from tests.reference.batch import Batch, Result, Rows, clamp
+from tests.reference.ratios import LogRatio, log_product
 
 
 def clip_objective(ratio: float, advantage: float, low: float, high: float) -> float:

@@ -2,9 +2,9 @@
 
 import math
 
-from reference.aggregation import token_mean
-from reference.batch import Batch, Result, Rows, clamp
-from reference.ratios import LIMIT, token_log_ratios
+from tests.reference.aggregation import token_mean
+from tests.reference.batch import Batch, Result, Rows, clamp
+from tests.reference.ratios import LIMIT, token_log_ratios
 
 
 def reference_log_ratio(batch: Batch, row: int, position: int, limit: float = LIMIT) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from reference.batch import Batch, Rows, clamp
+from tests.reference.batch import Batch, Rows, clamp
 
 LIMIT = 20.0
 

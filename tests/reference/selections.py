@@ -2,9 +2,9 @@
 
 import math
 
-from reference.batch import Batch, Rows, mean
-from reference.objectives import is_clipped
-from reference.ratios import token_log_ratios
+from tests.reference.batch import Batch, Rows, mean
+from tests.reference.objectives import is_clipped
+from tests.reference.ratios import token_log_ratios
 
 
 def off_policy_survivors(batch: Batch, threshold: float = 0.5, anchor: str = "sampler") -> set[int]:

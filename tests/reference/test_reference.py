@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from proof.batches import batches, examples
-from reference import (
+from tests.proof.batches import batches, examples
+from tests.reference import (
     aggregation,
     corrections,
     factors,
@@ -20,8 +20,8 @@ from reference import (
     selections,
     vectors,
 )
-from reference.batch import Batch, Result, numerical_gradient
-from reference.examples import LENGTHS, VECTORS, batch_v
+from tests.reference.batch import Batch, Result, numerical_gradient
+from tests.reference.examples import LENGTHS, VECTORS, batch_v
 
 
 @pytest.mark.parametrize("name", VECTORS)

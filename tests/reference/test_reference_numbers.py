@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from reference import advantages, aggregation, corrections, metrics, objectives, penalties, ratios, vectors
-from reference.batch import Batch, mean
-from reference.examples import batch_v
+from tests.reference import advantages, aggregation, corrections, metrics, objectives, penalties, ratios, vectors
+from tests.reference.batch import Batch, mean
+from tests.reference.examples import batch_v
 
 REWARDS = [1, 0, 0, 0.5, 1, 1, 1, 1]
 GROUP = [0, 0, 0, 0, 1, 1, 1, 1]

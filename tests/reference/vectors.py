@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from reference import corrections, factors, family, objectives, penalties, ratios, selections
-from reference.aggregation import group_token_mean, sequence_mean, times, token_mean
-from reference.batch import Batch, Result, Rows
-from reference.examples import batch_v
+from tests.reference import corrections, factors, family, objectives, penalties, ratios, selections
+from tests.reference.aggregation import group_token_mean, sequence_mean, times, token_mean
+from tests.reference.batch import Batch, Result, Rows
+from tests.reference.examples import batch_v
 
 
 def dapo_with(batch: Batch, weight: Rows) -> Result:

@@ -61,7 +61,7 @@ def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path, monk
     words = [str(run) if word == "runs/NAME" else str(tmp_path / word) if word == "my-model" else word for word in words]
     if words[0] == "train":
         if any(name in word for word in words for name in NEEDS_A_HUB):
-            from legato.run.load import load
+            from legato.config.load import load
 
             load([ROOT / word for word in words[1:] if word.endswith(".toml")], [w for w in words[1:] if "=" in w])
             return

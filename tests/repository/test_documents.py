@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from docs.generate import pages
 
 ROOT = Path(__file__).parents[2]

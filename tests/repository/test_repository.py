@@ -8,22 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-PYTHON = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-
-
-def test_no_file_is_over_400_lines() -> None:
-    long = {str(path.relative_to(ROOT)): n for path in PYTHON if (n := len(path.read_text().splitlines())) > 400}
-    assert not long
-
-
-def test_no_function_is_over_60_lines() -> None:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                docstring = ast.get_docstring(node, clean=False) or ""
-                signature = node.body[0].lineno - node.lineno
-                lines = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines()) - signature
-                assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
 def test_every_source_file_says_what_it_is() -> None:

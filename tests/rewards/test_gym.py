@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from legato.core.rollout import Problem, Rollout, Unscorable
-from legato.core.workers import shared
 from legato.rewards.gym import WORKER, ReasoningGymScore, tagged_answer
 from legato.rewards.gym_worker import check_formula, evaluate_literal
 from legato.tasks.gym import ReasoningGym
 from legato.tasks.task import Task
-from proof.responses import response
+from legato.workers.pool import shared
+from tests.proof.responses import response
 
 pytest.importorskip("reasoning_gym")
 

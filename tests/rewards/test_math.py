@@ -13,9 +13,9 @@ import pytest
 
 from legato.core.boxed import last_boxed
 from legato.core.rollout import Problem, Rollout, Unscorable
-from legato.core.workers import shared
 from legato.rewards.math import WORKER, MathVerify
-from proof.responses import response
+from legato.workers.pool import shared
+from tests.proof.responses import response
 
 pytest.importorskip("math_verify")
 
@@ -107,7 +107,7 @@ def test_it_works_off_the_main_thread_and_after_its_worker_was_killed() -> None:
 
 CHILD = """
 import multiprocessing, sys
-from legato.core.workers import shared
+from legato.workers.pool import shared
 from legato.rewards.math import WORKER
 
 def work(queue):

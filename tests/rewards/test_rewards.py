@@ -7,7 +7,7 @@ import pytest
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.scoring import Component, WeightedSum, judge
 from legato.rewards.verifiers import CountdownMatch, ExactMatch, FormatMatch, LengthPenalty, NumberMatch, read_number
-from proof.responses import response
+from tests.proof.responses import response
 
 
 def rollout(text: str, answer: str | None = "42", length: int = 3, **fields: object) -> Rollout:

@@ -11,7 +11,7 @@ from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum, batched, judge_all
 from legato.rewards.verifiers import ExactMatch
-from proof.responses import response
+from tests.proof.responses import response
 
 
 def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, Limits, Request, Response
 from legato.rollouts.sampling import Sampling
-from policy.exact import Words
+from tests.policy.exact import Words
 
 VOCABULARY, END = 64, 1
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from legato.rollouts import buckets, graphed
+from legato.rollouts.gpu import buckets
+from legato.rollouts.gpu import engine as graphed
 from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Sampling, choose
 

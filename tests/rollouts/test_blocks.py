@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from legato.policy.packed import Packed
+from legato.policy.layers.packed import Packed
 from legato.policy.policy import Policy
-from legato.rollouts.blocks import _Arrangement
 from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.blocks import _Arrangement
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from policy.exact import FAMILIES, VOCABULARY, Words
+from tests.policy.exact import FAMILIES, VOCABULARY, Words
 
 LIMITS = Limits(max_response_tokens=16, end_tokens=(1,))
 KNOWN = ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral"]

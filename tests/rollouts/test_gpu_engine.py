@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from legato.policy.model.selfcheck import tolerance
 from legato.policy.policy import Policy
-from legato.policy.selfcheck import tolerance
 from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from proof.waits import no_waiting
-from rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same, turn
+from tests.proof.waits import no_waiting
+from tests.rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -30,7 +30,7 @@ FAMILY = pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 
 def engine_of(made: Policy, rows_at_once: int = 16, **options: Any) -> Any:
     # Only here: a machine without Triton collects this file too.
-    from legato.rollouts.graphed import GraphedEngine
+    from legato.rollouts.gpu.engine import GraphedEngine
 
     return GraphedEngine(made, rows_at_once, **{"graphs": capturable(made), **options})
 
@@ -203,7 +203,7 @@ def test_memory_that_runs_out_means_fewer_slots_and_the_same_tokens() -> None:
 
 
 def test_the_host_waits_for_nothing_but_its_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from legato.rollouts.calls import Call
+    from legato.rollouts.gpu.calls import Call
 
     made, requests = policy("qwen3", torch.bfloat16, "cuda"), asked(30, 9, 17, each=8)
     engine = engine_of(made, 32)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import StopReason
-from legato.policy.adapters import Lora, with_lora
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.adapters import Lora, with_lora
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.policy import Policy
-from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from policy.exact import family, policy_of
+from tests.policy.exact import family, policy_of
 
 END = 1
 LIMITS = Limits(max_response_tokens=20, end_tokens=(END,))

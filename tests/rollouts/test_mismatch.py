@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.attention import Heads
-from legato.policy.packs import Texts
+from legato.policy.layout.attention import Heads
+from legato.policy.layout.packs import Texts
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Limits, Remembering, Request, Response
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.mismatch import KINDS, Mismatch, MismatchedEngine, in_steps
 from legato.rollouts.sampling import Sampling
-from rollouts.families import END, VOCABULARY, asked, plainly, policy, same
+from tests.rollouts.families import END, VOCABULARY, asked, plainly, policy, same
 
 LIMITS = Limits(max_response_tokens=8, end_tokens=(END,))
 
@@ -88,7 +88,7 @@ def test_steps_of_nothing_are_nothing() -> None:
 @pytest.mark.parametrize("kind", ["kv-bf16", "kv-int8"])
 def test_what_is_attended_to_is_rounded_once_and_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written out over whole texts: each layer's keys and values rounded before the attention of the model's own forward."""
-    import legato.policy.attention as attention
+    import legato.policy.layout.attention as attention
 
     trained, requests = policy("qwen3"), asked(5, 9)
     found = said(engine(trained, kind), requests)
@@ -146,7 +146,6 @@ def test_what_a_stale_sampler_remembers_makes_another_the_same() -> None:
     for update in range(3):
         sampler.before_update()
         moved(trained, seed=update)
-    assert isinstance(sampler, Remembering)
     other = engine(trained, "stale", updates=2)
     other.load(sampler.state())
     for place in range(3):

@@ -9,11 +9,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.graphed import GraphedEngine
-from legato.rollouts.recall import WORTH, Recall, fingerprint
+from legato.rollouts.gpu.engine import GraphedEngine
+from legato.rollouts.gpu.recall import WORTH, Recall, fingerprint
 from legato.rollouts.sampling import Sampling
-from rollouts import in_torch
-from rollouts.families import END, FAMILIES, OTHERS, asked, policy, prompts, same, turn
+from tests.rollouts import in_torch
+from tests.rollouts.families import END, FAMILIES, OTHERS, asked, policy, prompts, same, turn
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(END, *range(5, 9)))
 

@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 
 from legato.core.batch import collate
 from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored
+from legato.policy.experts.routers import Routers
 from legato.policy.policy import Policy
-from legato.policy.routers import Routers
 from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.graphed import GraphedEngine
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.gpu.engine import GraphedEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from policy.routes import chosen_by, overheard, sets
-from rollouts import in_torch
-from rollouts.families import END, asked, policy, same, turn
+from tests.policy.routes import chosen_by, overheard, sets
+from tests.rollouts import in_torch
+from tests.rollouts.families import END, asked, policy, same, turn
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(END, *range(5, 12)))
 FAMILIES = ("qwen3-moe", "mixtral", "gpt-oss")

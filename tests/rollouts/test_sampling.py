@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.randomness import seed_of, uniform
 from legato.rollouts.sampling import Sampling, choose
-from policy.exact import family, policy_of
+from tests.policy.exact import family, policy_of
 
 DRAWS = 20_000
 # The chi-square value that is passed once in a thousand, by degrees of freedom (Wilson and Hilferty's form is close enough).

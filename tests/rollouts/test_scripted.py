@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from legato.core.rollout import Problem, StopReason
-from legato.policy.tiny import character_tokenizer
+from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Engine, Limits, Request
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine

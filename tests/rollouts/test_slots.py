@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from legato.rollouts import calls
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.graphed import GraphedEngine
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.gpu import calls
+from legato.rollouts.gpu.engine import GraphedEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from rollouts import in_torch
-from rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same
+from tests.rollouts import in_torch
+from tests.rollouts.families import END, FAMILIES, OTHERS, asked, plainly, policy, prompts, same
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(END, *range(5, 12)))
 MIXED = [(3, 9, 1, 17, 9), (2,), (30, 1, 1, 30, 2, 4, 5)]
@@ -160,7 +160,7 @@ def test_a_group_larger_than_the_slots_reads_its_prompt_once(monkeypatch: pytest
 @pytest.mark.usefixtures("quick")
 def test_prompts_are_read_in_packs_of_a_token_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     made, requests = policy("qwen3"), asked(3, 9, 1, 17, 9, 30, each=1)
-    monkeypatch.setattr("legato.rollouts.prefill.TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr("legato.rollouts.gpu.prefill.TOKENS_AT_ONCE", 20)
     sizes: list[int] = []
     hidden: Callable[..., torch.Tensor] = type(made).hidden
 

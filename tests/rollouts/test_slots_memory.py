@@ -12,18 +12,19 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
-from legato.rollouts import budget, graphed, slots
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.graphed import GraphedEngine
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.gpu import budget, slots
+from legato.rollouts.gpu import engine as graphed
+from legato.rollouts.gpu.engine import GraphedEngine
+from legato.rollouts.gpu.slots import Room
+from legato.rollouts.local.engine import LocalEngine
+from legato.rollouts.local.select import first_that_serves, local_engine
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.select import first_that_serves, local_engine
-from legato.rollouts.slots import Room
-from policy.exact import Words
-from rollouts import in_torch
-from rollouts.families import END, asked, model, policy, same
+from tests.policy.exact import Words
+from tests.rollouts import in_torch
+from tests.rollouts.families import END, asked, model, policy, same
 
 LIMITS = Limits(max_response_tokens=12, end_tokens=(END, *range(5, 12)))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proof.runs import light
+from tests.proof.runs import light
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from legato.algorithms.catalogue import algorithm_names
-from legato.run.document import options
-from legato.run.load import dump, load
-from legato.run.validate import NAMES_OF_TRL
+from legato.config.document import options
+from legato.config.load import dump, load
+from legato.config.validate import NAMES_OF_TRL
 
 ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from legato.run.changes import FREE, REFUSED, verdict
-from legato.run.document import options
-from legato.run.load import load
+from legato.config.changes import FREE, REFUSED, verdict
+from legato.config.document import options
+from legato.config.load import load
 from legato.run.train import resume, train
-from proof.command import Command, refused
-from proof.runs import SMALL, Listener, cut, differences, outcome, small
+from tests.proof.command import Command, refused
+from tests.proof.runs import SMALL, Listener, cut, differences, outcome, small
 
 PATHS = [option.path for option in options()]
 

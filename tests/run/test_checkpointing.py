@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from legato.policy.load import load_policy
+from legato.config.load import load
+from legato.policy.model.load import load_policy
 from legato.run import memory
-from legato.run.load import load
 from legato.run.train import resume
 from legato.run.wire import Given, loading_of, policy_of
-from legato.training import available as machine
-from legato.training.available import available
-from legato.training.memory import Memory
-from legato.training.shape import Shape
-from proof.runs import SMALL, Listener, cut, differences, outcome, records, small
+from legato.training.memory import available as machine
+from legato.training.memory.available import available
+from legato.training.memory.model import Memory
+from legato.training.memory.shape import Shape
+from tests.proof.runs import SMALL, Listener, cut, differences, outcome, records, small
 
 CPU = torch.device("cpu")
 

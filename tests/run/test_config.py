@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
+from legato.config import kinds, schema
+from legato.config.document import docstrings, document, options
+from legato.config.load import dump, load
+from legato.config.locate import locate
+from legato.config.resolved import part_tree
+from legato.config.sources import read_word
 from legato.core.parts import Part, lookup, names
-from legato.run import kinds, schema, wire
-from legato.run.document import docstrings, document, options
-from legato.run.layers import read_word
-from legato.run.load import dump, load
-from legato.run.locate import locate
-from legato.run.resolved import part_tree
+from legato.run import wire
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

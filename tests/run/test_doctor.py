@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.rule import LEVELS
-from legato.diagnostics.health.rules import RULES
+from legato.health.rule import LEVELS
+from legato.health.rules import RULES
+from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
-from proof.command import Command, refused
-from proof.logs import course, names, written
+from tests.proof.command import Command, refused
+from tests.proof.logs import course, names, written
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_healthy_run_has_nothing_that_stands_out(tmp_path: Path) -> None:
 
 def test_the_doctor_finds_what_the_watch_found(tmp_path: Path) -> None:
     """The same rules on the same numbers, whatever was recorded of findings."""
-    from legato.diagnostics.health.watch import Watch
+    from legato.health.watch import Watch
 
     records = course(sick_from=70)
     watch = Watch()

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from legato.diagnostics.health.rules import RULES
+from legato.health.rules import RULES
 from legato.run.doctor import examine
-from proof.logs import course, names, wave, written
+from tests.proof.logs import course, names, wave, written
 
 
 def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from proof import verdicts
-from proof.runs import small, steps
+from tests.proof import verdicts
+from tests.proof.runs import small, steps
 
 MOE: dict[str, Any] = {
     "policy.model": "tiny-moe",

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import Lines
-from legato.run import goback
+from legato.config.load import load
+from legato.health import goback
+from legato.health.goback import give_up, recorded_at
+from legato.records.directory import RunDirectory
+from legato.records.lines import Lines
 from legato.run.again import begin_again
-from legato.run.goback import give_up, recorded_at
-from legato.run.load import load
 from legato.run.train import resume
 from legato.training import checkpoint
-from proof import verdicts
-from proof.command import Command, refused
-from proof.runs import Listener, differences, outcome, records, small, state, steps
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.runs import Listener, differences, outcome, records, small, state, steps
 
 OPTIONS: dict[str, Any] = {"reward.kind": f"{verdicts.__file__}:early", "training.steps": 5}
 

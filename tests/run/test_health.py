@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from legato.config.load import load
 from legato.core.rollout import Rollout
 from legato.dashboard.board import findings
-from legato.dashboard.report import write_report
 from legato.dashboard.runs import Folder
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health import watch
-from legato.diagnostics.health.rule import Rule
-from legato.run import execute, recovery
-from legato.run.load import load
+from legato.health import recovery, watch
+from legato.health.rule import Rule
+from legato.pages.report import write_report
+from legato.records.directory import RunDirectory
+from legato.run import execute
 from legato.run.train import resume
 from legato.run.wire import Given
-from proof.command import Command
-from proof.runs import Listener, cut, differences, light, outcome, records, small, state, steps, words
+from tests.proof.command import Command
+from tests.proof.runs import Listener, cut, differences, light, outcome, records, small, state, steps, words
 
 
 def early(rollout: Rollout) -> float:
@@ -328,7 +328,7 @@ def test_the_command_after_a_failed_recovery_gives_the_learning_rate_it_names(
     """Half of what failed last, whether the checkpoint to go back to is from before the recovery or keeps its factor."""
     given = {"health.action": "recover", "health.lr_factor": 0.8, "health.recoveries": 1, "training.steps": 15}
     legato = Command(monkeypatch, capfd)
-    monkeypatch.setattr("legato.run.health.MARGIN", margin)
+    monkeypatch.setattr("legato.health.actions.MARGIN", margin)
     code, out, _ = legato("train", *words(tmp_path, {**RISING, **given, "reward.kind": f"{__file__}:early"}))
     assert code == 3 and len(of_kind(tmp_path / "run", "recovery")) == 1
     told = re.search(r"resume (.*) \(a learning rate of ([\d.]+), half of the ([\d.]+) it was", " ".join(out.split()))

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run.test_health import early
 
 import legato
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.health.tighten import clip_bounds, tightened
+from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
-from legato.run.load import load
-from legato.run.tighten import clip_bounds, tightened
-from proof.runs import light, small
-from run.test_health import early
+from tests.proof.runs import light, small
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
+from legato.config.load import load
 from legato.run.evaluate import evaluate
-from legato.run.load import load
 from legato.run.memory import demand_of
 from legato.run.target import find
 from legato.run.train import resume
 from legato.run.wire import Given, policy_of
-from proof import verdicts
-from proof.command import Command, refused
-from proof.runs import SMALL, Listener, records, small, words
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.runs import SMALL, Listener, records, small, words
 
 DIFFERS = {"reward.kind": f"{verdicts.__file__}:early", "rollouts.mismatch.kind": "int8", "training.steps": 2}
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from legato.dashboard.mismatch import page, short, strips
-from legato.run.load import load
+from legato.config.load import load
+from legato.pages.mismatch import page, short, strips
 from legato.run.mismatch import KINDS, Sampler, compare_samplers, samplers
 from legato.run.target import Target, find
-from proof import verdicts
-from proof.command import Command, refused
-from proof.runs import SMALL, small
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.runs import SMALL, small
 
 EARLY = f"{verdicts.__file__}:early"
 

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from legato.dashboard.board import curves
-from legato.dashboard.report import write_report
 from legato.dashboard.runs import Folder
-from legato.diagnostics.format import RunDirectory
+from legato.pages.report import write_report
+from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
 from legato.run.evaluate import evaluate
 from legato.run.export import export

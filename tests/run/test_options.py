@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from legato.run.document import options
-from legato.run.load import load
-from proof import effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
-from proof.effects import EFFECTS, Bench
+from legato.config.document import options
+from legato.config.load import load
+from tests.proof import effects_of_experts, effects_of_health, effects_of_problems, effects_of_training
+from tests.proof.effects import EFFECTS, Bench
 
 OPTIONS = {option.path: option for option in options()}
 

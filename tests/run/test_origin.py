@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.load import load
-from proof.runs import SMALL, light, small
+from tests.proof.runs import SMALL, light, small
 
 
 def origin(folder: Path, **options: Any) -> dict[str, Any]:

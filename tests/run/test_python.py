@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 import legato
+from legato.config.load import load
 from legato.core.rollout import Problem, Rollout, Unscorable
-from legato.diagnostics.format import RunDirectory
-from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
+from legato.records.directory import RunDirectory
 from legato.rewards.scoring import batched
 from legato.run import wire
-from legato.run.load import load
 from legato.run.train import resume, train
-from proof.command import unchecked
-from proof.runs import SMALL, Listener, differences, outcome, small, steps, tensors
+from tests.proof.command import unchecked
+from tests.proof.runs import SMALL, Listener, differences, outcome, small, steps, tensors
 
 PROBLEMS: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "answer": n + 1, "level": n % 3} for n in range(40)]
 ONE: dict[str, Any] = {"training.steps": 1, "evaluation.every_steps": 0}

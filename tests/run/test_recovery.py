@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health import watch
-from legato.run import execute, recovery
-from legato.run.evidence import Evidence
-from legato.run.health import Health
-from legato.run.train import resume
-from legato.run.wire import Given
-from legato.training.trainer import StepReport, Trainer
-from proof.runs import cut, differences, light, outcome, state
 from run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
 from run.test_signals import at
+
+from legato.health import recovery, watch
+from legato.health.actions import Health
+from legato.health.evidence import Evidence
+from legato.records.directory import RunDirectory
+from legato.run import execute
+from legato.run.train import resume
+from legato.run.wire import Given
+from legato.training.step import StepReport, Trainer
+from tests.proof.runs import cut, differences, light, outcome, state
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from legato.diagnostics.format import RunDirectory
+from legato.records.directory import RunDirectory
 from legato.run.train import resume, train
-from proof import verdicts
-from proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
+from tests.proof import verdicts
+from tests.proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
 
 ODD = f"{verdicts.__file__}:odd"
 EARLY = f"{verdicts.__file__}:early"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.load import load
 from legato.run.train import resume
 from legato.training import checkpoint
-from legato.training.trainer import Trainer
-from proof import verdicts
-from proof.runs import Listener, cut, differences, outcome, records, small, state
+from legato.training.step import Trainer
+from tests.proof import verdicts
+from tests.proof.runs import Listener, cut, differences, outcome, records, small, state
 
 EARLY = f"{verdicts.__file__}:early"
 

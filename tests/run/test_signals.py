@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.records.directory import RunDirectory
+from legato.records.lock import locked
 from legato.run import wire
-from legato.run.load import load
-from legato.run.lock import locked
 from legato.run.train import resume, start
-from proof import verdicts
-from proof.runs import Listener, differences, outcome, small, words
+from tests.proof import verdicts
+from tests.proof.runs import Listener, differences, outcome, small, words
 
 SLOW = f"{verdicts.__file__}:slow"
 OPTIONS = {

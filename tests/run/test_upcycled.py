@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from legato.config.load import load
 from legato.core.rollout import Rollout
-from legato.diagnostics.format import RunDirectory
-from legato.policy.tiny import character_tokenizer
+from legato.policy.model.tiny import character_tokenizer
+from legato.records.directory import RunDirectory
 from legato.run.evaluate import evaluate
 from legato.run.export import export
-from legato.run.load import load
 from legato.run.target import find
-from proof.runs import Listener, light, records, small, steps
+from tests.proof.runs import Listener, light, records, small, steps
 
 
 @pytest.fixture(scope="module")

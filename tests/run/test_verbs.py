@@ -13,9 +13,9 @@ from legato.run.export import export
 from legato.run.sample import sample
 from legato.run.target import find
 from legato.training import checkpoint
-from proof import verdicts
-from proof.command import Command, refused
-from proof.runs import records, small, words
+from tests.proof import verdicts
+from tests.proof.command import Command, refused
+from tests.proof.runs import records, small, words
 
 EARLY = f"{verdicts.__file__}:early"
 

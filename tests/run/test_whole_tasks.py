@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from legato.config.kinds import register_all
+from legato.config.load import dump, load
 from legato.core.parts import names
-from legato.run.kinds import register_all
-from legato.run.load import dump, load
 from legato.run.train import train
-from proof.runs import SMALL, steps
+from tests.proof.runs import SMALL, steps
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

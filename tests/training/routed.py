@@ -10,17 +10,17 @@ import legato
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.rollout import Routes
-from legato.policy.load import Loading, load_policy
+from legato.policy.experts.routing import Directions
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
-from legato.policy.routing import Directions
 from legato.training.anchor import anchor
-from legato.training.passes import Report, count_update, update_gradient
 from legato.training.plan import Update
 from legato.training.tables import Tables, needs, needs_router_shift
-from policy.exact import Words, family
-from policy.routes import chosen_by, plain_logits, present, whole
-from training.steps import gradients, moved
+from legato.training.update import Report, count_update, update_gradient
+from tests.policy.exact import Words, family
+from tests.policy.routes import chosen_by, plain_logits, present, whole
+from tests.training.steps import gradients, moved
 
 CPU = torch.device("cpu")
 WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}

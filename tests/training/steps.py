@@ -10,13 +10,13 @@ from torch import Tensor
 import legato
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
 from legato.training.anchor import anchor
-from legato.training.passes import Report, count_update, update_gradient
 from legato.training.plan import Update, plan
 from legato.training.tables import Tables, needs
-from policy.exact import plain_tables, ragged
+from legato.training.update import Report, count_update, update_gradient
+from tests.policy.exact import plain_tables, ragged
 
 WHOLE = 10**6
 

@@ -8,10 +8,10 @@ import torch
 import legato
 from legato.core.rollout import Score
 from legato.training.probe import band, probe
-from legato.training.trainer import StepReport, read_state
-from policy.exact import family, policy_of
-from training.test_probe import heard
-from training.test_trainer import Trainer, apart, run, trainer, weights
+from legato.training.step import StepReport, read_state
+from tests.policy.exact import family, policy_of
+from tests.training.test_probe import heard
+from tests.training.test_trainer import Trainer, apart, run, trainer, weights
 
 START = math.log1p(4e-4)
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import legato
-from legato.policy.packs import pack
+from legato.policy.layout.packs import pack
+from legato.policy.model.reference import Reference
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
-from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.training.anchor import anchor, first_update_anchors_itself, needs_reference
-from legato.training.passes import count_update, silent_rows, update_gradient
 from legato.training.plan import plan
 from legato.training.tables import Tables
-from policy.exact import family, plain_tables, policy_of
-from training.steps import batch_by_hand, by_the_trainer, furthest, moved, prepared, size_of
+from legato.training.update import count_update, silent_rows, update_gradient
+from tests.policy.exact import family, plain_tables, policy_of
+from tests.training.steps import batch_by_hand, by_the_trainer, furthest, moved, prepared, size_of
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.load import load
 from legato.run.train import resume
 from legato.training import checkpoint
-from proof.runs import Listener, alter_tensors, cut, differences, outcome, seal, small
+from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, seal, small
 
 TORN = 1 / 2
 

@@ -8,7 +8,7 @@ import torch
 
 from legato.core.batch import collate
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.policy.tiny import character_tokenizer
+from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling

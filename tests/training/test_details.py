@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from legato.policy.tiny import character_tokenizer
+from legato.policy.model.tiny import character_tokenizer
 from legato.training.details import pieces
-from legato.training.trainer import StepReport
-from training.test_trainer import trainer
+from legato.training.step import StepReport
+from tests.training.test_trainer import trainer
 
 
 def rows(report: StepReport) -> list[tuple[Any, dict[str, Any]]]:

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.diagnostics.intervals import of_means, wilson
-from legato.policy.tiny import character_tokenizer
+from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
 from legato.training.collect import Collector
-from legato.training.evaluation import Answered, accuracy_metrics, answer, pass_at
+from legato.training.evaluate import Answered, accuracy_metrics, answer, pass_at
 
 
 @pytest.mark.parametrize("trials", [1, 4, 6])

@@ -10,26 +10,26 @@ from legato.algorithms.catalogue import entry
 from legato.core.batch import collate
 from legato.core.outcome import Coefficients
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.policy.adapters import Lora
-from legato.policy.head import Head
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Texts
+from legato.policy.head.head import Head
+from legato.policy.layout.packs import Texts
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Channels, Policy
-from legato.policy.tiny import TinyShape
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
+from legato.rollouts.local.select import local_engine
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.select import local_engine
 from legato.tasks.procedural import Arithmetic
 from legato.tasks.source import Generated
 from legato.tasks.task import Split
 from legato.training.collect import Collector
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 from legato.training.probe import probe
+from legato.training.step import Trainer, TrainingSettings
 from legato.training.tables import Tables
-from legato.training.trainer import Trainer, TrainingSettings
-from proof.waits import no_waiting
+from tests.proof.waits import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -125,7 +125,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         policy = load_policy("tiny", Loading(dtype="float32", gradient_checkpointing=checkpointing))
         groups, _ = collector(policy).next(4)
         texts = Tables.of(collate(groups), policy.device).texts
-        from legato.policy.packs import pack
+        from legato.policy.layout.packs import pack
 
         with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
             channels.logprobs.sum().backward()
@@ -160,7 +160,7 @@ def test_greedy_equals_generate() -> None:
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("options", [{}, {"graphs": False}, {"fused": False}, {"rows_at_once": 7}])
 def test_slots_and_graphs_write_what_the_plain_engine_does(model: str, options: dict[str, int]) -> None:
-    from legato.rollouts.graphed import GraphedEngine
+    from legato.rollouts.gpu.engine import GraphedEngine
 
     policy = load_policy(model, Loading(dtype="float32"))
     rendering = Rendering(tokenizer=policy.tokenizer)

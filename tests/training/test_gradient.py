@@ -8,14 +8,14 @@ import torch
 import legato
 from legato.algorithms.algorithm import Algorithm
 from legato.core.scope import Scope
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
-from legato.training.passes import silent_rows
 from legato.training.plan import plan
 from legato.training.tables import needs
-from policy.exact import Words, family, plain_tables
-from training.steps import (
+from legato.training.update import silent_rows
+from tests.policy.exact import Words, family, plain_tables
+from tests.training.steps import (
     WHOLE,
     batch_by_hand,
     by_the_trainer,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.adapters import Lora
+from legato.policy.model.adapters import Lora
 from legato.policy.policy import Policy
 from legato.training.tables import Tables
-from policy.routes import chosen_by, overheard, whole
-from training.routed import (
+from tests.policy.routes import chosen_by, overheard, whole
+from tests.training.routed import (
     LORA_WARNING,
     directions_of,
     exact_policy,
@@ -21,7 +21,7 @@ from training.routed import (
     twin,
     updated,
 )
-from training.steps import batch_by_hand, furthest, gradients, in_one_graph, moved, one_update, size_of
+from tests.training.steps import batch_by_hand, furthest, gradients, in_one_graph, moved, one_update, size_of
 
 
 def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequence[int], scale: float) -> dict[str, Tensor]:

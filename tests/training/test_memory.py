@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from legato.core.outcome import Coefficients
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Pack, Texts, pack
+from legato.policy.layout.packs import Pack, Texts, pack
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy
-from legato.training.fit import fit
-from legato.training.memory import Demand, gigabytes
-from legato.training.shape import Shape
-from training.held import peak
+from legato.training.memory.fit import fit
+from legato.training.memory.model import Demand, gigabytes
+from legato.training.memory.shape import Shape
+from tests.training.held import peak
 
 VOCABULARY = 64
 COMMON: dict[str, Any] = {

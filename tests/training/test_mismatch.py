@@ -10,7 +10,7 @@ from legato.core.mask import Mask
 from legato.core.signals import Signals
 from legato.diagnostics.gaps import distribution, effect, effective_share, length_bins, per_response
 from legato.training.mismatch import corrections, study
-from reference.examples import batch_v
+from tests.reference.examples import batch_v
 
 
 def signals(old: list[list[float]], roll: list[list[float]], mask: list[list[bool]], kept: float | None = None) -> Signals:

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato.policy.packs import Texts, pack
+from legato.policy.layout.packs import Texts, pack
 from legato.policy.policy import padded
 from legato.training.plan import packs, plan
 from legato.training.tables import Tables
-from training.steps import batch_by_hand
+from tests.training.steps import batch_by_hand
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))
 

@@ -13,15 +13,15 @@ import legato
 from legato.core.batch import Batch
 from legato.core.mask import Mask
 from legato.core.outcome import Coefficients
-from legato.diagnostics.run_metrics import RUN_METRICS
-from legato.policy.load import Loading, load_policy
-from legato.policy.packs import Pack, Texts
+from legato.diagnostics.metrics.run import RUN_METRICS
+from legato.policy.experts.routing import Directions
+from legato.policy.layout.packs import Pack, Texts
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy
-from legato.policy.routing import Directions
 from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measured, probe
 from legato.training.tables import Tables
-from policy.exact import family, policy_of
-from training.steps import batch_by_hand
+from tests.policy.exact import family, policy_of
+from tests.training.steps import batch_by_hand
 
 Respond = Callable[[range, Channels], Coefficients]
 

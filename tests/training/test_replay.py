@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import legato
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
 from legato.training.tables import Tables
-from policy.exact import Words, plain_tables
-from policy.routes import FAMILIES, as_published, chosen_by, forced, overheard, sets
-from training.routed import (
+from tests.policy.exact import Words, plain_tables
+from tests.policy.routes import FAMILIES, as_published, chosen_by, forced, overheard, sets
+from tests.training.routed import (
     CPU,
     LORA_WARNING,
     Forcing,
@@ -24,7 +24,7 @@ from training.routed import (
     twin,
     updated,
 )
-from training.steps import batch_by_hand, furthest, in_one_graph, moved, one_update, size_of
+from tests.training.steps import batch_by_hand, furthest, in_one_graph, moved, one_update, size_of
 
 
 def test_the_first_update_under_r2_changes_no_bit() -> None:

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from legato.core.outcome import Coefficients
-from legato.policy.load import Loading, load_policy
+from legato.policy.experts.routing import Directions
+from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels
-from legato.policy.routing import Directions
-from legato.training.memory import Demand
-from legato.training.shape import Shape
-from policy.exact import Words, ragged
-from policy.routes import as_published
-from training.held import peak
-from training.routed import exact_policy, gspo, routes_of, tables_of
-from training.steps import batch_by_hand, one_update
+from legato.training.memory.model import Demand
+from legato.training.memory.shape import Shape
+from tests.policy.exact import Words, ragged
+from tests.policy.routes import as_published
+from tests.training.held import peak
+from tests.training.routed import exact_policy, gspo, routes_of, tables_of
+from tests.training.steps import batch_by_hand, one_update
 
 
 @pytest.mark.parametrize("replay", ["off", "R2", "R3"])

@@ -9,14 +9,14 @@ from torch import Tensor
 
 import legato
 from legato.algorithms.algorithm import Algorithm
-from legato.diagnostics.routing import router_shift
+from legato.diagnostics.metrics.routing import router_shift
 from legato.policy.policy import Policy
 from legato.training.plan import Update, plan
 from legato.training.tables import Tables
-from policy.exact import plain_tables
-from policy.routes import chosen_by, plain_logits, present
-from training.routed import WIDE, exact_policy, gspo, routes_of, tables_of, updated
-from training.steps import batch_by_hand, furthest, gradients, moved, one_update, size_of
+from tests.policy.exact import plain_tables
+from tests.policy.routes import chosen_by, plain_logits, present
+from tests.training.routed import WIDE, exact_policy, gspo, routes_of, tables_of, updated
+from tests.training.steps import batch_by_hand, furthest, gradients, moved, one_update, size_of
 
 
 def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:

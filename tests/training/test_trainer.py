@@ -9,12 +9,12 @@ import torch
 
 import legato
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.policy.load import Loading, load_policy
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.reference import Reference
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
-from legato.policy.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.rollouts.engine import Limits
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
@@ -22,8 +22,8 @@ from legato.tasks.source import Pool
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.step import StepReport, Trainer, TrainingSettings
 from legato.training.tables import needs
-from legato.training.trainer import StepReport, Trainer, TrainingSettings
 
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 

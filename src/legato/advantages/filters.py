@@ -6,6 +6,7 @@ from legato.advantages.siblings import compare
 from legato.core.parts import Part, integer, part
 from legato.core.segments import renumbered
 from legato.core.shapes import PerSequence, RowIds, RowMask
+from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Overlong(Filter):
 
     def keep(self, samples: Samples) -> RowMask:
         if samples.truncated is None:
-            raise ValueError("filter 'overlong' needs to know which responses were truncated; pass truncated=[B] bool")
+            raise InputError("filter 'overlong' needs to know which responses were truncated; pass truncated=[B] bool")
         return samples.truncated == 0
 
 
@@ -57,5 +58,5 @@ class Staleness(Filter):
 
     def keep(self, samples: Samples) -> RowMask:
         if samples.version_lag is None:
-            raise ValueError("filter 'staleness' needs the version lag of each response; pass version_lag=[B]")
+            raise InputError("filter 'staleness' needs the version lag of each response; pass version_lag=[B]")
         return samples.version_lag <= self.most

@@ -7,6 +7,7 @@ from legato.advantages.estimator import Estimate, Estimator, Scores, divergence_
 from legato.advantages.siblings import FLAT, Siblings, compare
 from legato.core.parts import integer, number, numbers, part
 from legato.core.shapes import PerSequence
+from legato.errors import InputError
 
 DDOF = "0: population standard deviation, as papers write it; 1: Bessel's, as TRL and verl compute it."
 EPSILON = "Added to the standard deviation."
@@ -116,7 +117,7 @@ class DecoupledRewards(Estimator):
         columns = scores.components.unbind(1)
         weights = self.weights or (1.0,) * len(columns)
         if len(weights) != len(columns):
-            raise ValueError(f"advantage 'gdpo': {len(weights)} weights for {len(columns)} components; one each is needed")
+            raise InputError(f"advantage 'gdpo': {len(weights)} weights for {len(columns)} components; one each is needed")
         pairs = zip(weights, columns, strict=True)
         summed = sum((w * siblings(c, scores).standardised(self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
         advantages = batch_standardise(summed, torch.ones_like(summed), self.ddof, self.epsilon)

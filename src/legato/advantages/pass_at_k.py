@@ -8,6 +8,7 @@ from torch import Tensor
 
 from legato.advantages.estimator import Estimate, Estimator, Scores
 from legato.core.parts import integer, part
+from legato.errors import InputError
 
 
 def all_wrong(n: Tensor, c: Tensor, k: int) -> Tensor:
@@ -22,10 +23,10 @@ def _binary(scores: Scores, k: int, who: str) -> tuple[Tensor, Tensor, Tensor]:
     """Correctness, group size and number of correct ones."""
     correct = scores.rewards
     if not bool(((correct == 0) | (correct == 1)).all()):
-        raise ValueError(f"advantage '{who}' counts correct responses: rewards must be 0 or 1")
+        raise InputError(f"advantage '{who}' counts correct responses: rewards must be 0 or 1")
     n, c = scores.group_size(), scores.group_sum(correct)
     if bool((n < k).any()):
-        raise ValueError(f"advantage '{who}': k = {k} needs groups of at least {k}; the smallest has {int(n.min())}")
+        raise InputError(f"advantage '{who}': k = {k} needs groups of at least {k}; the smallest has {int(n.min())}")
     return correct, n, c
 
 

@@ -11,6 +11,7 @@ from legato.core.parts import choice, integer, number, part
 from legato.core.scan import reverse_recurrence
 from legato.core.segments import renumbered
 from legato.core.shapes import PerToken
+from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Turns:
         rows, count = len(index), int(index.max()) + 1 if index.numel() else 1
         if scores.turn_rewards is not None:
             if scores.turn_rewards.shape[1] < count:
-                raise ValueError(
+                raise InputError(
                     f"turn_rewards has {scores.turn_rewards.shape[1]} columns but turn reaches index {count - 1};"
                     f" [B, {count}] or more is needed"
                 )
@@ -45,7 +46,7 @@ class Turns:
         if scores.turn_rewards is not None:
             rewards = torch.where(reached, scores.turn_rewards.double(), 0.0)
             if not bool(torch.isfinite(rewards).all()):
-                raise ValueError("turn_rewards holds a value that is not finite at a turn that was reached")
+                raise InputError("turn_rewards holds a value that is not finite at a turn that was reached")
         else:
             last = torch.where(reached, torch.arange(count, device=index.device), -1).amax(1, keepdim=True)
             is_last = torch.arange(count, device=index.device) == last
@@ -112,7 +113,7 @@ class GroupInGroup(Estimator):
         assert scores.group is not None and scores.turn_states is not None
         turns = Turns.of(scores)
         if scores.turn_states.shape != turns.reached.shape:
-            raise ValueError(
+            raise InputError(
                 f"turn_states has shape {list(scores.turn_states.shape)}; {list(turns.reached.shape)} is needed"
             )
         episode = _beside(scores.rewards, scores.group, None, self)

@@ -13,6 +13,7 @@ from legato.core.outcome import Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
 from legato.core.sums import Sums
+from legato.errors import InputError
 from legato.objectives.counting import count
 from legato.objectives.evaluate import evaluate
 from legato.objectives.objective import Objective
@@ -58,7 +59,7 @@ class Algorithm:
         check_state(self.name, state, self.initial())
         adapting = [part.name for part in self.objective.trust if part.adapts]
         if adapting and first is None:
-            raise ValueError(
+            raise InputError(
                 f"trust '{adapting[0]}' does not learn from the first update on some rollouts: call"
                 " advance(state, sums, first=True) after that one and first=False after those that follow"
             )
@@ -72,14 +73,14 @@ class Algorithm:
         """The state with the noise floor of the ratio: its standard deviation in log r with nothing trained."""
         check_state(self.name, state, self.initial())
         if not 0 <= noise < math.inf:
-            raise ValueError(f"noise = {noise!r} is not allowed; a finite number >= 0 is")
+            raise InputError(f"noise = {noise!r} is not allowed; a finite number >= 0 is")
         return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
 
 
 def check_state(name: str, state: State | None, initial: State) -> None:
     """The state given is one of this algorithm's parts."""
     if state is None and initial:
-        raise ValueError(
+        raise InputError(
             f"{name} has parts that adapt ({', '.join(initial)}): pass state=algorithm.initial() at first, then what"
             " algorithm.advance(state, outcome.sums) returns after each update"
         )
@@ -87,4 +88,4 @@ def check_state(name: str, state: State | None, initial: State) -> None:
         part: sorted(fields) for part, fields in initial.items()
     }:
         known = ", ".join(initial) or "nothing"
-        raise ValueError(f"state holds {state!r}, but {name} keeps state of {known}; use algorithm.initial()")
+        raise InputError(f"state holds {state!r}, but {name} keeps state of {known}; use algorithm.initial()")

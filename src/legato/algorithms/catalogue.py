@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.parts import nearest
+from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,5 +56,5 @@ def algorithm_names() -> list[str]:
 def entry(name: str) -> Entry:
     """The named algorithm with its formula, paper and cautions."""
     if name not in _ENTRIES:
-        raise ValueError(f"unknown algorithm {name!r}; {nearest(name, _ENTRIES)}")
+        raise InputError(f"unknown algorithm {name!r}; {nearest(name, _ENTRIES)}")
     return _ENTRIES[name]

@@ -10,6 +10,7 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.parts import Part, lookup, nearest
+from legato.errors import InputError
 
 ONE = {"advantage": "advantage", "aggregate": "aggregate", "objective.ratio": "ratio"}
 SEVERAL = {
@@ -28,7 +29,7 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
     settings = dict(algorithm.settings)
     for path, value in changes.items():
         if not isinstance(path, str) or not all(path.split(".")):
-            raise ValueError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
+            raise InputError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
         slot, rest = _split(path)
         if slot == "settings":
             settings[_required(path, rest)] = value
@@ -51,13 +52,13 @@ def _split(path: str) -> tuple[str, str]:
             return slot, path[len(slot) + 1 :]
     for slot in _SLOTS:
         if f"objective.{path}".startswith(slot + "."):
-            raise ValueError(f"override path {path!r} does not exist; did you mean 'objective.{path}'?")
-    raise ValueError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
+            raise InputError(f"override path {path!r} does not exist; did you mean 'objective.{path}'?")
+    raise InputError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
 
 
 def _required(path: str, rest: str) -> str:
     if not rest:
-        raise ValueError(f"override path {path!r} needs the name of a setting, as in settings.training.updates_per_step")
+        raise InputError(f"override path {path!r} needs the name of a setting, as in settings.training.updates_per_step")
     return rest
 
 
@@ -71,16 +72,16 @@ def _get(algorithm: Algorithm, slot: str) -> Any:
 def _build(kind: str, path: str, value: Any) -> Part:
     if isinstance(value, Part):
         if value.kind != kind:
-            raise ValueError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
+            raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{path} = {value!r} is not allowed; the name of a {kind} or such a part is")
+        raise InputError(f"{path} = {value!r} is not allowed; the name of a {kind} or such a part is")
     return lookup(kind, value)()
 
 
 def _several(slot: str, value: Any) -> tuple[Part, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
+        raise InputError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
     return tuple(_build(SEVERAL[slot], slot, item) for item in value)
 
 
@@ -90,22 +91,22 @@ def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
         if field not in known:
             what = f"{part.kind} {part.name!r}"
             found = nearest(field, known) if known else f"{what} has no fields"
-            raise ValueError(f"override path '{path}.{field}' does not exist in {what}; {found}")
+            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {found}")
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in assignments.items()}
     try:
         return dataclasses.replace(part, **values)  # type: ignore[type-var]
     except ValueError as error:
-        raise ValueError(f"override of {path}: {error}") from None
+        raise InputError(f"override of {path}: {error}") from None
 
 
 def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: Mapping[str, Any]) -> tuple[Part, ...]:
     path, kind = f"{slot}.{name}", SEVERAL[slot]
     if "" in assignments:
         if len(assignments) > 1:
-            raise ValueError(f"{path} is removed and set in one call; do one of them")
+            raise InputError(f"{path} is removed and set in one call; do one of them")
         whole = assignments[""]
         if whole is not None:
-            raise ValueError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")
+            raise InputError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")
         return tuple(part for part in parts if part.name != name)
     if all(part.name != name for part in parts):
         parts = (*parts, lookup(kind, name)())

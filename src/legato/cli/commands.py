@@ -12,18 +12,19 @@ from rich.text import Text
 
 from legato.cli.display import for_terminal
 from legato.cli.ending import end_screen
-from legato.dashboard.legible import legible
-from legato.dashboard.report import write_report
-from legato.dashboard.several import write_several
-from legato.dashboard.summary import samples, summary
-from legato.diagnostics.format import RunDirectory
+from legato.config.load import load
+from legato.config.sources import parted
+from legato.errors import InputError
+from legato.pages.legible import legible
+from legato.pages.report import write_report
+from legato.pages.several import write_several
+from legato.pages.summary import samples, summary
+from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.again import go_on
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
-from legato.run.layers import parted
-from legato.run.load import load
 from legato.run.sample import sample
 from legato.run.target import find
 from legato.run.train import Run, resume, start
@@ -32,7 +33,7 @@ from legato.run.train import Run, resume, start
 def train_command(arguments: Sequence[str]) -> int:
     files, words = parted(arguments)
     if not arguments:
-        raise ValueError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
+        raise InputError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
     _end(run)
     return run.exit_code
@@ -129,7 +130,7 @@ def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
+            raise InputError(f"{file} cannot be read: {error}") from None
         yield from (line for line in lines if line.strip())
     if not prompts and file is None:
         if sys.stdin.isatty():

@@ -11,8 +11,9 @@ from legato.cli.tables import show_table
 from legato.compare.compare import compare
 from legato.compare.definition import from_arguments
 from legato.compare.processes import Machine
-from legato.dashboard.comparison_tables import sentences, tables
-from legato.dashboard.legible import legible
+from legato.errors import InputError
+from legato.pages.comparison_tables import sentences, tables
+from legato.pages.legible import legible
 
 
 def compare_command(
@@ -30,7 +31,7 @@ def compare_command(
     definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
     named = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
     if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in named):
-        raise ValueError(f"--gpus {gpus!r} is not allowed; numbers are, as in 0,1,2,3")
+        raise InputError(f"--gpus {gpus!r} is not allowed; numbers are, as in 0,1,2,3")
     console = Console(highlight=False)
     compared = compare(
         definition,

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from legato.cli.ending import end_screen
-from legato.dashboard.legible import legible
-from legato.dashboard.report import duration
+from legato.pages.legible import legible
+from legato.pages.report import duration
 from legato.run.watcher import Watcher
 
 __all__ = ["LiveDisplay", "PlainDisplay", "end_screen", "for_terminal", "sparkline", "time_left"]

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.dashboard.legible import legible
-from legato.diagnostics.health.explain import Diagnosis
 from legato.diagnostics.words import count
+from legato.errors import InputError
+from legato.health.explain import Diagnosis
+from legato.pages.legible import legible
 from legato.run.doctor import examine
 
 _STYLE = {"alarm": "bold red", "warning": "bold yellow", "note": "bold cyan"}
@@ -22,7 +23,7 @@ def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str]
     for column in columns:
         key, sign, name = column.partition("=")
         if not sign or not key or not name:
-            raise ValueError(f"--column {column!r}: KEY=COLUMN is needed, as in --column reward/mean=my_reward")
+            raise InputError(f"--column {column!r}: KEY=COLUMN is needed, as in --column reward/mean=my_reward")
         mapping[key] = name
     examined = examine(target, words, mapping)
     console = Console(highlight=False)
@@ -44,7 +45,7 @@ def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str]
         try:
             output.write_text(json.dumps(asdict(examined), indent=1) + "\n")
         except OSError as error:
-            raise ValueError(f"--output {output} cannot be written: {error.strerror}") from None
+            raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
 
 
 def _show(console: Console, number: int, each: Diagnosis) -> None:

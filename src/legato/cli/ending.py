@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.dashboard.legible import legible, shortened
-from legato.dashboard.report import duration, verdict
-from legato.dashboard.summary import Evaluation, Interval, Record, Samples, Summary, number
 from legato.diagnostics.words import count
+from legato.pages.legible import legible, shortened
+from legato.pages.report import duration, verdict
+from legato.pages.summary import Evaluation, Interval, Record, Samples, Summary, number
 
 SHOWN_SAMPLES = 3
 _STYLE = {"rose": "bold green", "fell": "bold red"}

@@ -12,9 +12,10 @@ from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import differences, flatten
+from legato.api import algorithm
+from legato.config.sources import read_word
 from legato.core.parts import Part, lookup, names, nearest
-from legato.run.layers import read_word
-from legato.surface import algorithm
+from legato.errors import InputError
 
 SLOTS = {
     "ratio": "objective.ratio",
@@ -61,7 +62,7 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
         return
     if name not in algorithm_names():
         known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
-        raise ValueError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
+        raise InputError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
     found, value = _changed(name, changes)
     console.print(f"[bold]{name}[/bold]  {escape(found.title)}  [dim]{escape(found.paper)}[/dim]\n")
     _print_formula(found)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:  # `legato --help` loads nothing
-    from legato.dashboard.experiment import Account
+    from legato.pages.experiment import Account
 
 lab = typer.Typer(
     help="Experiments of the literature on your own model and task: data, figures and a page each.", no_args_is_help=True
@@ -30,8 +30,8 @@ def _written(account: "Account", out: Path | None, png: bool) -> None:
     from rich.text import Text
 
     from legato.cli.tables import show_table
-    from legato.dashboard.experiment import write
-    from legato.dashboard.legible import legible
+    from legato.pages.experiment import write
+    from legato.pages.legible import legible
 
     files = write(out or Path("lab") / account.name, account, png=png)
     console = Console(highlight=False)

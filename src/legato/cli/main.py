@@ -14,6 +14,7 @@ import typer
 
 from legato import __version__
 from legato.cli.laboratory import lab
+from legato.errors import InputError
 
 app = typer.Typer(
     name="legato",
@@ -267,7 +268,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         app()
-    except ValueError as error:
+    except InputError as error:
         typer.echo(f"legato: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from legato.cli.tables import show_table
-from legato.dashboard.mismatch import Rows, floor_rows, gaps, page, share, verdicts
-from legato.diagnostics.lines import finite
+from legato.errors import InputError
+from legato.pages.mismatch import Rows, floor_rows, gaps, page, share, verdicts
+from legato.records.lines import finite
 from legato.run.mismatch import KINDS, compare_samplers, samplers
 from legato.run.target import find
 
@@ -21,7 +22,7 @@ def mismatch_command(target: str, words: Sequence[str], *, kinds: str | None, pr
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--output {output} is not a folder that can be written: {error.strerror}") from None
+        raise InputError(f"--output {output} is not a folder that can be written: {error.strerror}") from None
     result = finite(
         compare_samplers(found, chosen, prompts=prompts, say=lambda text: print(f"sampling: {text}", file=sys.stderr))
     )

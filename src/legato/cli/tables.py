@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from legato.dashboard.legible import legible
+from legato.pages.legible import legible
 
 _BETWEEN = 2
 """Cells between two columns."""

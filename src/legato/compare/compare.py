@@ -13,11 +13,12 @@ from legato.compare.outcomes import outcome
 from legato.compare.processes import Ended, Machine, Task, run_all
 from legato.compare.results import collect
 from legato.compare.store import Store
-from legato.dashboard.comparison import write_pages
-from legato.dashboard.report import duration
-from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.words import count
-from legato.run.lock import locked
+from legato.errors import InputError
+from legato.pages.comparison import write_pages
+from legato.pages.report import duration
+from legato.records.directory import RunDirectory
+from legato.records.lock import locked
 
 _REPORT_SECONDS = 60.0
 """A page of many runs takes seconds to make; while runs go on it is made no more often than this."""
@@ -48,18 +49,18 @@ def compare(
     machine = machine or Machine()
     store = Store(folder or _folder(definition))
     if "=" in str(store.path):
-        raise ValueError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
+        raise InputError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
     found = jobs(definition, store.path)
     unequal = differences(found)
     if unequal and not definition.unequal:
-        raise ValueError(
+        raise InputError(
             f"the arms do not share problems, weights and budget: {'; '.join(unequal)}; set it for all of them, or compare"
             " them as they are with --unequal"
         )
     try:
         store.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot create {store.path}: {error.strerror}; --out FOLDER names another") from None
+        raise InputError(f"cannot create {store.path}: {error.strerror}; --out FOLDER names another") from None
     with locked(RunDirectory(store.path)):
         store.prepare(definition, found)
         if retry_failed:
@@ -77,7 +78,7 @@ def compare(
         results = report()
     reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
     if all(run["status"] == "failed" for run in results["runs"]):
-        raise ValueError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
+        raise InputError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
     return Compared(folder=store.path, results=results, exit_code=code)
 
 

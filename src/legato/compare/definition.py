@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.catalogue import algorithm_names
-from legato.run.layers import check_tree, parted, read_word
-from legato.run.messages import shown
-from legato.run.read import read_file
+from legato.config.messages import shown
+from legato.config.read import read_file
+from legato.config.sources import check_tree, parted, read_word
+from legato.errors import InputError
 
 Options = Mapping[str, Any]
 """Values by their dotted paths."""
@@ -51,7 +52,7 @@ class Definition:
 
     def __post_init__(self) -> None:
         for fault in self._faults():
-            raise ValueError(fault)
+            raise InputError(fault)
 
     def _faults(self) -> Iterator[str]:
         if len(self.arms) < 2 and not self.sweep:
@@ -87,11 +88,11 @@ def from_arguments(
     files, options = [Path(name) for name in names], dict(read_word(word) for word in words)
     if len(files) == 1 and files[0].suffix == ".toml" and "arms" in read_file(files[0])[1]:
         if arms or seeds is not None or sweep:
-            raise ValueError(f"{files[0]} names its arms, seeds and sweeps; --arm, --seeds and --sweep are for recipes")
+            raise InputError(f"{files[0]} names its arms, seeds and sweeps; --arm, --seeds and --sweep are for recipes")
         return from_file(files[0], options, unequal)
     named = [_arm(text) for text in arms]
     if len({name for name, _ in named}) < len(named):
-        raise ValueError(f"--arm names one of {', '.join(name for name, _ in named)} twice; every arm needs its own name")
+        raise InputError(f"--arm names one of {', '.join(name for name, _ in named)} twice; every arm needs its own name")
     return Definition(
         recipes=tuple(files),
         arms=dict(named),
@@ -108,22 +109,22 @@ def from_file(path: Path, options: Options, unequal: bool = False) -> Definition
     check_tree(tree, str(path))
     unknown = [key for key in tree if key not in _KEYS]
     if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(_KEYS)} are")
+        raise InputError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(_KEYS)} are")
     tables = {key: tree.get(key, {}) for key in ("options", "arms", "sweep")}
     tables |= {f"arms.{name}": arm for name, arm in tables["arms"].items()} if isinstance(tables["arms"], dict) else {}
     for key, table in tables.items():
         if not isinstance(table, dict):
-            raise ValueError(f"{path}: {key} = {shown(table)} is not allowed; a table is, as in [{key}]")
+            raise InputError(f"{path}: {key} = {shown(table)} is not allowed; a table is, as in [{key}]")
     recipe, seeds = tree.get("recipe", []), tree.get("seeds", [0, 1, 2])
     recipes = [recipe] if isinstance(recipe, str) else recipe
     if not isinstance(recipes, list) or not all(isinstance(each, str) for each in recipes):
-        raise ValueError(f"{path}: recipe = {shown(recipe)} is not allowed; the name of a TOML file or a list of them is")
+        raise InputError(f"{path}: recipe = {shown(recipe)} is not allowed; the name of a TOML file or a list of them is")
     if not isinstance(tree.get("unequal", False), bool):
-        raise ValueError(f"{path}: unequal = {shown(tree['unequal'])} is not allowed; true or false is")
+        raise InputError(f"{path}: unequal = {shown(tree['unequal'])} is not allowed; true or false is")
     sweep = _flat(tables["sweep"])
     for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
         if not isinstance(values, list):
-            raise ValueError(f"{path}: {key} = {shown(values)} is not allowed; a list is")
+            raise InputError(f"{path}: {key} = {shown(values)} is not allowed; a list is")
     return Definition(
         recipes=tuple(map(Path, recipes)),
         arms={name: _flat(arm) for name, arm in tables["arms"].items()},
@@ -148,11 +149,11 @@ def _arm(text: str) -> tuple[str, Options]:
     try:
         name, *words = shlex.split(text)
     except ValueError:
-        raise ValueError(f"--arm {text!r} cannot be read; a name and path=value words, in one pair of quotes, are") from None
+        raise InputError(f"--arm {text!r} cannot be read; a name and path=value words, in one pair of quotes, are") from None
     if words:
         return name, dict(read_word(word) for word in words)
     if name not in algorithm_names():
-        raise ValueError(
+        raise InputError(
             f"--arm {text!r} changes nothing and is no algorithm; an algorithm's name alone, or 'NAME path=value ...', is"
             f" allowed; algorithms: {', '.join(algorithm_names())}"
         )
@@ -166,7 +167,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"\s*(\d{1,18})(?:\s*-\s*(\d{1,18}))?\s*", piece)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < first + 10_000:
-            raise ValueError(f"--seeds {text!r} is not allowed; numbers and ranges are, as in 0,1,2 or 0-4")
+            raise InputError(f"--seeds {text!r} is not allowed; numbers and ranges are, as in 0,1,2 or 0-4")
         found += range(first, last + 1)
     return tuple(found)
 
@@ -175,7 +176,7 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     """`training.lr=1e-4,3e-4`: values as TOML has them, or bare words."""
     path, equals, values = text.partition("=")
     if not equals or not path.strip() or not values.strip():
-        raise ValueError(f"--sweep {text!r} is not allowed; path=value,value is, as in training.lr=1e-4,3e-4,1e-3")
+        raise InputError(f"--sweep {text!r} is not allowed; path=value,value is, as in training.lr=1e-4,3e-4,1e-3")
     try:
         return path.strip(), tuple(tomllib.loads(f"values = [{values}]")["values"])
     except ValueError:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from legato.compare.definition import Definition
-from legato.run.load import load
-from legato.run.messages import shown
-from legato.run.resolved import Resolved
+from legato.config.load import load
+from legato.config.messages import shown
+from legato.config.resolved import Resolved
+from legato.errors import InputError
 
 SHARED = (
     "task.*",
@@ -66,12 +67,12 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
         }
         try:
             resolved = load(definition.recipes, (), {**definition.options, **definition.arms[arm], **point, **ours})
-        except ValueError as error:
-            raise ValueError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
+        except InputError as error:
+            raise InputError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
         found.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
     twice = next((job.name for job in found if sum(job.name == each.name for each in found) > 1), None)
     if twice is not None:
-        raise ValueError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
+        raise InputError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
     return found
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from legato.compare.jobs import Job
 from legato.compare.store import Store
-from legato.dashboard.curves import points, short
-from legato.dashboard.summary import evaluations, number
 from legato.diagnostics.collapse import collapse
+from legato.errors import InputError
+from legato.pages.curves import points, short
+from legato.pages.summary import evaluations, number
 
 MOST_POINTS = 120
 """Of a curve in compare.json; a page of many runs stays small."""
@@ -77,7 +78,7 @@ def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
         base, known = first.setdefault(job.origin_key(), (job, found))
         for what in ("weights", "problems"):
             if found["origin"][what] != known["origin"][what]:
-                raise ValueError(
+                raise InputError(
                     f"{job.name} did not start from the {what} of {base.name}: their fingerprints are"
                     f" {found['origin'][what]} and {known['origin'][what]}; what they read has changed in between,"
                     " so they cannot be compared"

@@ -9,7 +9,7 @@ from legato.compare.outcomes import COUNTED, check_origins, outcome
 from legato.compare.processes import Machine
 from legato.compare.store import FORMAT, Store
 from legato.diagnostics.collapse import DEFINITION
-from legato.diagnostics.seeds import difference, interquartile_mean, interval, mean, probability_of_improvement
+from legato.diagnostics.statistics.seeds import difference, interquartile_mean, interval, mean, probability_of_improvement
 
 Outcome = Mapping[str, Any]
 

@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import RunDirectoryError
-from legato.run.load import dump, load
-from legato.run.lock import locked
+from legato.config.load import dump, load
+from legato.errors import InputError
+from legato.records.directory import RunDirectory
+from legato.records.lines import RunDirectoryError
+from legato.records.lock import locked
 
 FORMAT = 1
 State = Literal["absent", "begun", "stopped", "done", "failed"]
@@ -40,7 +41,7 @@ class Store:
         if file.exists():
             self._same(record, found)
         elif self.path.exists() and any(each.name != ".lock" for each in self.path.iterdir()):
-            raise ValueError(f"{self.path} is there already and holds no comparison; --out FOLDER names another")
+            raise InputError(f"{self.path} is there already and holds no comparison; --out FOLDER names another")
         for name in ("configs", "runs", "logs", "failed"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         for job in found:
@@ -52,7 +53,7 @@ class Store:
             before = json.loads((self.path / "definition.json").read_text(encoding="utf-8"))
             changed = [key for key in record if before.get(key) != record[key]]
         except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(
+            raise InputError(
                 f"{self.path / 'definition.json'} cannot be read: {error}; --out FOLDER names another"
             ) from None
         told = [f"{key} = {record[key]!r} (was {before.get(key)!r})" for key in changed]
@@ -66,7 +67,7 @@ class Store:
                 ]
         if told:
             more = f" and {len(told) - 1} more" if len(told) > 1 else ""
-            raise ValueError(
+            raise InputError(
                 f"{self.path} holds another comparison: {told[0]}{more}; what is there goes on only as it was begun,"
                 " --out FOLDER begins another"
             )

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from legato.core.rollout import Group, Rollout, Routes, Scored
+from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence
     first, places = len(prompts) * wide, len(prompts) * wide + len(rollouts) * deep
     kinds = {(*routes.experts.shape[1:], routes.count) for routes in found}
     if len(kinds) > 1:
-        raise ValueError(f"the engine's records differ in (layers, active experts, experts): {sorted(kinds)}")
+        raise InputError(f"the engine's records differ in (layers, active experts, experts): {sorted(kinds)}")
     tokens = torch.full((places,), -1)
     experts = found[0].experts.new_zeros(places, *found[0].experts.shape[1:])
     for row, rollout in enumerate(rollouts):
@@ -113,7 +114,7 @@ def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence
 def _check_routes(rollout: Rollout, routes: Routes) -> None:
     read = torch.cat([rollout.prompt_tokens, rollout.tokens])[:-1]
     if len(routes.tokens) != len(read) or not torch.equal(routes.tokens, read):
-        raise ValueError(
+        raise InputError(
             f"rollout {rollout.rollout_id} of {rollout.problem.key}: the engine's record of experts speaks of other tokens"
             f" ({len(routes.tokens)} of them) than the {len(read)} that prompt and response have without the last;"
             " was the text tokenised again?"
@@ -128,7 +129,7 @@ def _check(member: Scored) -> None:
     rollout = member.rollout
     where = f"rollout {rollout.rollout_id} of {rollout.problem.key}"
     if rollout.temperature <= 0:
-        raise ValueError(f"{where} was sampled at temperature {rollout.temperature:g}; training needs a temperature above 0")
+        raise InputError(f"{where} was sampled at temperature {rollout.temperature:g}; training needs a temperature above 0")
     sampled = rollout.sampler_logprobs[rollout.mask]
     if not bool(torch.isfinite(sampled).all()) or bool((sampled > 0).any()):
-        raise ValueError(f"{where}: the engine reported a log-prob that is above 0 or not finite")
+        raise InputError(f"{where}: the engine reported a log-prob that is above 0 or not finite")

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.errors import InputError
+
 LOWEST_PRECISION = (torch.float32, torch.float64)
 
 
 def tensor(name: str, value: Any) -> Tensor:
     """A torch tensor, not a list or an array."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
+        raise InputError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
     return value
 
 
@@ -23,7 +25,7 @@ def tensors(given: Mapping[str, Any], like: Tensor, like_name: str = "logprobs")
     """What is given are tensors on one device. The other checks here rely on it."""
     for name, value in given.items():
         if value is not None and tensor(name, value).device != like.device:
-            raise ValueError(f"{name} is on {value.device} but {like_name} is on {like.device}; move one of them")
+            raise InputError(f"{name} is on {value.device} but {like_name} is on {like.device}; move one of them")
 
 
 def _shape(tensor: Tensor) -> str:
@@ -33,7 +35,7 @@ def _shape(tensor: Tensor) -> str:
 def per_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
     """A float32 or float64 tensor of the shape of `like`."""
     if tensor.shape != like.shape:
-        raise ValueError(f"{name} has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
+        raise InputError(f"{name} has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
     return _float(name, tensor)
 
 
@@ -45,14 +47,14 @@ def _float(name: str, tensor: Tensor) -> Tensor:
                 ": in half precision 0.9997, 1 and 1.0004 are one number and a sequence clip dies. Compute the"
                 " log-softmax in float32 (casting the result up does not bring the digits back)"
             )
-        raise ValueError(f"{name} is {tensor.dtype}; float32 or float64 is needed{reason}")
+        raise InputError(f"{name} is {tensor.dtype}; float32 or float64 is needed{reason}")
     return tensor
 
 
 def channel(name: str, tensor: Tensor) -> Tensor:
     """The `[B, T]` tensor that fixes shape, device and dtype of a call."""
     if tensor.dim() != 2:
-        raise ValueError(f"{name} has shape {_shape(tensor)}; [B, T] is needed")
+        raise InputError(f"{name} has shape {_shape(tensor)}; [B, T] is needed")
     return _float(name, tensor)
 
 
@@ -64,13 +66,13 @@ def zero_one(name: str, tensor: Tensor) -> Tensor:
     wrong = ~(ones | (tensor == 0))
     if bool(wrong.any()):
         value = tensor[wrong].reshape(-1)[0].item()
-        raise ValueError(f"{name} holds {value:g}; only 0 and 1 (or a bool tensor) are allowed")
+        raise InputError(f"{name} holds {value:g}; only 0 and 1 (or a bool tensor) are allowed")
     return ones
 
 
 def mask(tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
     if tensor.shape != like.shape:
-        raise ValueError(f"mask has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
+        raise InputError(f"mask has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
     return zero_one("mask", tensor)
 
 
@@ -81,7 +83,7 @@ def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "
         return tensor.unsqueeze(1)
     if tensor.shape == like.shape:
         return tensor
-    raise ValueError(
+    raise InputError(
         f"{name} has shape {_shape(tensor)}; [{rows}] (one per response) or [{rows}, {width}] (one per token) is needed"
         f" beside {like_name} of shape {_shape(like)}"
     )
@@ -90,9 +92,9 @@ def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "
 def ids(name: str, tensor: Tensor, rows: int) -> Tensor:
     """[B] integer ids."""
     if tensor.dim() != 1 or len(tensor) != rows:
-        raise ValueError(f"{name} has shape {_shape(tensor)}; [{rows}], one id per row, is needed")
+        raise InputError(f"{name} has shape {_shape(tensor)}; [{rows}], one id per row, is needed")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise ValueError(f"{name} is {tensor.dtype}; integer ids are needed")
+        raise InputError(f"{name} is {tensor.dtype}; integer ids are needed")
     return tensor.long()
 
 
@@ -104,7 +106,7 @@ def dense_ids(name: str, tensor: Tensor, rows: int) -> tuple[Tensor, int]:
     checked = ids(name, tensor, rows)
     lowest, highest = (int(checked.min()), int(checked.max())) if rows else (0, -1)
     if lowest < 0 or highest >= MOST_GROUPS:
-        raise ValueError(
+        raise InputError(
             f"{name} holds the id {lowest if lowest < 0 else highest}; counts that are added over micro-batches need ids"
             f" that are dense over the whole update: 0, 1, 2 ... (below {MOST_GROUPS})"
         )
@@ -114,12 +116,12 @@ def dense_ids(name: str, tensor: Tensor, rows: int) -> tuple[Tensor, int]:
 def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
     """[B, T] turn indices: -1 outside turns, 0 .. T - 1 inside; every mask token belongs to one."""
     if tensor.shape != tokens.shape:
-        raise ValueError(f"turn has shape {_shape(tensor)} but mask has shape {_shape(tokens)}; they must be equal")
+        raise InputError(f"turn has shape {_shape(tensor)} but mask has shape {_shape(tokens)}; they must be equal")
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        raise ValueError(f"turn is {tensor.dtype}; integer turn indices are needed")
+        raise InputError(f"turn is {tensor.dtype}; integer turn indices are needed")
     inside = tensor[tokens]
     if len(inside) and (int(inside.min()) < 0 or int(inside.max()) >= tokens.shape[1]):
-        raise ValueError(
+        raise InputError(
             f"turn holds {int(inside.min())} .. {int(inside.max())} at tokens the policy wrote;"
             f" 0 .. {tokens.shape[1] - 1} is allowed there (-1 is for tool and template tokens, which have mask 0)"
         )
@@ -131,7 +133,7 @@ def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Te
     missing = {signal: reader for reader, signals in needs.items() for signal in signals if given.get(signal) is None}
     if missing:
         reasons = ", ".join(f"{signal} (read by {reader})" for signal, reader in missing.items())
-        raise ValueError(f"{who} needs {reasons}; pass {', '.join(f'{signal}=...' for signal in missing)}")
+        raise InputError(f"{who} needs {reasons}; pass {', '.join(f'{signal}=...' for signal in missing)}")
 
 
 def finite(name: str, values: Tensor, where: Tensor) -> None:
@@ -139,11 +141,11 @@ def finite(name: str, values: Tensor, where: Tensor) -> None:
     wrong = where & ~torch.isfinite(values)
     if bool(wrong.any()):
         row = int(wrong.any(1).nonzero()[0, 0])
-        raise ValueError(f"{name} is {float(values[row][wrong[row]][0])} in row {row}; finite numbers are needed")
+        raise InputError(f"{name} is {float(values[row][wrong[row]][0])} in row {row}; finite numbers are needed")
 
 
 def within_unit(name: str, values: Tensor, where: Tensor) -> None:
     """Numbers in (0, 1] where it counts."""
     wrong = where & ~((values > 0) & (values <= 1))
     if bool(wrong.any()):
-        raise ValueError(f"{name} holds {float(values[wrong][0]):g} at a token the policy wrote; (0, 1] is allowed")
+        raise InputError(f"{name} holds {float(values[wrong][0]):g} at a token the policy wrote; (0, 1] is allowed")

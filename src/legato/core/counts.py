@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from legato.errors import InputError
+
 
 def _add_tables(left: Tensor, right: Tensor) -> Tensor:
     size = max(len(left), len(right))
@@ -48,7 +50,7 @@ class Counts:
         if not isinstance(other, Counts):
             return NotImplemented
         if not self.fits(other):
-            raise ValueError("these counts were made for different algorithms and cannot be added")
+            raise InputError("these counts were made for different algorithms and cannot be added")
         kept = None if self.kept is None or other.kept is None else self.kept + other.kept
         tables = {name: _add_tables(table, other.tables[name]) for name, table in self.tables.items()}
         return Counts(all=self.all + other.all, kept=kept, tables=tables)

@@ -11,34 +11,35 @@ from types import ModuleType
 from typing import Any
 
 from legato.core.parts import nearest
+from legato.errors import InputError
 
 
 def import_object(what: str, path: str, options: Mapping[str, Any] | None = None) -> Any:
     """What stands at a path. Of a class an instance is made, with the options; a function gets them as keywords."""
     place, _, name = path.rpartition(":")
     if not place or not name.isidentifier():
-        raise ValueError(f"{what} {path!r}: 'module:name' or 'file.py:name' is needed")
+        raise InputError(f"{what} {path!r}: 'module:name' or 'file.py:name' is needed")
     module = _module(what, place, path)
     if not hasattr(module, name):
         known = [word for word in vars(module) if not word.startswith("_") and callable(getattr(module, word))]
-        raise ValueError(f"{what} {path!r}: {place} has no {name!r}; {nearest(name, sorted(known))}")
+        raise InputError(f"{what} {path!r}: {place} has no {name!r}; {nearest(name, sorted(known))}")
     found = getattr(module, name)
     if isinstance(found, type):
         return _instance(what, found, path, options or {})
     if options and not callable(found):
-        raise ValueError(f"{what} {path!r} takes no options, but {', '.join(options)} is given")
+        raise InputError(f"{what} {path!r} takes no options, but {', '.join(options)} is given")
     return functools.partial(found, **options) if options else found
 
 
 def _module(what: str, place: str, path: str) -> ModuleType:
     file = Path(place).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise ValueError(f"{what} {path!r}: there is no file {file}")
+        raise InputError(f"{what} {path!r}: there is no file {file}")
     _also_search(Path.cwd() if file is None else file.parent)
     try:
         return import_module(place) if file is None else _module_of_file(file)
     except (Exception, SystemExit) as error:  # its code may raise anything, and a script may end the process
-        raise ValueError(f"{what} {path!r}: {place} could not be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{what} {path!r}: {place} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def _module_of_file(file: Path) -> ModuleType:
@@ -70,4 +71,4 @@ def _instance(what: str, found: type, path: str, options: Mapping[str, Any]) -> 
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         made = f"with {dict(options)}" if options else "without arguments"
-        raise ValueError(f"{what} {path!r}: {found.__name__}() could not be made {made}: {reason}") from error
+        raise InputError(f"{what} {path!r}: {found.__name__}() could not be made {made}: {reason}") from error

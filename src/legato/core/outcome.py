@@ -13,6 +13,7 @@ from torch import Tensor
 from legato.core.segments import Level
 from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.sums import Sums
+from legato.errors import InputError
 
 
 class _Tie(torch.autograd.Function):
@@ -51,7 +52,7 @@ class Coefficients:
         """`loss` with a backward that hands minus the coefficients to the channels it is tied to."""
         for name, coefficients, channel in (("entropy", self.entropy, entropy), ("values", self.values, values)):
             if coefficients is not None and channel is None:
-                raise ValueError(f"these coefficients have a gradient for {name}; pass {name}= to tie, or it would be lost")
+                raise InputError(f"these coefficients have a gradient for {name}; pass {name}= to tie, or it would be lost")
         tied: Tensor = _Tie.apply(  # type: ignore[no-untyped-call]
             loss, logprobs, entropy, values, self.logprobs, self.entropy, self.values
         )

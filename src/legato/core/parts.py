@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from legato.errors import InputError
+
 _REGISTRY: dict[str, dict[str, type["Part"]]] = {}
 
 
@@ -167,7 +169,7 @@ def _check_fields(self: Any) -> None:
         if rule is None:
             continue
         if not rule.accepts(value):
-            raise ValueError(f"{self.kind} '{self.name}': {field.name} = {value!r} is not allowed; {rule.allowed} is")
+            raise InputError(f"{self.kind} '{self.name}': {field.name} = {value!r} is not allowed; {rule.allowed} is")
         object.__setattr__(self, field.name, rule.keep(value))
 
 
@@ -205,7 +207,7 @@ def ordered(part: Any, low: str, high: str) -> None:
     """Two fields of a part are in order."""
     if getattr(part, low) > getattr(part, high):
         values = f"{low} = {getattr(part, low):g} is above {high} = {getattr(part, high):g}"
-        raise ValueError(f"{part.kind} '{part.name}': {values}")
+        raise InputError(f"{part.kind} '{part.name}': {values}")
 
 
 def names(kind: str) -> list[str]:
@@ -224,5 +226,5 @@ def lookup(kind: str, name: str) -> type[Part]:
     """The part class registered under this kind and name."""
     registered = _REGISTRY.get(kind, {})
     if name not in registered:
-        raise ValueError(f"unknown {kind} {name!r}; {nearest(name, sorted(registered))}")
+        raise InputError(f"unknown {kind} {name!r}; {nearest(name, sorted(registered))}")
     return registered[name]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from legato.dashboard.board import configs, curves, findings
-from legato.dashboard.page import STYLE, THEMED, plotly_library, plotly_styles
 from legato.dashboard.runs import Folder
 from legato.dashboard.stored import Filter, listed, newest_measured, shown, steps_of
+from legato.errors import InputError
+from legato.pages.page import STYLE, THEMED, plotly_library, plotly_styles
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -119,7 +120,7 @@ def _whole(request: "Request", name: str, otherwise: Any) -> Any:
     if not text:
         return otherwise
     if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise ValueError(f"{name} = {text[:40]!r} is given; a whole number is needed")
+        raise InputError(f"{name} = {text[:40]!r} is given; a whole number is needed")
     return int(text)
 
 
@@ -128,7 +129,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
     try:
         import uvicorn
     except ImportError as error:
-        raise ValueError("the dashboard needs starlette and uvicorn: pip install 'legato[dashboard]'") from error
+        raise InputError("the dashboard needs starlette and uvicorn: pip install 'legato[dashboard]'") from error
     import asyncio
     import socket
 
@@ -141,7 +142,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
             listening.bind(("127.0.0.1", port))
             listening.listen()  # from here on the address answers, if a moment later
         except OSError as error:
-            raise ValueError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
+            raise InputError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
         guard = Guard(
             application(found),
             listening.getsockname()[1],

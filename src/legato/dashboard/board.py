@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy
 
-from legato.dashboard.curves import short
-from legato.dashboard.legible import legible
 from legato.dashboard.runs import Folder, Run
 from legato.dashboard.series import Series
-from legato.dashboard.several import arms
-from legato.diagnostics.health.rule import LEVELS
-from legato.diagnostics.health.rules import RULES
-from legato.diagnostics.seeds import mean
+from legato.diagnostics.statistics.seeds import mean
+from legato.health.rule import LEVELS
+from legato.health.rules import RULES
+from legato.pages.curves import short
+from legato.pages.legible import legible
+from legato.pages.several import arms
 
 _MOST_VALUES = 40_000
 """Points of all curves of an answer together: two hundred curves need no three hundred points each."""

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.dashboard.health import counted, shown
-from legato.dashboard.legible import legible, shortened
 from legato.dashboard.series import Series
-from legato.dashboard.several import flat, read_config
-from legato.dashboard.summary import number
-from legato.dashboard.tail import LONGEST, Tail, last_lines, opened, spread_lines
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.rule import LEVELS
+from legato.errors import InputError
+from legato.health.rule import LEVELS
+from legato.pages.health import counted, shown
+from legato.pages.legible import legible, shortened
+from legato.pages.several import flat, read_config
+from legato.pages.summary import number
+from legato.records.directory import RunDirectory
+from legato.records.tail import LONGEST, Tail, last_lines, opened, spread_lines
 
 _DEEPEST = 4
 _QUIET_SECONDS = 300
@@ -200,7 +201,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise ValueError(f"{path} is not a folder; `legato dashboard FOLDER` takes a folder of runs, or a run")
+            raise InputError(f"{path} is not a folder; `legato dashboard FOLDER` takes a folder of runs, or a run")
         self.path = path
         self.found: dict[str, Run] = {}
         self._looked = 0.0
@@ -227,7 +228,7 @@ class Folder:
             self.runs()
             found = self.found.get(name)
         if found is None:
-            raise ValueError(f"no run is called {name!r} in {self.path}")
+            raise InputError(f"no run is called {name!r} in {self.path}")
         return found
 
     def read_beside(self) -> None:

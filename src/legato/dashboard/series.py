@@ -6,8 +6,8 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from legato.dashboard.curves import short
-from legato.dashboard.summary import number
+from legato.pages.curves import short
+from legato.pages.summary import number
 
 BUCKETS = 384
 """Even; a curve on a screen shows no more."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from legato.dashboard.legible import legible, shortened
-from legato.dashboard.summary import Record, number
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import RunDirectoryError
+from legato.errors import InputError
+from legato.pages.legible import legible, shortened
+from legato.pages.summary import Record, number
+from legato.records.directory import RunDirectory
+from legato.records.lines import RunDirectoryError
 
 MOST = 400
 """Rows that a list shows."""
@@ -68,7 +69,7 @@ def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: 
         step = left.pop()
         try:
             found = _of_step(directory, step)
-        except ValueError as error:
+        except InputError as error:
             damaged.append(legible(str(error), one_line=True))
             continue
         taken = [_row(record, step, index) for index, record in enumerate(found) if asked.takes(record)]
@@ -85,7 +86,7 @@ def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dic
     """One rollout with what was measured at its tokens, and its siblings."""
     found = _of_step(directory, step)
     if not 0 <= index < len(found):
-        raise ValueError(f"step {step} has {len(found)} rollouts; number {index} is asked for")
+        raise InputError(f"step {step} has {len(found)} rollouts; number {index} is asked for")
     record = found[index]
     group = record.get("group")
     siblings = [

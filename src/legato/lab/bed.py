@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.config.resolved import Resolved
+from legato.config.sources import parted
 from legato.core.batch import collate
 from legato.core.rollout import Group
 from legato.diagnostics.words import count
+from legato.errors import InputError
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
 from legato.run import wire
-from legato.run.layers import parted
-from legato.run.resolved import Resolved
 from legato.run.target import Target, find
-from legato.training.passes import Look
 from legato.training.plan import plan
+from legato.training.step import StepReport, Trainer
 from legato.training.tables import Tables
-from legato.training.trainer import StepReport, Trainer
+from legato.training.update import Look
 
 DEFAULT = Path(__file__).parent / "default.toml"
 
@@ -31,7 +32,7 @@ def named(words: Sequence[str]) -> tuple[str, list[str]]:
     """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
     targets, options = parted(words)
     if len(targets) > 1:
-        raise ValueError(
+        raise InputError(
             f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
         )
     return targets[0] if targets else str(DEFAULT), options
@@ -123,7 +124,7 @@ class Bed:
         groups, tally = self.trainer.collector.next(prompts)
         if not groups:
             reasons = "; ".join(tally.reasons) or "no group had two scored responses"
-            raise ValueError(f"nothing was sampled that could be scored: {reasons}")
+            raise InputError(f"nothing was sampled that could be scored: {reasons}")
         return groups
 
 

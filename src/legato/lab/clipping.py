@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from legato.dashboard.experiment import Account, Check, Sheet, Value
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
-from legato.diagnostics.clipping import predicted_clip_fraction
-from legato.diagnostics.format import RunDirectory
+from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab.bed import Say, target_of
 from legato.lab.sweep import LOOK, Arm, Course, arms, course, looked, trained
+from legato.pages.experiment import Account, Check, Sheet, Value
+from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
+from legato.records.directory import RunDirectory
 
 TOLERANCE = 0.1
 """How far measured and predicted share may differ before the page says that log s is not as the formula has it."""

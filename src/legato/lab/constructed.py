@@ -8,8 +8,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from legato.diagnostics.clipping import calibrated_width, quantile_bound
-from legato.diagnostics.correlation import processes
+from legato.diagnostics.statistics.clipping import calibrated_width, quantile_bound
+from legato.diagnostics.statistics.correlation import processes
 
 SHARE = 0.15
 """The share of responses a band is calibrated to clip: what is published for GSPO."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from legato.core.batch import collate
 from legato.core.rollout import Group
-from legato.dashboard.curves import short
-from legato.dashboard.experiment import Account, Check, Sheet
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.diagnostics.equivalence import Likelihoods, implied_entropy, likelihoods, quotient_of_means, relative_error
 from legato.lab.bed import Bed, Observed, Say, channels_of, facts, make_bed
+from legato.pages.curves import short
+from legato.pages.experiment import Account, Check, Sheet
+from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.policy.policy import Policy
 from legato.run.mismatch import unchanged
 from legato.run.target import Target

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from legato.dashboard.experiment import Account, Check, Sheet
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, figure, line, shares
 from legato.lab import constructed
 from legato.lab.bed import Say, bed_of, facts
 from legato.lab.constructed import HIDDEN, SHARE, Correlated, Heavy, Quintile
 from legato.lab.shifts import Shift, shifts
 from legato.lab.variance import stacked
+from legato.pages.experiment import Account, Check, Sheet
+from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, figure, line, shares
 from legato.run.target import Target
 
 STEPS = 4

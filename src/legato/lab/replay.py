@@ -11,11 +11,12 @@ import torch
 
 from legato.core.batch import collate
 from legato.core.rollout import Rollout
-from legato.diagnostics.format import RunDirectory
+from legato.errors import InputError
 from legato.lab.bed import Bed, Observed, Say, bed_of
+from legato.records.directory import RunDirectory
 from legato.run.target import find
 from legato.training import checkpoint
-from legato.training.trainer import StepReport
+from legato.training.step import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +44,17 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
     directory = RunDirectory.open(path)
     kept = directory.checkpoint_steps()
     if not kept:
-        raise ValueError(f"{path} has no checkpoint; a step can be done again from one")
+        raise InputError(f"{path} has no checkpoint; a step can be done again from one")
     wanted = kept[-1] + 1 if step is None else step
     done = max((int(each["step"]) for each in directory.metrics() if each.get("kind") == "step"), default=0)
     # Without --step the one after the newest checkpoint is done, which a run that ended there has not come to.
     if wanted > max(done, kept[-1] + 1):
-        raise ValueError(
+        raise InputError(
             f"--step {wanted} is asked for; {path} has {done} steps; those from {kept[0] + 1} can be done again"
         )
     before = [each for each in kept if each < wanted]
     if not before:
-        raise ValueError(
+        raise InputError(
             f"--step {wanted} is asked for; the earliest checkpoint of {path} is of step {kept[0]}, so steps from"
             f" {kept[0] + 1} can be done again; output.keep_last and output.checkpoint_every_steps keep more of a run"
         )
@@ -65,7 +66,7 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
     bed.trainer.settings = replace(bed.trainer.settings, skip_silent_rows=False)
     report = bed.step()
     if not report.groups:
-        raise ValueError(f"step {wanted} had nothing to train on: too few of its rollouts could be scored")
+        raise InputError(f"step {wanted} had nothing to train on: too few of its rollouts could be scored")
     note = _compared(directory, wanted, report)
     return Replayed(bed=bed, step=wanted, report=report, seen=tuple(bed.seen), note=note)
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.config.resolved import Resolved
 from legato.diagnostics.gaps import effective_share
 from legato.lab.bed import Bed, Observed, Say, bed_of
 from legato.policy.policy import Policy
 from legato.run.mismatch import unchanged
-from legato.run.resolved import Resolved
 
 FASTER, MANY = 10.0, 32
 

@@ -9,9 +9,9 @@ from itertools import groupby
 import torch
 
 from legato.algorithms.algorithm import Algorithm
-from legato.dashboard.legible import piece
+from legato.api import algorithm, loss
 from legato.lab.examples import Rows
-from legato.surface import algorithm, loss
+from legato.pages.legible import piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

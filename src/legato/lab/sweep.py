@@ -12,14 +12,15 @@ import torch
 from legato.compare.compare import compare
 from legato.compare.definition import Definition
 from legato.compare.processes import Machine
-from legato.dashboard.summary import number
-from legato.diagnostics.clipping import predicted_clip_fraction
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.lines import finite
+from legato.config.sources import read_word
+from legato.diagnostics.statistics.clipping import predicted_clip_fraction
+from legato.errors import InputError
 from legato.lab.bed import Say, named
 from legato.lab.constructed import SHARE, quintiles
 from legato.lab.replay import restored
-from legato.run.layers import read_word
+from legato.pages.summary import number
+from legato.records.directory import RunDirectory
+from legato.records.lines import finite
 from legato.run.target import find
 from legato.training.checkpoint import save_model
 
@@ -60,7 +61,7 @@ def read_epsilons(text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 < each < 1 for each in found):
-        raise ValueError(f"--epsilons {text!r} is not allowed; numbers above 0 and below 1 are, as in 1e-4,1e-3")
+        raise InputError(f"--epsilons {text!r} is not allowed; numbers above 0 and below 1 are, as in 1e-4,1e-3")
     return found
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from legato.diagnostics.correlation import processes
-from legato.diagnostics.variance import integrated_autocorrelation, log_slope
+from legato.diagnostics.statistics.correlation import processes
+from legato.diagnostics.statistics.variance import integrated_autocorrelation, log_slope
 
 GAP, AT, SIGMA = 3.6, 512, 0.02
 """The published gap, the length at which every explanation has it, and the token deviation."""

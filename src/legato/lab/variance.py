@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from legato.dashboard.experiment import Account, Check, Sheet, Value
-from legato.dashboard.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
-from legato.diagnostics.spread import FEWEST, TELLING, Bin, Spread, spread
+from legato.diagnostics.statistics.spread import FEWEST, TELLING, Bin, Spread, spread
+from legato.errors import InputError
 from legato.lab import synthetic
 from legato.lab.bed import Bed, Observed, Say, facts, make_bed
 from legato.lab.synthetic import Simulated
+from legato.pages.experiment import Account, Check, Sheet, Value
+from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.run.mismatch import unchanged
 from legato.run.target import Target
 
@@ -36,12 +37,12 @@ def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Accou
                     say(f"step {number} of {steps}")
         moved = [each for each in bed.seen if each.index > 0]
         if not moved:
-            raise ValueError(
+            raise InputError(
                 "training.updates_per_step = 1: every ratio is 1; the spread of log s needs several updates a step"
             )
         found = measured(moved)
         if not found.bins:
-            raise ValueError(
+            raise InputError(
                 f"{sum(len(each.rows) for each in moved)} responses were seen after the first update of a step; none moved,"
                 f" or fewer than {FEWEST} are of about one length: --steps, training.prompts_per_step or training.lr help"
             )

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from legato.dashboard.experiment import Account, Check, Sheet
-from legato.dashboard.legible import legible
-from legato.dashboard.traces import AMBER, BLUE, GREY, RED, Figure, figure, line
-from legato.diagnostics.clipping import product_range
+from legato.api import advantages, algorithm, loss
 from legato.diagnostics.equivalence import likelihoods
+from legato.diagnostics.statistics.clipping import product_range
+from legato.errors import InputError
 from legato.lab.bed import Observed, Say, facts
 from legato.lab.examples import OUTLIERS, REWARDS, Rows, group, outliers
 from legato.lab.replay import Replayed, replay
 from legato.lab.strip import Walked, strips, walked
-from legato.surface import advantages, algorithm, loss
+from legato.pages.experiment import Account, Check, Sheet
+from legato.pages.legible import legible
+from legato.pages.traces import AMBER, BLUE, GREY, RED, Figure, figure, line
 from legato.training.details import pieces
 
 PAIR = ("grpo", "gspo")
@@ -209,7 +210,7 @@ def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence
     row = _chosen(again, rollout)
     look = next((each for each in again.seen if row in each.rows.tolist()), None)
     if look is None:
-        raise ValueError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
+        raise InputError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
     rows, here = _rows(again, look, row)
     record = again.rollouts()[row]
     walks = [walked(rows, name)[here] for name in PAIR]
@@ -247,7 +248,7 @@ def _chosen(again: Replayed, rollout: int | None) -> int:
     if rollout is not None:
         count = len(again.rollouts())
         if not 0 <= rollout < count:
-            raise ValueError(f"--rollout {rollout} is asked for; step {again.step} has the rollouts 0 to {count - 1}")
+            raise InputError(f"--rollout {rollout} is asked for; step {again.step} has the rollouts 0 to {count - 1}")
         return rollout
     best, at = -1.0, int(again.seen[0].rows[0])
     for look in again.seen:

@@ -23,6 +23,7 @@ from torch import Tensor
 from legato.core.parts import choice, integer, number, part
 from legato.core.shapes import Spread
 from legato.core.sums import Deviation, Mean, Piece, Sums
+from legato.errors import InputError
 from legato.objectives.clips import by_sign
 from legato.objectives.slots import Context, PartState, Region, Trust
 
@@ -58,7 +59,7 @@ class AutoClip(Trust):
     def __post_init__(self) -> None:
         widest, narrowest = max(self._start), min(self._start)
         if not self.floor <= narrowest <= widest <= self.ceiling:
-            raise ValueError(
+            raise InputError(
                 f"trust 'auto-clip': low = {self.low:g} and high = {self.high:g} are not between floor = {self.floor:g}"
                 f" and ceiling = {self.ceiling:g}"
             )
@@ -120,7 +121,7 @@ class AutoClip(Trust):
     def _pieces(self, sums: Sums, key: str) -> dict[str, Piece]:
         missing = [word for word in (f"{key}_positive", f"{key}_negative") if word not in sums]
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"trust 'auto-clip' follows {missing[0]}, which the sums given do not hold; they are those of a loss of this"
                 " algorithm with metrics=True"
             )

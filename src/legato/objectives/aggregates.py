@@ -10,6 +10,7 @@ from torch import Tensor
 
 from legato.core.counts import Tally
 from legato.core.parts import choice, number, part
+from legato.errors import InputError
 from legato.objectives.slots import Aggregate
 
 _DENOMINATOR = "'all': filtered and rejected tokens still count; 'kept': they leave the denominator."
@@ -78,7 +79,7 @@ class SequenceSumOverConstant(Aggregate):
 
     def weights(self, tally: Tally, lengths: Tensor, group: Tensor | None) -> Tensor:
         if self.constant is None:
-            raise ValueError(
+            raise InputError(
                 "aggregate 'sequence-sum-over-constant' has no constant: give the response budget in tokens, for"
                 ' instance {"aggregate.constant": 3000} (a run fills in rollouts.max_response_tokens)'
             )

@@ -16,6 +16,7 @@ from legato.core.bounded import bounded, choose
 from legato.core.parts import choice, number, ordered, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
+from legato.errors import InputError
 from legato.objectives.slots import Context, Region, TokenTrust, Trust
 
 _SCALE = "'none': one band for all; 'sqrt-length': wider for shorter segments."
@@ -72,7 +73,7 @@ class LogClip(Trust):
 
     def apply(self, region: Region, context: Context) -> Region:
         if self.log_low is None or self.log_high is None:
-            raise ValueError(
+            raise InputError(
                 "trust 'log-clip' has no bounds: log_low and log_high must be given (the paper's constants are not"
                 ' verified), for instance {"objective.trust.log-clip.log_low": 0.05, "...log_high": 0.06}'
             )

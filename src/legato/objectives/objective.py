@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from legato.core.parts import Part
 from legato.core.scope import Scope
+from legato.errors import InputError
 from legato.objectives.corrections import combine
 from legato.objectives.slots import Adjustment, Aggregate, Context, Correction, Penalty, Ratio, State, TokenTrust, Trust
 
@@ -22,7 +23,7 @@ class Objective:
             seen = [part.name for part in getattr(self, slot)]
             twice = {name for name in seen if seen.count(name) > 1}
             if twice:
-                raise ValueError(f"objective.{slot} holds {', '.join(sorted(twice))!r} twice; a part may appear once")
+                raise InputError(f"objective.{slot} holds {', '.join(sorted(twice))!r} twice; a part may appear once")
         self._refuse_double_counting()
         self._refuse_edges_with_gates()
         self._refuse_what_cannot_act()
@@ -31,7 +32,7 @@ class Objective:
     def _refuse_double_counting(self) -> None:
         weighing = [part.name for part in self.corrections if part.weighs]
         if getattr(self.ratio, "anchor", "old") == "sampler" and weighing:
-            raise ValueError(
+            raise InputError(
                 f"objective.ratio.anchor = 'sampler' already divides by the sampler; the correction {weighing[0]!r} would"
                 " count that ratio twice. Use anchor 'old' with the correction, or the sampler anchor without it"
             )
@@ -40,7 +41,7 @@ class Objective:
         gates = [part.name for part in self.trust if part.role == "gate"]
         clips = [part.name for part in self.trust if part.role == "clip"]
         if len(gates) > 1 or (gates and clips):
-            raise ValueError(
+            raise InputError(
                 f"objective.trust holds {[p.name for p in self.trust]}: a soft gate replaces the clip and stands alone"
                 " (masks and rejections may join it)"
             )
@@ -51,11 +52,11 @@ class Objective:
             idle = [part.name for part in self.trust if part.reads_ratio]
             idle += [part.name for part in self.corrections if part.reads_ratio]
             if idle:
-                raise ValueError(f"objective.ratio is 'none': there is no ratio for {idle[0]!r} to act on")
+                raise InputError(f"objective.ratio is 'none': there is no ratio for {idle[0]!r} to act on")
         if self.ratio.gradient != "weight":
             lost = [part.name for part in self.trust if part.weight_form_only]
             if lost:
-                raise ValueError(
+                raise InputError(
                     f"trust {lost[0]!r} bounds a detached weight; on ratio {self.ratio.name!r}, which is differentiated"
                     " through, bounded tokens would lose their gradient. Use ratio 'geometric-weight'"
                 )
@@ -71,7 +72,7 @@ class Objective:
             and any(hasattr(part, bound) for bound in ("low", "log_low", "floor_max"))
         ]
         if adapting and fixed:
-            raise ValueError(
+            raise InputError(
                 f"objective.trust holds {adapting[0]!r} and {fixed[0]!r}, two bands on one ratio: set the bounds of the"
                 f" first, objective.trust.{adapting[0]}.low and .high, or take one out, as in"
                 f" objective.trust.{fixed[0]} = null (None in Python, false in TOML)"

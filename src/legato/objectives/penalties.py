@@ -15,6 +15,7 @@ from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
 from legato.core.sums import Sums
+from legato.errors import InputError
 from legato.objectives.masks import covariance, first
 from legato.objectives.slots import Context, PartState, Penalty
 
@@ -141,7 +142,7 @@ class AdaptiveEntropy(Penalty):
 
     def advance(self, state: PartState, sums: Sums, first: bool) -> PartState:
         if "entropy/mean" not in sums:
-            raise ValueError("penalty 'adaptive-entropy' follows entropy/mean; pass entropy= to loss, with metrics=True")
+            raise InputError("penalty 'adaptive-entropy' follows entropy/mean; pass entropy= to loss, with metrics=True")
         low = sums["entropy/mean"].report()[""] <= self.target
         moved = float(state["coefficient"]) + (self.step if low else -self.step)
         return {"coefficient": min(max(moved, 0.0), self.cap), "active": float(low)}

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
-from legato.policy import attention
-from legato.policy.fused import Parts, Projected, through, why_not
-from legato.policy.head import Head
-from legato.policy.layer import learned
-from legato.policy.packs import Pack, Texts, pack
-from legato.policy.routers import Routers, find
-from legato.policy.routing import Cells, Directions, Routed, Tap, Traffic
-from legato.policy.spans import Spans
+from legato.errors import InputError
+from legato.policy.experts.routers import Routers, find
+from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
+from legato.policy.head.head import Head
+from legato.policy.layers.fused import Parts, Projected, through, why_not
+from legato.policy.layers.layer import learned
+from legato.policy.layout import attention
+from legato.policy.layout.packs import Pack, Texts, pack
+from legato.policy.layout.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,7 @@ class Policy:
     def known_routers(self, wanted_by: str) -> Routers:
         """The routers, which some option cannot do without."""
         if self.routers is None:
-            raise ValueError(
+            raise InputError(
                 f"{wanted_by} needs a mixture of experts whose routers are known; policy.model {self.name}"
                 f" ({type(self.body).__name__}): {self.unrouted}"
             )
@@ -284,7 +285,7 @@ class Policy:
 
 def _through_pack(decoder: Any, packed: Pack) -> Tensor:
     """[N, H]: the last hidden state of a pack's tokens, layer by layer through fused parts with their gradients."""
-    from legato.policy.triton.gradients import add_norm_learned, swiglu_learned, turn
+    from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn
 
     spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
     assert spans is not None

@@ -4,8 +4,9 @@ from importlib.util import find_spec
 
 from legato.core.parts import Part, choice, integer, number, part
 from legato.core.rollout import Rollout, Unscorable
-from legato.core.workers import DiedError, RefusedError, TimedOutError, shared
+from legato.errors import InputError
 from legato.rewards.verifiers import Verdict
+from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
 
 WORKER = "legato.rewards.gym_worker:score"
 
@@ -27,7 +28,7 @@ class ReasoningGymScore(Part):
 
     def __post_init__(self) -> None:
         if find_spec("reasoning_gym") is None:
-            raise ValueError("reward 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
+            raise InputError("reward 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
 
     def __call__(self, rollout: Rollout) -> Verdict:
         fields = rollout.problem.fields

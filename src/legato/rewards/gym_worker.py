@@ -1,4 +1,4 @@
-"""Reasoning Gym as it runs in a worker (`core/workers.py`) that scores answers.
+"""Reasoning Gym as it runs in a worker (`workers/pool.py`) that scores answers.
 
 Several of its data sets hand the answer, which a model wrote, to Python's `eval` or to sympy's `parse_expr`, which evaluates
 too. Here both are replaced: by one that knows literals and arithmetic, and by one that knows formulas.
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
+
+from legato.errors import InputError
 
 _LITERALS = (
     ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Load,
@@ -46,7 +48,7 @@ def evaluate_literal(text: str, *_: Any) -> Any:
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _LITERALS):
-            raise ValueError(f"{type(node).__name__} is not allowed")
+            raise InputError(f"{type(node).__name__} is not allowed")
     return eval(compile(tree, "answer", "eval"), {"__builtins__": {}})
 
 
@@ -54,10 +56,10 @@ def check_formula(text: str) -> None:
     """Only numbers, operators, one-letter variables and known functions: sympy's parser calls whatever it finds by name."""
     words = _WORD.findall(text)
     if not _FORMULA.fullmatch(text) or re.search(r"\.\s*[^\W\d]", text) or "__" in text:
-        raise ValueError("is no formula")
+        raise InputError("is no formula")
     for word in words:
         if len(word) > 1 and not _FUNCTIONS.fullmatch(word):
-            raise ValueError(f"{word!r} is no function of formulas")
+            raise InputError(f"{word!r} is no function of formulas")
 
 
 @lru_cache(maxsize=64)

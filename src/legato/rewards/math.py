@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from legato.core.boxed import last_boxed
 from legato.core.parts import Part, integer, number, part
 from legato.core.rollout import Rollout, Unscorable
-from legato.core.workers import DiedError, RefusedError, TimedOutError, shared
+from legato.errors import InputError
 from legato.rewards.verifiers import Verdict
+from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
 
 WORKER = "legato.rewards.math_worker:compare"
 
@@ -28,7 +29,7 @@ class MathVerify(Part):
 
     def __post_init__(self) -> None:
         if find_spec("math_verify") is None:
-            raise ValueError("reward 'math-verify' needs the package math-verify; pip install 'legato[math]'")
+            raise InputError("reward 'math-verify' needs the package math-verify; pip install 'legato[math]'")
 
     def __call__(self, rollout: Rollout) -> Verdict:
         if rollout.problem.answer is None:

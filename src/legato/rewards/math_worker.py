@@ -1,4 +1,4 @@
-"""Math-Verify as it runs in a worker (`core/workers.py`). Nothing of this is imported by the process that asks."""
+"""Math-Verify as it runs in a worker (`workers/pool.py`). Nothing of this is imported by the process that asks."""
 
 from functools import lru_cache
 from typing import Any

@@ -5,6 +5,7 @@
 
 from legato.core.parts import Part, number, part
 from legato.core.shapes import PerSequence, RowIds
+from legato.errors import InputError
 
 
 @part("shaping", "overlong-punishment")
@@ -17,7 +18,7 @@ class OverlongPunishment(Part):
 
     def __post_init__(self) -> None:
         if self.cache_tokens > self.max_response_tokens:
-            raise ValueError(
+            raise InputError(
                 f"shaping 'overlong-punishment': cache_tokens = {self.cache_tokens} exceeds"
                 f" max_response_tokens = {self.max_response_tokens}"
             )

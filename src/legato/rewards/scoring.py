@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from legato.core.rollout import Rollout, Score, Unscorable
+from legato.errors import InputError
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.verifiers import Verdict, finite
 
@@ -60,17 +61,17 @@ class Component:
     """Whether it says that an answer is right; shaping terms do not, and filters must not look at them."""
     timeout_seconds: float | None = None
     """For async rewards: how long one call may take before it is cancelled and its rollout is unscorable. A plain function
-    cannot be stopped from outside: where it may hang, run it in a process (`core/workers.py`), as math-verify is."""
+    cannot be stopped from outside: where it may hang, run it in a process (`workers/pool.py`), as math-verify is."""
 
     def __post_init__(self) -> None:
         if self.timeout_seconds is None:
             return
         if not is_async(self.reward):
-            raise ValueError(
+            raise InputError(
                 f"timeout_seconds = {self.timeout_seconds:g} is for async rewards; a plain one cannot be stopped"
             )
         if not self.timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds = {self.timeout_seconds:g} is not allowed; a number > 0 is")
+            raise InputError(f"timeout_seconds = {self.timeout_seconds:g} is not allowed; a number > 0 is")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +84,9 @@ class WeightedSum:
 
     def __post_init__(self) -> None:
         if not any(component.is_accuracy for component in self.components.values()):
-            raise ValueError("a reward needs at least one component that judges the answer (is_accuracy)")
+            raise InputError("a reward needs at least one component that judges the answer (is_accuracy)")
         if self.overlong is not None and "overlong" in self.components:
-            raise ValueError("a component is called 'overlong', as the punishment for length is; give it another name")
+            raise InputError("a component is called 'overlong', as the punishment for length is; give it another name")
 
     def score(self, rollout: Rollout) -> Score | Unscorable:
         return self.score_all([rollout])[0]

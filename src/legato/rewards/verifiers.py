@@ -14,6 +14,7 @@ from typing import Any
 
 from legato.core.parts import Part, choice, flag, number, part, pattern
 from legato.core.rollout import Rollout, Unscorable
+from legato.errors import InputError
 
 Verdict = float | dict[str, float] | Unscorable
 
@@ -101,7 +102,7 @@ _ALLOWED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 def _evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The value of an expression of + - * / and whole numbers, and the numbers in it. Nothing is executed."""
     if len(text) > 200:
-        raise ValueError("too long")
+        raise InputError("too long")
     used: list[int] = []
 
     def value(node: ast.expr) -> Fraction:
@@ -110,7 +111,7 @@ def _evaluate(text: str) -> tuple[Fraction, list[int]]:
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in _ALLOWED:
             return Fraction(_ALLOWED[type(node.op)](value(node.left), value(node.right)))
-        raise ValueError("not an expression of whole numbers")
+        raise InputError("not an expression of whole numbers")
 
     return value(ast.parse(text, mode="eval").body), used
 
@@ -134,7 +135,7 @@ class LengthPenalty(Part):
 
     def __post_init__(self) -> None:
         if self.free >= self.most:
-            raise ValueError(f"reward 'length': free = {self.free:g} is not below most = {self.most:g}")
+            raise InputError(f"reward 'length': free = {self.free:g} is not below most = {self.most:g}")
 
     def __call__(self, rollout: Rollout) -> Verdict:
         length = int(rollout.mask.sum())

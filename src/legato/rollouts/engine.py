@@ -1,8 +1,8 @@
-"""What an engine is: prompts with seeds in, sampled tokens out, in the order asked."""
+"""What an engine is: prompts with seeds in, sampled tokens out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -47,6 +47,8 @@ class Response:
     stop: StopReason
     routes: Routes | None = None
     """Of prompt and response without the last token, where the engine records them."""
+    version: Tensor | None = None
+    """[T]: the policy version that sampled each token; None: that of the engine, for all of them."""
 
 
 def written(
@@ -74,29 +76,122 @@ def written(
     ]
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """A source of responses."""
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """The ticket of one submitted request; unique in its engine."""
 
-    name: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request whose responses are all there, in the order of its seeds."""
+
+    handle: Handle
+    responses: list[Response]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do. Settings that need more are refused before a run starts."""
+
+    routes: bool = False
+    """Responses carry the experts of every token read."""
+    versions: bool = True
+    """Responses carry the policy version of every token."""
+    truncation: bool = True
+    """top-p, top-k and min-p, with the kept probability mass reported."""
+    logprobs_at_temperature: bool = True
+    """Log-probs are of softmax(z / temperature), before truncation."""
+    holds_weights: bool = False
+    """It has weights of its own: `publish` must hand it every new version."""
+
+
+class Engine:
+    """A source of responses. Subclasses define `submit`, `poll` and `cancel`; the rest has defaults.
+
+    Requests are submitted and polled, so that episodes and servers can add requests while others decode:
+
+        handles = engine.submit(requests, sampling, limits)
+        while handles outstanding: for finished in engine.poll(): ...
+
+    `generate` is that loop, for callers with nothing to add.
+    """
+
+    name: str = "engine"
+    capabilities: Capabilities = Capabilities()
+    version: int = 0
+    """Of the policy that is being sampled; every response reports it token by token."""
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+        """Take requests; one handle each. Nothing is computed yet."""
+        raise NotImplementedError
+
+    def poll(self) -> list[Finished]:
+        """Work until at least one submitted request has finished; [] only where none is left."""
+        raise NotImplementedError
+
+    def cancel(self, handle: Handle) -> None:
+        """Give a request up. Its responses will not be reported; a handle that has finished already is ignored."""
+        raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        """For each request its responses, in the order of its seeds."""
+        """For each request its responses, in the order of its seeds. Other requests in flight must not be outstanding."""
+        places = {handle: place for place, handle in enumerate(self.submit(requests, sampling, limits))}
+        responses: list[list[Response]] = [[] for _ in requests]
+        while places:
+            for finished in self.poll():
+                responses[places.pop(finished.handle)] = finished.responses
+        return responses
 
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """New weights of the policy. An engine that samples from the policy's own tensors only notes the version."""
+        self.version = version
 
-@runtime_checkable
-class Remembering(Protocol):
-    """An engine that samples from more than the weights of now."""
+    # An engine that samples from more than the weights of now (a stale sampler, a server that lags) overrides these.
 
     @property
     def settled(self) -> bool:
-        """Whether it has seen enough to be what it is going to be."""
+        """Whether its weight history is full, so that what is measured of it now will stay true."""
+        return True
 
     def before_update(self) -> None:
-        """The weights are about to change."""
+        """The policy's weights are about to change."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it."""
+        """What a checkpoint must hold of it beside the policy's weights."""
+        return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
+
+
+class QueuedEngine(Engine):
+    """An engine that answers a whole queue at a time: subclasses define `respond`, which blocks until all are done."""
+
+    def __init__(self) -> None:
+        self._submitted = 0
+        self._waiting: dict[Handle, tuple[Request, Sampling, Limits]] = {}
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+        handles = [Handle(self._submitted + place) for place in range(len(requests))]
+        self._submitted += len(requests)
+        self._waiting |= {handle: (request, sampling, limits) for handle, request in zip(handles, requests, strict=True)}
+        return handles
+
+    def poll(self) -> list[Finished]:
+        if not self._waiting:
+            return []
+        # Requests sampled alike are answered together, in the order they were submitted.
+        _, sampling, limits = next(iter(self._waiting.values()))
+        alike = [handle for handle, (_, *how) in self._waiting.items() if how == [sampling, limits]]
+        requests = [self._waiting.pop(handle)[0] for handle in alike]
+        responses = self.respond(requests, sampling, limits)
+        return [Finished(handle=handle, responses=row) for handle, row in zip(alike, responses, strict=True)]
+
+    def cancel(self, handle: Handle) -> None:
+        self._waiting.pop(handle, None)
+
+    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+        """The responses of each request, in the order of its seeds."""
+        raise NotImplementedError

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.policy.attention import Heads, View
+from legato.errors import InputError
+from legato.policy.layout.attention import Heads, View
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Limits, Request, Response
-from legato.rollouts.local import LocalEngine
+from legato.rollouts.engine import Limits, QueuedEngine, Request, Response
+from legato.rollouts.local.engine import LocalEngine
+from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.select import local_engine
 
 KINDS = ("bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed", "stale")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,7 @@ class _RoundedPolicy(Policy):
             yield
 
 
-class MismatchedEngine:
+class MismatchedEngine(QueuedEngine):
     """Samples as a policy that differs from the one being trained."""
 
     def __init__(
@@ -95,6 +96,7 @@ class MismatchedEngine:
         *,
         record_routes: bool = False,
     ) -> None:
+        super().__init__()
         self.policy, self.mismatch = policy, mismatch
         self.name = f"local, {mismatch.kind}"
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.updates if mismatch.kind == "stale" else 0)
@@ -103,7 +105,7 @@ class MismatchedEngine:
         """Those of the copy, by name."""
         if mismatch.kind.startswith("kv-"):
             if not policy.views:
-                raise ValueError(
+                raise InputError(
                     f"rollouts.mismatch.kind = {mismatch.kind!r}: {type(policy.body).__name__} keeps its keys and values to"
                     " itself; a model that attends through the interface of transformers is needed"
                 )
@@ -125,7 +127,7 @@ class MismatchedEngine:
         sampler = Policy(**_as(policy, body))
         self.engine = local_engine(sampler, rows_at_once, kv_memory_share=kv_memory_share, record_routes=record_routes)
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         self._refresh()
         found: list[list[Response]] = self.engine.generate(requests, sampling, limits)
         return found

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import Problem
+from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Rendering:
 
     def __post_init__(self) -> None:
         if self.chat == "always" and not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
+            raise InputError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
 
     @property
     def by_template(self) -> bool:
@@ -41,7 +42,7 @@ class Rendering:
             if found and found[-1] == self.tokenizer.eos_token_id:
                 found = found[:-1]
         if not found:
-            raise ValueError(f"the prompt {str(problem.prompt)[:60]!r} has no tokens; a prompt needs at least one")
+            raise InputError(f"the prompt {str(problem.prompt)[:60]!r} has no tokens; a prompt needs at least one")
         return torch.tensor(found, dtype=torch.int64)
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
@@ -54,7 +55,7 @@ class Rendering:
     def _text(self, problem: Problem) -> str:
         if isinstance(problem.prompt, str):
             return problem.prompt if self.system_prompt is None else f"{self.system_prompt}\n{problem.prompt}"
-        raise ValueError(
+        raise InputError(
             f"problem {problem.key} is chat messages, but {_why(self.chat)}; use a model with a template or text prompts"
         )
 
@@ -71,8 +72,8 @@ def end_tokens(tokenizer: Any, generation: Any, words: Sequence[str]) -> tuple[i
     for word in words:
         number = tokenizer.convert_tokens_to_ids(word)
         if number is None or number == tokenizer.unk_token_id:
-            raise ValueError(f"policy.end_tokens holds {word!r}, which is not a token of this tokenizer")
+            raise InputError(f"policy.end_tokens holds {word!r}, which is not a token of this tokenizer")
         found.add(number)
     if not found:
-        raise ValueError("neither the tokenizer nor the model names an end token; give policy.end_tokens")
+        raise InputError("neither the tokenizer nor the model names an end token; give policy.end_tokens")
     return tuple(sorted(found))

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from legato.core.rollout import StopReason
-from legato.rollouts.engine import Limits, Request, Response
+from legato.errors import InputError
+from legato.rollouts.engine import Limits, QueuedEngine, Request, Response
 from legato.rollouts.sampling import Sampling
 
 
-class ScriptedEngine:
+class ScriptedEngine(QueuedEngine):
     """`script(prompt, sample)` gives the tokens and log-probs of each response; limits cut them as they would a model's."""
 
     name = "scripted"
@@ -19,16 +20,17 @@ class ScriptedEngine:
         script: Callable[[list[int], int], tuple[Sequence[int], Sequence[float]]],
         decode: Callable[[Sequence[int]], str] = lambda tokens: " ".join(map(str, tokens)),
     ) -> None:
+        super().__init__()
         self.script = script
         self.decode = decode
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         return [[self._response(request, sample, limits) for sample in range(len(request.seeds))] for request in requests]
 
     def _response(self, request: Request, sample: int, limits: Limits) -> Response:
         tokens, logprobs = self.script(request.prompt.tolist(), sample)
         if len(tokens) != len(logprobs) or not tokens:
-            raise ValueError(
+            raise InputError(
                 f"the script gave {len(tokens)} tokens and {len(logprobs)} log-probs; as many of each, at least 1"
             )
         ends = [place for place, token in enumerate(tokens) if token in limits.end_tokens]

@@ -4,10 +4,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.explain import lr_scale
-from legato.run.load import load
-from legato.run.resolved import Resolved
+from legato.config.load import load
+from legato.config.resolved import Resolved
+from legato.health.explain import lr_scale
+from legato.records.directory import RunDirectory, unused_name
 from legato.training import checkpoint
 
 
@@ -43,12 +43,5 @@ def begin_again(directory: Path, resolved: Resolved, given: Sequence[str]) -> st
         return f"begin again from Python with the same {' and '.join(given)}"
     name = resolved.config.output.name
     words = [str(directory / "config.toml")]
-    words += [] if name is None else [f"output.name={unused(directory.parent, name, 2)}"]
+    words += [] if name is None else [f"output.name={unused_name(directory.parent, name, 2)}"]
     return f"begin again with legato train {shlex.join(words)}"
-
-
-def unused(parent: Path, stem: str, number: int) -> str:
-    """The stem with the first number, from the given one on, that nothing there has."""
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return f"{stem}-{number}"

@@ -14,14 +14,15 @@ from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import entry
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import override
+from legato.config.load import load
 from legato.core.parts import nearest
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health import foreign
-from legato.diagnostics.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of, tested
-from legato.diagnostics.health.rules import RULES
 from legato.diagnostics.words import count
-from legato.run.health import meaningless, settled
-from legato.run.load import load
+from legato.errors import InputError
+from legato.health import foreign
+from legato.health.actions import meaningless
+from legato.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of, tested
+from legato.health.rules import RULES
+from legato.records.directory import RunDirectory
 
 _AGGREGATES = {
     "grpo": "sequence-mean",
@@ -68,17 +69,17 @@ class Examined:
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examined:
     """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
-        raise ValueError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
+        raise InputError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
     if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
         path = path.parent
     if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():
         if words or columns:
-            raise ValueError(
+            raise InputError(
                 f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
             )
         return _ours(RunDirectory.open(path))
     if path.suffix == ".toml":
-        raise ValueError(
+        raise InputError(
             f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
             f" It is run by: legato train {path}"
         )
@@ -87,8 +88,8 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
         inside = _runs_in(path)
         if inside:
             named = ", ".join(map(str, inside[:20])) + (" ..." if len(inside) > 20 else "")
-            raise ValueError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {named}")
-        raise ValueError(
+            raise InputError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {named}")
+        raise InputError(
             f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
         )
@@ -128,19 +129,19 @@ def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
 def _ours(directory: RunDirectory) -> Examined:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     if not steps_of(records):
-        raise ValueError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
+        raise InputError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
     facts, found = _facts(records), list[Diagnosis]()
     warming, ignored, lr = 0, tuple[str, ...](), None
     named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
-    except ValueError as error:
+    except InputError as error:
         facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
     else:
         named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        warming, ignored, lr = settled(resolved.config), meaningless(resolved.algorithm), training.lr
+        warming, ignored, lr = training.warm_up_steps, meaningless(resolved.algorithm), training.lr
         found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
     found += explain(
         records,
@@ -207,12 +208,12 @@ def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
     given = {**DEFAULTS, **dict(_setting(word) for word in words)}
     level = given["importance_sampling_level"]
     if level not in ("token", "sequence"):
-        raise ValueError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
+        raise InputError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
     low = _positive("epsilon", given["epsilon"])
     high = low if given["epsilon_high"] is None else _positive("epsilon_high", given["epsilon_high"])
     loss = given["loss_type"]
     if loss not in _AGGREGATES:
-        raise ValueError(f"loss_type = {loss!r} is not one of TRL's; {nearest(str(loss), _AGGREGATES)}")
+        raise InputError(f"loss_type = {loss!r} is not one of TRL's; {nearest(str(loss), _AGGREGATES)}")
     changes: dict[str, Any] = {"aggregate": _AGGREGATES[loss]}
     if loss == "dr_grpo":
         changes["aggregate.constant"] = 1.0  # max_completion_length, whose size nothing here depends on
@@ -232,7 +233,7 @@ def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
 def _setting(word: str) -> tuple[str, Any]:
     name, sign, text = word.partition("=")
     if not sign or name not in DEFAULTS:
-        raise ValueError(f"{word!r} is not a setting of TRL that is looked at, as in epsilon=0.2; {nearest(name, DEFAULTS)}")
+        raise InputError(f"{word!r} is not a setting of TRL that is looked at, as in epsilon=0.2; {nearest(name, DEFAULTS)}")
     if text in ("None", "none", "null", ""):
         return name, DEFAULTS[name]
     try:
@@ -243,5 +244,5 @@ def _setting(word: str) -> tuple[str, Any]:
 
 def _positive(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} = {value!r}; a number above 0 is needed")
+        raise InputError(f"{name} = {value!r}; a number above 0 is needed")
     return float(value)

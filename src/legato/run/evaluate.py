@@ -6,12 +6,13 @@ from pathlib import Path
 
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
-from legato.diagnostics.intervals import of_means, wilson
+from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.errors import InputError
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
 from legato.run.target import Target
 from legato.tasks.data import Jsonl, Parquet
-from legato.training.evaluation import Answered, answer, pass_at
+from legato.training.evaluate import Answered, answer, pass_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def evaluate(
     config = target.resolved.config
     lacking = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
     if lacking:
-        raise ValueError(
+        raise InputError(
             f"this run was given its {' and '.join(lacking)} in Python, which its configuration does not hold; evaluate its"
             " model folder with a task and a reward of your choice: legato eval FOLDER task.kind=... reward.kind=..."
         )
@@ -65,7 +66,7 @@ def evaluate(
     longest = config.policy.max_prompt_tokens
     listed = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
     if not listed:
-        raise ValueError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
+        raise InputError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
     rows: list[Measured] = []
     kept: list[list[Answered]] = []
     seed = config.training.seed

@@ -6,25 +6,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from legato.config.resolved import Resolved
 from legato.core.rollout import Problem
-from legato.diagnostics.format import RunDirectory
-from legato.diagnostics.health.explain import STOPPED
-from legato.diagnostics.health.rule import Finding
+from legato.health.actions import Health
+from legato.health.explain import STOPPED
+from legato.health.recovery import NoRecoveryError, recover
+from legato.health.rule import Finding
+from legato.health.tighten import tightened
 from legato.policy.policy import Policy
+from legato.records.directory import RunDirectory
+from legato.records.rollouts import record, records
 from legato.rollouts.sampling import Sampling
-from legato.run.health import Health
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
-from legato.run.records import record, records
-from legato.run.recovery import NoRecoveryError, recover
-from legato.run.resolved import Resolved
-from legato.run.tighten import tightened
 from legato.run.watcher import Watcher
 from legato.training import checkpoint
 from legato.training.collect import ExhaustedError
-from legato.training.evaluation import accuracy_metrics, answer
+from legato.training.evaluate import accuracy_metrics, answer
 from legato.training.probe import Floor, UnsafeAnchorError
-from legato.training.trainer import StepReport, Trainer
+from legato.training.step import StepReport, Trainer
 
 _HISTOGRAMS_EVERY = 10
 STOPPED_BY_WATCH = 3
@@ -62,7 +62,10 @@ class Execution:
     """Reasons of unscorable rollouts that were shown."""
 
     def __post_init__(self) -> None:
-        self.health = Health(self.resolved, self.directory, self.watcher.message)
+        config = self.resolved.config
+        self.health = Health(
+            config.health, self.resolved.algorithm, config.training.warm_up_steps, self.directory, self.watcher.message
+        )
 
     def go(self) -> tuple[str, int]:
         """Train to the end: (why it ended, exit code)."""
@@ -259,6 +262,10 @@ class Execution:
         """Write the checkpoint of now in place of the one that is there."""
         self.saved_at = -1
         self._save(may_be_best=False)
+
+    @property
+    def trust_remote_code(self) -> bool:
+        return self.resolved.config.policy.trust_remote_code
 
     def tighten(self, scale: float) -> None:
         """Go on with the bounds of the clip multiplied."""

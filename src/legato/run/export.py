@@ -3,13 +3,14 @@
 import shutil
 from pathlib import Path
 
+from legato.errors import InputError
 from legato.run.target import Target
 
 
 def export(target: Target, folder: Path, *, merge: bool = True) -> None:
     """Write the folder; one that holds anything is never written over."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there already and is never overwritten; name a new or empty folder")
+        raise InputError(f"{folder} is there already and is never overwritten; name a new or empty folder")
     if target.saved is not None and (target.resolved.config.policy.lora is None or not merge):
         shutil.copytree(target.saved, folder, dirs_exist_ok=True)
         return

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from legato.errors import InputError
+
 
 @runtime_checkable
 class Logger(Protocol):
@@ -44,13 +46,13 @@ class TensorBoardLogger:
         try:
             module = import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise ValueError("TensorBoard is switched on but not installed: pip install 'legato[tensorboard]'") from error
+            raise InputError("TensorBoard is switched on but not installed: pip install 'legato[tensorboard]'") from error
         self._open: Callable[[int | None], Any] = lambda purge: module.SummaryWriter(log_dir=str(folder), purge_step=purge)
         # A resumed run writes the steps after its checkpoint again: what stood there is purged.
         try:
             self._writer = self._open(first_step if first_step > 0 else None)
         except OSError as error:
-            raise ValueError(f"TensorBoard cannot write to {folder}: {error.strerror or error}") from error
+            raise InputError(f"TensorBoard cannot write to {folder}: {error.strerror or error}") from error
         self._last = first_step
         self._guard = _Guarded("TensorBoard", say)
 
@@ -87,11 +89,11 @@ class WandbLogger:
         try:
             module = import_module("wandb")
         except ImportError as error:
-            raise ValueError("W&B is switched on but not installed: pip install 'legato[wandb]'") from error
+            raise InputError("W&B is switched on but not installed: pip install 'legato[wandb]'") from error
         try:
             self._run = module.init(project=project, name=name, tags=list(tags), config=dict(config), dir=str(folder))
         except Exception as error:
-            raise ValueError(
+            raise InputError(
                 f"W&B did not start ({type(error).__name__}: {error}); `wandb login`, WANDB_MODE=offline, or switch it off"
             ) from error
         self._guard = _Guarded("W&B", say)

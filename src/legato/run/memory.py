@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from legato.policy.load import recompute_layers
+from legato.config.resolved import Resolved
+from legato.errors import InputError
+from legato.policy.model.load import recompute_layers
 from legato.policy.policy import Policy
 from legato.run import wire
-from legato.run.resolved import Resolved
-from legato.training.available import available
-from legato.training.fit import Fit, fit
-from legato.training.memory import Demand, gigabytes
-from legato.training.shape import Shape
+from legato.training.memory.available import available
+from legato.training.memory.fit import Fit, fit
+from legato.training.memory.model import Demand, gigabytes
+from legato.training.memory.shape import Shape
 
 
 def demand_of(resolved: Resolved, policy: Policy) -> Demand:
@@ -77,7 +78,7 @@ def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
     there = available(policy.device)
     try:
         demand = demand_of(resolved, policy)
-    except ValueError as error:
+    except InputError as error:
         policy.notes.append(f"gradient checkpointing is off: {error}")
         return
     if there is None:

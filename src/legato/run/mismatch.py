@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from legato.config.resolved import Resolved
+from legato.config.schema import Mismatch, Rollouts
 from legato.core.generators import seed_generators
 from legato.core.rollout import Group
+from legato.errors import InputError
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
 from legato.rollouts import mismatch
 from legato.run import wire
-from legato.run.resolved import Resolved
-from legato.run.schema import Mismatch, Rollouts
 from legato.run.target import Target
 from legato.tasks.source import Source
 from legato.training.mismatch import scored, signals_of, study
@@ -38,18 +39,18 @@ class Sampler:
         """From a word; ValueError where it is none."""
         kind, _, size = word.partition(":")
         if kind not in KINDS:
-            raise ValueError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
+            raise InputError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
         if not size:
             return cls(kind=kind)
         if kind not in _SIZED:
-            raise ValueError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
+            raise InputError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
         try:
             found: float | int = int(size) if kind == "stale" else float(size)
         except ValueError:
             found = math.nan
         if not found > 0 or not math.isfinite(found) or (kind == "top-p" and found > 1):
             wanted = {"stale": "a whole number of updates", "top-p": "a probability", "perturbed": "a number above 0"}[kind]
-            raise ValueError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
+            raise InputError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
         return cls(kind=kind, size=found)
 
     @property
@@ -72,7 +73,7 @@ def samplers(words: str) -> list[Sampler]:
     found = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
     twice = {sampler.name for sampler in found if found.count(sampler) > 1}
     if not found or twice:
-        raise ValueError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
+        raise InputError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
     return found
 
 
@@ -123,12 +124,12 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
         while (done := trainer.optimizer.updates) < different.updates:
             trainer.step()
             if trainer.optimizer.updates == done:
-                raise ValueError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")
+                raise InputError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")
         collector.cursor = 0
     groups, tally = collector.next(prompts)
     if not groups:
         reasons = "; ".join(tally.reasons) or "no group had two scored responses"
-        raise ValueError(f"nothing was sampled that could be scored: {reasons}")
+        raise InputError(f"nothing was sampled that could be scored: {reasons}")
     return groups
 
 

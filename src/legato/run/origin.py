@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from legato.diagnostics.format import RunDirectory
-from legato.policy.parting import parting
-from legato.policy.reference import Reference
-from legato.policy.supervised import texts_of
+from legato.config.resolved import Resolved
+from legato.policy.experts.divergence import parting
+from legato.policy.model.reference import Reference
+from legato.policy.model.supervised import texts_of
+from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.resolved import Resolved
 from legato.run.watcher import Watcher
 from legato.tasks.source import Source
 from legato.training.checkpoint import save_model

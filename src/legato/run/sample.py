@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.rollouts.engine import Request, Response
+from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
-from legato.rollouts.select import local_engine
 from legato.run import wire
 from legato.run.target import Target
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from legato.diagnostics.format import RunDirectory
-from legato.policy.load import means_a_folder
+from legato.config.load import load
+from legato.config.resolved import Resolved
+from legato.errors import InputError
+from legato.health.goback import checkpoint_of
+from legato.policy.model.load import means_a_folder
 from legato.policy.policy import Policy
+from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.goback import checkpoint_of
-from legato.run.load import load
-from legato.run.resolved import Resolved
 from legato.tasks.source import Source
 from legato.training import checkpoint
 
@@ -28,13 +29,13 @@ class Target:
 
     def policy(self) -> Policy:
         if "model" in self.given and self.resolved.config.policy.lora is not None:
-            raise ValueError("this run trained adapters on a module given in Python; load that module with peft instead")
+            raise InputError("this run trained adapters on a module given in Python; load that module with peft instead")
         return wire.policy_of(self.resolved, wire.Given(), self.saved)
 
     def ready(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
         """The policy as training would begin with it, the warm-up of a recipe done, and its problems."""
         if "problems" in self.given:
-            raise ValueError(
+            raise InputError(
                 "this run was given its problems in Python, which its configuration does not hold; name a task with"
                 " task.kind="
             )
@@ -61,7 +62,7 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
             folder, warnings = checkpoint_of(directory, step), []
         return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.given()))
     if means_a_folder(name) and not path.expanduser().exists():
-        raise ValueError(
+        raise InputError(
             f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"
             " needed"
         )

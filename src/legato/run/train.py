@@ -9,27 +9,29 @@ from typing import Any
 
 import torch
 
+from legato.config import changes
+from legato.config.load import load
+from legato.config.resolved import Resolved, dump
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
-from legato.dashboard.report import write_report
-from legato.diagnostics.format import RunDirectory
 from legato.diagnostics.words import count
-from legato.policy.reference import Reference
-from legato.run import changes, wire
-from legato.run.again import begin_again, unused
+from legato.errors import InputError
+from legato.health.goback import checkpoint_of, give_up, recorded_at
+from legato.pages.report import write_report
+from legato.policy.model.reference import Reference
+from legato.records.directory import RunDirectory, unused_name
+from legato.records.lock import locked
+from legato.run import wire
+from legato.run.again import begin_again
 from legato.run.execute import Execution, newest_model
-from legato.run.goback import checkpoint_of, give_up, recorded_at
 from legato.run.interrupt import AtOnce, Interrupt
-from legato.run.load import load
-from legato.run.lock import locked
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
-from legato.run.resolved import Resolved, dump
 from legato.run.watcher import Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
-from legato.training.trainer import StepReport
+from legato.training.step import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,7 @@ def train(
     if isinstance(reward, str):
         overrides["reward.kind"] = reward
     if reward is not None and not isinstance(reward, str) and not callable(reward):
-        raise ValueError(f"reward = {reward!r}; a callable of one rollout, or the name of a reward, is needed")
+        raise InputError(f"reward = {reward!r}; a callable of one rollout, or the name of a reward, is needed")
     given = wire.Given(
         model=given_model,
         tokenizer=tokenizer,
@@ -95,10 +97,10 @@ def _problem(number: int, given: Problem | Mapping[str, Any]) -> Problem:
     if isinstance(given, Problem):
         return given
     if not isinstance(given, Mapping) or "prompt" not in given:
-        raise ValueError(f"problems[{number}] = {given!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
+        raise InputError(f"problems[{number}] = {given!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
     prompt = given["prompt"]
     if not isinstance(prompt, str | list | tuple) or not prompt:
-        raise ValueError(f"problems[{number}]: prompt = {prompt!r}; text, or a list of chat messages, is needed")
+        raise InputError(f"problems[{number}]: prompt = {prompt!r}; text, or a list of chat messages, is needed")
     rest = {key: value for key, value in given.items() if key not in ("prompt", "answer")}
     answer = given.get("answer")
     return Problem(prompt=given["prompt"], answer=None if answer is None else str(answer), fields=rest)
@@ -118,7 +120,7 @@ def start(
     held_out = wire.held_out_of(config, source, collector, policy.notes)
     wire.check_training(resolved, policy, collector)
     if config.policy.lora is not None and config.policy.warm_up is not None and wire.wants_reference(resolved):
-        raise ValueError(
+        raise InputError(
             "policy.lora with policy.warm_up and a KL term: the reference would be the model before the warm-up; drop one"
         )
     directory = RunDirectory.create(Path(config.output.directory), _name(resolved))
@@ -220,7 +222,7 @@ def resume(
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(given, source)
         if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
-            raise ValueError(
+            raise InputError(
                 f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
                 " same data, or --allow-changes to go on with these"
             )
@@ -262,8 +264,8 @@ def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Pa
     """The newest whole checkpoint; damaged ones are told."""
     try:
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
-    except ValueError as error:
-        raise ValueError(f"{error}; {begin_again(directory.path, resolved, directory.given())}") from None
+    except InputError as error:
+        raise InputError(f"{error}; {begin_again(directory.path, resolved, directory.given())}") from None
     for warning in warnings:
         watcher.message(warning)
     return folder
@@ -284,7 +286,7 @@ def _given(given: wire.Given) -> list[str]:
 def _same_things(made_of: Mapping[str, Any], given: wire.Given) -> None:
     lacking = [name for name in made_of["given"] if getattr(given, name) is None]
     if lacking:
-        raise ValueError(
+        raise InputError(
             f"this run was given its {' and '.join(lacking)} in Python, which its config.toml does not hold; resume it from"
             f" Python with the same: resume(path, given=Given({', '.join(f'{name}=...' for name in lacking)}))"
         )
@@ -325,7 +327,7 @@ def _name(resolved: Resolved) -> str:
     if config.output.name is not None:
         return config.output.name
     stem = f"{config.task.kind.rpartition(':')[2]}-{resolved.algorithm.name}-seed{config.training.seed}"
-    return unused(Path(config.output.directory), stem, 1)
+    return unused_name(Path(config.output.directory), stem, 1)
 
 
 def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:

@@ -8,33 +8,34 @@ from typing import Any
 
 import torch
 
+from legato.config.kinds import is_import_path, make
+from legato.config.resolved import Resolved
+from legato.config.schema import Config
 from legato.core.importing import import_object
 from legato.core.rollout import Problem
-from legato.policy.adapters import Lora
-from legato.policy.load import Loading, load_policy
+from legato.errors import InputError
+from legato.policy.model.adapters import Lora
+from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.reference import Reference
+from legato.policy.model.supervised import Example, supervise
+from legato.policy.model.tiny import TinyShape
+from legato.policy.model.upcycle import Upcycling
 from legato.policy.policy import Policy
-from legato.policy.reference import Reference
-from legato.policy.supervised import Example, supervise
-from legato.policy.tiny import TinyShape
-from legato.policy.upcycle import Upcycling
 from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
 from legato.rollouts.engine import Engine, Limits
+from legato.rollouts.local.select import local_engine
 from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
-from legato.rollouts.select import local_engine
-from legato.run.kinds import is_import_path, make
-from legato.run.resolved import Resolved
-from legato.run.schema import Config
 from legato.tasks.source import Generated, Joined, Pool, Source
 from legato.tasks.task import Split
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, Tally
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
+from legato.training.step import Trainer, TrainingSettings, routing_options
 from legato.training.tables import needs
-from legato.training.trainer import Trainer, TrainingSettings, routing_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
     if hasattr(made, "load"):
         return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
     if not hasattr(made, "problem"):
-        raise ValueError(f"task.kind = {kind!r} has neither problem(random) nor load(); a task needs one of them")
+        raise InputError(f"task.kind = {kind!r} has neither problem(random) nor load(); a task needs one of them")
     return Generated(split=Split(task=made, share=task.held_out_share), seed=seed, size=task.problems_per_epoch)
 
 
@@ -167,7 +168,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
     rollouts = config.rollouts
     longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
     if policy.context_length is not None and longest > policy.context_length:
-        raise ValueError(
+        raise InputError(
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
@@ -214,12 +215,12 @@ def held_out_of(config: Config, source: Source, collector: Collector, notes: lis
     longest = config.policy.max_prompt_tokens
     fitting = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
     if len(fitting) < len(listed) and config.policy.too_long == "error":
-        raise ValueError(
+        raise InputError(
             f"{len(listed) - len(fitting)} held-out problems have prompts of more than policy.max_prompt_tokens = {longest}"
             " tokens; raise it, or drop them with policy.too_long = 'drop'"
         )
     if not fitting:
-        raise ValueError(
+        raise InputError(
             f"no held-out problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it"
         )
     if len(fitting) < config.task.held_out:
@@ -250,7 +251,7 @@ def weights_fingerprint(policy: Policy) -> str:
 def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
     """What would stop the first step is told before anything is written."""
     if not policy.parameters():
-        raise ValueError("nothing is left to train: policy.frozen covers every parameter")
+        raise InputError("nothing is left to train: policy.frozen covers every parameter")
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
     for option in routing_options(resolved.algorithm, _settings(resolved)):
@@ -332,7 +333,7 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
         for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
             problem = source.training(_WARM_UP_FROM + number)
             if problem.answer is None:
-                raise ValueError("policy.warm_up needs problems with answers; this task has none")
+                raise InputError("policy.warm_up needs problems with answers; this task has none")
             said = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
             found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
         return found

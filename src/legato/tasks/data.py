@@ -14,6 +14,7 @@ from typing import Any
 from legato.core.boxed import last_boxed
 from legato.core.parts import Part, choice, part, text
 from legato.core.rollout import Message, Problem
+from legato.errors import InputError
 from legato.tasks.rows import JSON_LINES, PARQUET, Row, dataset_rows, read_rows, split_files
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -132,7 +133,7 @@ def collect(problems: Iterable[Problem], source: str) -> Loaded:
         count += 1
         kept.setdefault(problem.key, problem)
     if not kept:
-        raise ValueError(f"{source}: holds no problems")
+        raise InputError(f"{source}: holds no problems")
     return Loaded(problems=list(kept.values()), duplicates=count - len(kept))
 
 
@@ -158,14 +159,14 @@ def _solved(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]
 def _after_hashes(solution: str, where: str) -> str:
     _, marker, answer = solution.rpartition("####")
     if not marker or not answer.strip():
-        raise ValueError(f"{where}: the answer {solution[-40:]!r} has no '#### ' with the result after it")
+        raise InputError(f"{where}: the answer {solution[-40:]!r} has no '#### ' with the result after it")
     return answer.strip().replace(",", "")
 
 
 def _in_box(solution: str, where: str) -> str:
     answer = last_boxed(solution)
     if answer is None:
-        raise ValueError(rf"{where}: the solution ends {solution[-40:]!r} and has no \boxed{{...}} with the answer")
+        raise InputError(rf"{where}: the solution ends {solution[-40:]!r} and has no \boxed{{...}} with the answer")
     return answer
 
 
@@ -181,15 +182,15 @@ def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_promp
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
     if column not in row:
-        raise ValueError(f"{where}: has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}")
+        raise InputError(f"{where}: has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}")
     return row[column]
 
 
 def _words(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {column!r} is {_kind(value)}; text is needed")
+        raise InputError(f"{where}: {column!r} is {_kind(value)}; text is needed")
     if not value.strip():
-        raise ValueError(f"{where}: {column!r} is empty")
+        raise InputError(f"{where}: {column!r} is empty")
     _check_signs(value, column, where)
     return value
 
@@ -197,9 +198,9 @@ def _words(value: Any, column: str, where: str) -> str:
 def _check_signs(value: str, column: str, where: str) -> None:
     # JSON can spell what no file and no tokenizer can take: \u0000 and half of a surrogate pair.
     if "\0" in value:
-        raise ValueError(f"{where}: {column!r} holds a NUL character")
+        raise InputError(f"{where}: {column!r} holds a NUL character")
     if any("\ud800" <= sign <= "\udfff" for sign in value):
-        raise ValueError(f"{where}: {column!r} holds half of a surrogate pair, which is no character")
+        raise InputError(f"{where}: {column!r} holds half of a surrogate pair, which is no character")
 
 
 def _answer(value: Any, column: str, where: str) -> str:
@@ -207,7 +208,7 @@ def _answer(value: Any, column: str, where: str) -> str:
     if number and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {column!r} is {_kind(value)}; text or a finite number is needed")
+        raise InputError(f"{where}: {column!r} is {_kind(value)}; text or a finite number is needed")
     return _words(value, column, where)
 
 
@@ -219,26 +220,26 @@ def _prompt(value: Any, column: str, where: str) -> str | list[Message]:
     if not isinstance(value, list):
         return _words(value, column, where)
     if not value:
-        raise ValueError(f"{where}: {column!r} is an empty list of messages")
+        raise InputError(f"{where}: {column!r} is an empty list of messages")
     return [_message(item, f"{column}[{place}]", where) for place, item in enumerate(value)]
 
 
 def _message(item: Any, column: str, where: str) -> Message:
     if not isinstance(item, dict):
-        raise ValueError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
+        raise InputError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
     # Parquet gives every message all keys that any message has, empty where it had none.
     given = {name: value for name, value in item.items() if value is not None}
     other = sorted(set(given) - {"role", "content"})
     if other:
-        raise ValueError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
+        raise InputError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
-        raise ValueError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
+        raise InputError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
     return {"role": role, "content": _words(content, f"{column}.content", where)}
 
 
 def _with_system(prompt: str | Sequence[Message], system_prompt: str, where: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if messages[0]["role"] == "system":
-        raise ValueError(f"{where}: the prompt has a system message already; leave system_prompt out")
+        raise InputError(f"{where}: the prompt has a system message already; leave system_prompt out")
     return [{"role": "system", "content": system_prompt}, *messages]

@@ -10,7 +10,8 @@ from typing import Any
 
 from legato.core.parts import Part, mapping, nearest, part, text
 from legato.core.rollout import Problem
-from legato.core.workers import DiedError, RefusedError, TimedOutError, shared
+from legato.errors import InputError
+from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
 
 WORKER = "legato.tasks.gym_worker:entry"
 SECONDS = 60.0
@@ -26,14 +27,14 @@ class ReasoningGym(Part):
 
     def __post_init__(self) -> None:
         if find_spec("reasoning_gym") is None:
-            raise ValueError("task 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
+            raise InputError("task 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
         taken = sorted({"seed", "size"} & set(dict(self.settings)))
         if taken:
-            raise ValueError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be given")
+            raise InputError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be given")
         # Made once now, so that settings it does not take are told before a model is loaded.
         made = self._entry(0)
         if "known" in made:
-            raise ValueError(
+            raise InputError(
                 f"task 'reasoning-gym': unknown dataset {self.dataset!r}; {_nearest(self.dataset, made['known'])}"
             )
 
@@ -55,7 +56,7 @@ class ReasoningGym(Part):
             reason = f"one problem took more than {SECONDS:g} s"
         except (DiedError, RefusedError) as error:
             reason = str(error)
-        raise ValueError(f"task 'reasoning-gym': dataset {self.dataset!r} with settings {dict(self.settings)}: {reason}")
+        raise InputError(f"task 'reasoning-gym': dataset {self.dataset!r} with settings {dict(self.settings)}: {reason}")
 
 
 def _nearest(word: str, names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reasoning Gym as it runs in a worker (`core/workers.py`) that makes problems.
+"""Reasoning Gym as it runs in a worker (`workers/pool.py`) that makes problems.
 
 In a process of its own because some of its data sets draw from the global random state, execute code that comes with them,
 or depend on the order of sets; there the hash seed is fixed and the random states are ours.

@@ -6,6 +6,7 @@ from itertools import permutations
 
 from legato.core.parts import Part, choice, flag, integer, part
 from legato.core.rollout import Problem
+from legato.errors import InputError
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -80,7 +81,7 @@ class CountingDown(Part):
 
     def __post_init__(self) -> None:
         if self.least > self.most:
-            raise ValueError(f"task 'counting-down': least = {self.least} is above most = {self.most}")
+            raise InputError(f"task 'counting-down': least = {self.least} is above most = {self.most}")
 
     def problem(self, source: random.Random) -> Problem:
         step = source.randint(2, self.largest_step)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from legato.errors import InputError
+
 Row = tuple[str, Mapping[str, Any]]
 """("train.jsonl line 3", {"question": ...})"""
 
@@ -29,24 +31,24 @@ def read_rows(path: Path, endings: tuple[str, ...] = JSON_LINES + PARQUET) -> It
     try:
         yield from _parquet_rows(path) if path.name.endswith(PARQUET) else _json_rows(path)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot be read: {error}") from None
 
 
 def _check_path(path: Path, endings: tuple[str, ...]) -> None:
     allowed = " or ".join(endings)
     if not path.exists():
-        raise ValueError(f"{path}: there is no such file; a {allowed} file is needed")
+        raise InputError(f"{path}: there is no such file; a {allowed} file is needed")
     if path.is_dir():
-        raise ValueError(f"{path}: is a folder; a {allowed} file is needed")
+        raise InputError(f"{path}: is a folder; a {allowed} file is needed")
     if path.name.endswith(_PICKLED):
-        raise ValueError(
+        raise InputError(
             f"{path}: {path.suffix} files can run code when they are read and are refused; a {allowed} file is needed"
         )
     if not path.name.endswith(endings):
-        raise ValueError(f"{path}: a name that ends in {allowed} is needed")
+        raise InputError(f"{path}: a name that ends in {allowed} is needed")
     # A pipe or a device would be read for ever.
     if not path.is_file():
-        raise ValueError(f"{path}: is no regular file; a {allowed} file is needed")
+        raise InputError(f"{path}: is no regular file; a {allowed} file is needed")
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -55,7 +57,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
         with gzip.open(path, "rb") if compressed else path.open("rb") as file:
             yield from _json_lines(path, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: is no whole gzip file: {error}") from None
+        raise InputError(f"{path}: is no whole gzip file: {error}") from None
 
 
 def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
@@ -64,21 +66,21 @@ def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
         number += 1
         where = f"{path} line {number}"
         if len(line) > LONGEST_LINE:
-            raise ValueError(f"{where}: is longer than {LONGEST_LINE} bytes")
+            raise InputError(f"{where}: is longer than {LONGEST_LINE} bytes")
         if b"\0" in line:
-            raise ValueError(f"{where}: holds a NUL byte; JSON Lines is text")
+            raise InputError(f"{where}: holds a NUL byte; JSON Lines is text")
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: is not UTF-8 at byte {error.start}") from None
+            raise InputError(f"{where}: is not UTF-8 at byte {error.start}") from None
         if not text:
             continue
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: is not JSON: {error}") from None
+            raise InputError(f"{where}: is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{where}: is a {type(row).__name__}; an object with a column for each name is needed")
+            raise InputError(f"{where}: is a {type(row).__name__}; an object with a column for each name is needed")
         yield where, row
 
 
@@ -87,7 +89,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow  # type: ignore[import-untyped, unused-ignore]
         import pyarrow.parquet  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ValueError(f"{path}: reading Parquet needs the package pyarrow; pip install 'legato[data]'") from None
+        raise InputError(f"{path}: reading Parquet needs the package pyarrow; pip install 'legato[data]'") from None
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -97,27 +99,27 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     yield f"{path} row {number}", row
     # A damaged file comes out as any of these: text that is none, a date beyond all calendars.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path}: cannot be read as Parquet after row {number}: {_first_line(error)}") from None
+        raise InputError(f"{path}: cannot be read as Parquet after row {number}: {_first_line(error)}") from None
 
 
 def dataset_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     """The rows of a data set by its name on the Hugging Face hub, from the cache where it is there."""
     said = f"data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
     if not _DATASET_NAME.fullmatch(name):
-        raise ValueError(f"{said}: a name such as 'openai/gsm8k' is needed")
+        raise InputError(f"{said}: a name such as 'openai/gsm8k' is needed")
     # The library would prefer what lies in the working directory to what was named.
     if Path(name).exists():
-        raise ValueError(f"{said}: there is a file or folder of this name; give it as path, or run from another folder")
+        raise InputError(f"{said}: there is a file or folder of this name; give it as path, or run from another folder")
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise ValueError(f"{said}: needs the package datasets; pip install 'legato[data]'") from None
+        raise InputError(f"{said}: needs the package datasets; pip install 'legato[data]'") from None
     # Before 4.0 the library could run a script of the data set's author; from 4.0 on it has no such thing.
     older = {"trust_remote_code": False} if int(datasets.__version__.split(".")[0]) < 4 else {}
     try:
         rows = datasets.load_dataset(name, config, split=split, **older)
     except Exception as error:  # whatever its many layers raise, the person needs the one sentence
-        raise ValueError(f"{said}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
+        raise InputError(f"{said}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         yield f"{said} row {number}", row
 
@@ -136,5 +138,5 @@ def split_files(path: Path, split: str) -> list[Path]:
     shards = sorted(path.glob(f"{split}-*.parquet"))
     if not shards:
         expected = ", ".join(f"{split}{ending}" for ending in JSON_LINES + PARQUET)
-        raise ValueError(f"{path}: the folder has none of {expected}")
+        raise InputError(f"{path}: the folder has none of {expected}")
     return shards

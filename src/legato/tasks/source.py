@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from legato.core.rollout import Problem
+from legato.errors import InputError
 from legato.tasks.task import Split, held_out
 
 
@@ -55,7 +56,7 @@ class Pool:
         self._training = [problem for problem in different if not held_out(problem, share)]
         self._seed, self._shuffle = seed, shuffle
         if not self._training:
-            raise ValueError(f"the task has {len(problems)} problems and none is left to train on; give more problems")
+            raise InputError(f"the task has {len(problems)} problems and none is left to train on; give more problems")
 
     @property
     def size(self) -> int:
@@ -67,7 +68,7 @@ class Pool:
 
     def held_out(self, count: int) -> list[Problem]:
         if not self._held_out:
-            raise ValueError("no problem is held out to evaluate on; raise task.held_out_share or give more problems")
+            raise InputError("no problem is held out to evaluate on; raise task.held_out_share or give more problems")
         return self._held_out[:count]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from legato.core.rollout import Problem
+from legato.errors import InputError
 
 
 @runtime_checkable
@@ -36,7 +37,7 @@ class Split:
             problem = self.task.problem(source)
             if not held_out(problem, self.share):
                 return problem
-        raise ValueError("the task drew 10000 held-out problems in a row; lower task.held_out_share")
+        raise InputError("the task drew 10000 held-out problems in a row; lower task.held_out_share")
 
     def held_out(self, count: int, seed: int = 0, attempts_per_problem: int = 1000) -> list[Problem]:
         """`count` different held-out problems, the same for a seed whatever was drawn before."""
@@ -48,7 +49,7 @@ class Split:
                 drawn.setdefault(problem.key, problem)
             if len(drawn) == count:
                 return list(drawn.values())
-        raise ValueError(
+        raise InputError(
             f"held_out = {count} is more than the task has: {len(drawn)} different held-out problems were found;"
             " hold out fewer, or make the task larger"
         )

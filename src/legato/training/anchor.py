@@ -12,9 +12,9 @@ from torch import Tensor
 from legato.algorithms.algorithm import Algorithm
 from legato.core.device import sent
 from legato.core.scope import Scope
+from legato.policy.experts.routing import Directions, Record
+from legato.policy.model.reference import Reference
 from legato.policy.policy import Channels, Policy
-from legato.policy.reference import Reference
-from legato.policy.routing import Directions, Record
 from legato.training.plan import Update
 from legato.training.tables import Tables, needs
 

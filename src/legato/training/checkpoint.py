@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.training.optimizer import Optimizer
 
@@ -38,7 +39,7 @@ class DamagedError(Exception):
     """A checkpoint that is not what was written."""
 
 
-class NotFiniteError(ValueError):
+class NotFiniteError(InputError):
     """A state that is not saved since it is broken."""
 
 
@@ -63,7 +64,7 @@ def save(
     )
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * expected:
-        raise ValueError(
+        raise InputError(
             f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
             " wanted (twice its size); free some space and resume from the last checkpoint"
         )
@@ -85,7 +86,7 @@ def save(
         shutil.rmtree(before, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"the checkpoint {folder} could not be written: {reason}") from None
+        raise InputError(f"the checkpoint {folder} could not be written: {reason}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -158,7 +159,7 @@ def check(folder: Path) -> None:
     try:
         verify(folder)
     except DamagedError as damage:
-        raise ValueError(f"the checkpoint {folder} is damaged: {damage}") from None
+        raise InputError(f"the checkpoint {folder} is damaged: {damage}") from None
 
 
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
@@ -170,7 +171,7 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
             return folder, warnings
         except DamagedError as damage:
             warnings.append(f"checkpoint {folder.name} is damaged and is not used: {damage}")
-    raise ValueError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
+    raise InputError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
 
 
 def put_back(checkpoints: Path) -> None:

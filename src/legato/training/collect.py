@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.errors import InputError
 from legato.rollouts.engine import Engine, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
@@ -117,14 +118,14 @@ class Collector:
             if len(prompt) <= self.max_prompt_tokens:
                 return number, problem, prompt
             if self.too_long == "error":
-                raise ValueError(
+                raise InputError(
                     f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
                     f" {self.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
                 )
             tally.too_long += 1
         if self.resampling == "history" and self.solved:
             raise ExhaustedError("every problem of the task was answered right by all its rollouts")
-        raise ValueError(
+        raise InputError(
             f"no problem has a prompt of at most policy.max_prompt_tokens = {self.max_prompt_tokens} tokens; raise it"
         )
 

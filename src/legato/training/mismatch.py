@@ -18,7 +18,7 @@ from legato.core.mask import Mask
 from legato.core.rollout import Group
 from legato.core.signals import Signals
 from legato.diagnostics.gaps import distribution, effect, effective_share, length_bins, per_response
-from legato.diagnostics.measure import measure
+from legato.diagnostics.metrics.measure import measure
 from legato.objectives.aggregates import TokenMean
 from legato.objectives.corrections import (
     Decoupled,

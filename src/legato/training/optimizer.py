@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from legato.errors import InputError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -52,7 +54,7 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, schedule: Schedule) -> None:
         if not parameters:
-            raise ValueError("nothing is left to train: policy.frozen covers every parameter")
+            raise InputError("nothing is left to train: policy.frozen covers every parameter")
         self.settings, self.schedule = settings, schedule
         self.weights = dict(parameters)
         for weight in self.weights.values():
@@ -152,7 +154,7 @@ class Optimizer:
         known = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
         missing = known - set(tensors)
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"the optimizer state has no {sorted(missing)[0]!r}: it was saved with another dtype or offload"
             )
         self.updates, self.scale = int(numbers["updates"]), float(numbers.get("scale", 1.0))
@@ -166,7 +168,7 @@ class Optimizer:
         for name in self.masters:
             lacking = wanted - set(states.get(name, {}))
             if self.updates and (lacking or name not in states):
-                raise ValueError(f"the optimizer state of {name} lacks {', '.join(sorted(lacking)) or 'everything'}")
+                raise InputError(f"the optimizer state of {name} lacks {', '.join(sorted(lacking)) or 'everything'}")
         for name, master in self.masters.items():
             if master is not self.weights[name]:
                 with torch.no_grad():
@@ -192,5 +194,5 @@ def check_eight_bit() -> Any:
     try:
         from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        raise ValueError("training.optimizer = 'adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from None
+        raise InputError("training.optimizer = 'adamw-8bit' needs bitsandbytes: pip install bitsandbytes") from None
     return AdamW8bit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from legato.core.batch import Batch
-from legato.policy.packs import Texts
+from legato.policy.layout.packs import Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

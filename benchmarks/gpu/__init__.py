@@ -1,0 +1,1 @@
+"""Measurements on one GPU: heads, updates, decoding, numerics, memory, whole steps."""

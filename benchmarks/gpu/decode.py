@@ -1,0 +1,213 @@
+"""B7: decoding. 32 prompts x 8 through our engine, with and without shared prompts, beside `generate` and the roofline.
+
+Responses have a fixed length, or the ragged ones of `lengths.json`: then a row of ours ends at its own length, and
+`generate` goes on to the longest, since its rows end together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import Bench, Part
+from legato.rollouts.engine import Limits, Request
+from legato.rollouts.local.engine import LocalEngine
+from legato.rollouts.sampling import Sampling
+
+PROMPT, NEW = 256, 512
+REPEATS = 5
+MOST_SECONDS, MOST_SECONDS_RAGGED = 90.0, 30.0
+"""After so long no further repeat of one way is begun: five of `generate` may take longer."""
+
+
+def sizes(bench: Bench) -> tuple[int, int, int, int]:
+    """Prompts, samples each, prompt tokens, new tokens."""
+    return (2, 3, 6, 5) if bench.tiny else (work.PROMPTS, work.SAMPLES, PROMPT, NEW)
+
+
+def prompts_of(bench: Bench, vocabulary: int) -> Iterator[torch.Tensor]:
+    """Other prompts for every call: an engine may remember those it has read."""
+    count, _, length, _ = sizes(bench)
+    source = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.randint(3, vocabulary, (count, length), generator=source)
+
+
+def ragged(bench: Bench) -> list[int]:
+    """The length of each response, prompt by prompt."""
+    count, samples, _, _ = sizes(bench)
+    listed = work.stored_lengths(bench.tiny)["responses"]
+    return [length for row in listed[:count] for length in row[:samples]]
+
+
+def floor_seconds(bench: Bench, made: Any, lengths: Sequence[int], *, shared: bool) -> float:
+    """The roofline: weights or products, whichever is slower, and the keys and values of the rows still being written."""
+    config = made.config
+    flops = work.Flops.of(made)
+    rate, bandwidth = bench.ceilings["tflops"] * 1e12, bench.ceilings["terabytes_per_second"] * 1e12
+    size = made.get_input_embeddings().weight.element_size()
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    weights = (flops.body + flops.head) * size
+    count, samples, prompt, _ = sizes(bench)
+    table = torch.tensor(lengths, dtype=torch.float64).reshape(count, samples)
+    total = 0.0
+    for step in range(int(table.max())):
+        alive = table > step
+        rows = int(alive.sum())
+        looked = prompt * (int(alive.any(1).sum()) if shared else rows) + rows * step
+        total += max(weights / bandwidth, 2 * (flops.body + flops.head) * rows / rate) + looked * per_token / bandwidth
+    return total
+
+
+@contextmanager
+def ending_at(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Inside, the response with seed n ends at its own length: the store's limits are set where a slot is given out."""
+    from legato.rollouts.gpu.slots import Store
+
+    table = torch.tensor(lengths, device=device)
+    original = Store.admit
+
+    def admit(self: Any, slots: torch.Tensor, *given: Any, **named: Any) -> None:
+        original(self, slots, *given, **named)
+        self.limit[slots] = table[self.seed[slots]]
+
+    Store.admit = admit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Store.admit = original  # type: ignore[method-assign]
+
+
+def _engine(bench: Bench, policy: Any, *, fused: bool, graphs: bool = True) -> Any:
+    rows = sizes(bench)[0] * sizes(bench)[1]
+    if not bench.cuda:
+        return LocalEngine(policy, rows)
+    from legato.rollouts.gpu.engine import GraphedEngine
+
+    return GraphedEngine(policy, rows, fused=fused, graphs=graphs)
+
+
+def requests_of(prompts: torch.Tensor, samples: int, *, shared: bool) -> list[Request]:
+    """Seeds are row numbers."""
+    rows = [(prompt, tuple(range(n * samples, (n + 1) * samples))) for n, prompt in enumerate(prompts)]
+    if shared:
+        return [Request(prompt=prompt, seeds=seeds) for prompt, seeds in rows]
+    return [Request(prompt=prompt, seeds=(seed,)) for prompt, seeds in rows for seed in seeds]
+
+
+def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
+    def part(bench: Bench) -> dict[str, Any]:
+        if uneven and not bench.cuda:
+            raise RuntimeError("ragged lengths need the engine with slots, which needs a GPU")
+        policy = work.policy(bench, shape)
+        engine = _engine(bench, policy, fused=fused)
+        count, samples, _, new = sizes(bench)
+        lengths = ragged(bench) if uneven else [new] * (count * samples)
+        prompts = prompts_of(bench, policy.vocabulary)
+        # An end token that no model writes.
+        limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
+
+        def call() -> None:
+            requests = requests_of(next(prompts), samples, shared=shared)
+            rows = [response for group in engine.generate(requests, Sampling(), limits) for response in group]
+            told = [len(response.tokens) for response in rows]
+            assert told == lengths, f"{sum(told)} tokens came instead of {sum(lengths)}"
+
+        found: dict[str, Any] = {}
+        before = bench.held()
+        with bench.peak(found, before), ending_at(lengths, bench.device) if uneven else nullcontext():
+            seconds = _best(bench, call, call, MOST_SECONDS)
+        floor = floor_seconds(bench, policy.body, lengths, shared=shared)
+        return {
+            "side": "Legato",
+            "shape": shape,
+            "shared": shared,
+            "fused": getattr(engine, "fused", False),
+            "uneven": uneven,
+            "notes": list(policy.notes),
+            **found,
+            **_rates(sum(lengths), seconds, floor),
+            "steps": max(lengths),
+        }
+
+    return part
+
+
+def _best(bench: Bench, call: Callable[[], None], first: Callable[[], None], most: float) -> list[float]:
+    """Seconds of each repeat after one to warm up, which compiles and captures."""
+    taken = [bench.wall(first)]
+    while len(taken) <= (1 if bench.tiny else REPEATS):
+        if len(taken) > 1 and (sum(taken[1:]) > most or bench.left() < 0):
+            break
+        taken.append(bench.wall(call))
+    return taken
+
+
+def _rates(tokens: int, seconds: list[float], floor: float) -> dict[str, Any]:
+    best = min(seconds[1:])
+    return {
+        "tokens": tokens,
+        "samples": seconds[1:],
+        "first_seconds": seconds[0],
+        "seconds": best,
+        "tokens_per_second": tokens / best,
+        "floor_seconds": floor,
+        "of_roofline": floor / best,
+    }
+
+
+def generate_part(*, static: bool, uneven: bool) -> Part:
+    """transformers on the same shape, its own attention."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        made = work.model(bench, "0.6B")
+        count, samples, _, new = sizes(bench)
+        lengths = ragged(bench) if uneven else [new] * (count * samples)
+        drawn = prompts_of(bench, made.config.vocab_size)
+        options = {"cache_implementation": "static"} if static else {}
+
+        def call(new: int = max(lengths)) -> None:
+            prompts = next(drawn).to(bench.device)
+            with torch.no_grad():
+                found = made.generate(
+                    input_ids=prompts,
+                    attention_mask=torch.ones_like(prompts),
+                    max_new_tokens=new,
+                    num_return_sequences=samples,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    top_p=1.0,
+                    eos_token_id=made.config.vocab_size,
+                    pad_token_id=0,
+                    **options,
+                )
+            assert found.shape == (count * samples, prompts.shape[1] + new)
+
+        found: dict[str, Any] = {}
+        with bench.peak(found):
+            # A static cache is compiled for its length; without one a few tokens are warm-up enough.
+            first = call if static else lambda: call(4)
+            seconds = _best(bench, call, first, MOST_SECONDS_RAGGED if uneven else MOST_SECONDS)
+        side = "`generate`, static cache, compiled" if static else "`generate`, dynamic cache"
+        floor = floor_seconds(bench, made, lengths, shared=False)
+        return {"side": side, "shape": "0.6B", "uneven": uneven, **found, **_rates(sum(lengths), seconds, floor)}
+
+    return part
+
+
+B7: dict[str, Part] = {}
+for _uneven in (False, True):
+    _word = "ragged" if _uneven else "fixed"
+    B7[f"0.6B {_word} Legato, shared prompts"] = our_part("0.6B", shared=True, fused=True, uneven=_uneven)
+    B7[f"0.6B {_word} Legato, prompts apart"] = our_part("0.6B", shared=False, fused=True, uneven=_uneven)
+    if not _uneven:
+        B7["0.6B fixed Legato, plain body, shared prompts"] = our_part("0.6B", shared=True, fused=False, uneven=False)
+        B7["0.6B fixed Legato, plain body, prompts apart"] = our_part("0.6B", shared=False, fused=False, uneven=False)
+    B7[f"1.7B {_word} Legato, shared prompts"] = our_part("1.7B", shared=True, fused=True, uneven=_uneven)
+    if not _uneven:
+        B7["1.7B fixed Legato, prompts apart"] = our_part("1.7B", shared=False, fused=True, uneven=False)
+    B7[f"0.6B {_word} generate, dynamic"] = generate_part(static=False, uneven=_uneven)
+B7["0.6B fixed generate, static"] = generate_part(static=True, uneven=False)

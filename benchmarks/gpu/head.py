@@ -1,0 +1,401 @@
+"""B1 to B3: the head alone. Log-probs and entropy forward, a GSPO loss forward and backward, and rows without a gradient.
+
+Our head goes over whole sequences, as many at once as the policy holds logits for, and adds to the weight's gradient as it
+goes; that is what `Policy.learn` does with it. The bare matrix products are measured in the same rounds.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.measure import GIB, Bench, Part, words
+from benchmarks.gpu.peers import LOSSES, SCORERS, Scorer, Sequences, sequence_loss
+from benchmarks.gpu.work import TINY, stored_lengths, tokenizer
+
+BOLD = (16384, 2048, 151936)
+SIZES = (BOLD, (16384, 1024, 151936), (8192, 4096, 151936), (32768, 2048, 151936), (16384, 576, 49152))
+ACTIVE = (1.0, 0.7, 0.4)
+GATE_TOKENS = 256
+LARGEST_ERROR, SMALLEST_COSINE = 0.1, 0.995
+
+
+def name_of(size: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, size))
+
+
+class OurHead:
+    """Our head on a body of one layer, cut into runs as the policy cuts a pack."""
+
+    def __init__(self, bench: Bench, hidden: int, vocabulary: int) -> None:
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        from legato.policy.head.head import Head
+        from legato.policy.model.load import Loading, load_policy
+
+        config = Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            tie_word_embeddings=True,
+        )
+        automatic: Any = AutoModelForCausalLM
+        with bench.device:
+            body = automatic.from_config(config, dtype=bench.dtype)
+        loading = Loading(device=bench.device.type, dtype="bfloat16" if bench.cuda else "float32")
+        self.policy = load_policy(body, loading, tokenizer=tokenizer())
+        self.head = Head.of(self.policy.body)
+        self.weight: Tensor = self.policy.body.get_output_embeddings().weight
+        # As the optimizer has it: gradients add up in float32.
+        self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
+
+    def runs(self, given: Sequences) -> list[Sequences]:
+        """Runs of whole rows, as `Policy.learn` makes them; cut once, since a trainer has its packs before it learns."""
+        if id(given) not in self._cut:
+            parts = self.policy._parts(_as_pack(given.counts))
+            self._cut[id(given)] = (given, [cut(given, part.start, part.stop) for part in parts])
+        return self._cut[id(given)][1]
+
+    @torch.no_grad()
+    def score(self, given: Sequences) -> Tensor:
+        """As `Policy.score`: in one go where the head holds no logits, in runs elsewhere."""
+        whole = self.head.never_holds_logits(given.hidden)
+        found = [self._scored(part, part.hidden)[0] for part in ([given] if whole else self.runs(given))]
+        return torch.cat(found)
+
+    def learn(self, given: Sequences) -> Tensor:
+        """As `Policy.learn`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
+        gradients = []
+        for part in self.runs(given):
+            leaf = part.hidden.detach().requires_grad_()
+            loss = sequence_loss(part, self._scored(part, leaf)[0]) * (len(part.counts) / len(given.counts))
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
+        return torch.cat(gradients)
+
+    def _scored(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.scored(hidden, part.targets, part.temperatures, self.policy.tokens_at_once)
+
+
+def _as_pack(counts: tuple[int, ...]) -> Any:
+    """Responses of these lengths as a pack: what the policy looks at to decide how many rows to hold logits for."""
+    from legato.policy.layout.packs import Texts, pack
+
+    rows, widest = len(counts), max(counts)
+    lengths = torch.tensor(counts)
+    texts = Texts(
+        prompts=torch.zeros(1, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(1, dtype=torch.int64),
+        tokens=torch.zeros(rows, widest, dtype=torch.int64),
+        lengths=lengths,
+        mask=torch.arange(widest) < lengths[:, None],
+        group=torch.zeros(rows, dtype=torch.int64),
+        temperature=torch.ones(rows),
+    )
+    return pack(texts, torch.arange(rows))
+
+
+def sequences(
+    bench: Bench, size: tuple[int, int, int], temperature: float, weight: Tensor, active: float = 1.0
+) -> Sequences:
+    """Hidden states whose logits have a deviation of 3, targets drawn from them, ratios within a hundredth of 1."""
+    tokens, hidden, _ = size
+    source = torch.Generator(device=bench.device).manual_seed(0)
+    with torch.no_grad():
+        weight.normal_(0.0, 0.02, generator=source)
+        scale = 3.0 / (0.02 * hidden**0.5)
+        states = torch.randn(tokens, hidden, device=bench.device, generator=source).mul_(scale).to(weight.dtype)
+        counts = _counts(bench, tokens)
+        targets, old = torch.empty(tokens, dtype=torch.int64, device=bench.device), torch.empty(tokens, device=bench.device)
+        for start in range(0, tokens, 1024):
+            logprobs = ((states[start : start + 1024] @ weight.t()).float() / temperature).log_softmax(-1)
+            drawn = torch.multinomial(logprobs.exp(), 1, generator=source)
+            targets[start : start + 1024] = drawn.squeeze(1)
+            old[start : start + 1024] = logprobs.gather(1, drawn).squeeze(1)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(bench.device)
+        drift = 0.01 * torch.randn(len(counts), device=bench.device, generator=source)
+    advantages = torch.where(torch.arange(len(counts)) % 2 == 0, 1.0, -1.0)
+    # Spread over the list: 0, 7, 14 ... modulo its length, so that long and short ones go alike.
+    order = [(7 * place) % len(counts) for place in range(len(counts))]
+    advantages[order[round(active * len(counts)) :]] = 0.0
+    return Sequences(
+        hidden=states,
+        weight=weight,
+        targets=targets,
+        owner=owner,
+        counts=counts,
+        lengths=torch.tensor(counts, device=bench.device),
+        old=(old - drift[owner]).contiguous(),
+        advantages=advantages.to(bench.device),
+        temperature=temperature,
+        temperatures=torch.full((tokens,), temperature, device=bench.device),
+    )
+
+
+def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
+    """The stored list, stretched to so many tokens in all."""
+    listed = stored_lengths(bench.tiny)["head"]
+    scaled = [max(1, length * tokens // sum(listed)) for length in listed]
+    scaled[0] += tokens - sum(scaled)
+    return tuple(scaled)
+
+
+def cut(given: Sequences, first: int, last: int) -> Sequences:
+    """The sequences from one number to another."""
+    here = slice(sum(given.counts[:first]), sum(given.counts[:last]))
+    return Sequences(
+        hidden=given.hidden[here],
+        weight=given.weight,
+        targets=given.targets[here],
+        owner=given.owner[here] - first,
+        counts=given.counts[first:last],
+        lengths=given.lengths[first:last],
+        old=given.old[here],
+        advantages=given.advantages[first:last],
+        temperature=given.temperature,
+        temperatures=given.temperatures[here],
+    )
+
+
+def exact(given: Sequences, tokens: int) -> Tensor:
+    """Log-probs of the first tokens in float64, a slice of the vocabulary at a time."""
+    states = given.hidden[:tokens].double()
+    slices = [states @ part.double().t() / given.temperature for part in given.weight.detach().split(16384)]
+    logits = torch.cat(slices, 1)
+    return logits.log_softmax(1).gather(1, given.targets[:tokens, None]).squeeze(1)
+
+
+def scorers(bench: Bench, ours: OurHead) -> dict[str, Any]:
+    """Every head that returns log-probs, ours first; in place of one that cannot be had, its reason."""
+    found: dict[str, Any] = {"Legato": ours.score}
+    for name, build in SCORERS.items():
+        try:
+            found[name] = bench.wanted(name) and build()
+        except Exception as error:
+            found[name] = words(error)
+    return found
+
+
+def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
+    """B1 at one shape and temperature."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        tokens, hidden, vocabulary = _size(bench, size)
+        ours = OurHead(bench, hidden, vocabulary)
+        given = sequences(bench, (tokens, hidden, vocabulary), temperature, ours.weight)
+        truth = exact(given, min(GATE_TOKENS, tokens))
+        errors: dict[str, float] = {}
+        calls: dict[str, Callable[[], Any]] = {}
+        failed: dict[str, Any] = {}
+        for name, scorer in scorers(bench, ours).items():
+            try:
+                errors[name] = _gate_forward(scorer, given, truth)
+                calls[name] = _quietly(scorer, given)
+            except Exception as error:
+                failed[name] = {"error": words(error)}
+        out = torch.empty(tokens, vocabulary, device=bench.device, dtype=bench.dtype)
+        calls["bare product"] = lambda: torch.mm(given.hidden, given.weight.detach().t(), out=out)
+        found = bench.interleaved(calls, **_rounds(bench, size))
+        for name, error in errors.items():
+            found[name]["max_error"] = error
+        return {"size": [tokens, hidden, vocabulary], "temperature": temperature, "heads": {**found, **failed}}
+
+    return part
+
+
+def _gate_forward(scorer: Scorer | str, given: Sequences, truth: Tensor) -> float:
+    """The largest error of the first tokens' log-probs against float64; too large a one is an error."""
+    if isinstance(scorer, str):
+        raise RuntimeError(scorer)
+    with torch.no_grad():
+        found = float((scorer(given)[: len(truth)].double() - truth).abs().max())
+    if not found <= LARGEST_ERROR:
+        raise ValueError(f"its log-probs are off by {found:.2g} against float64; not timed")
+    return found
+
+
+def _quietly(scorer: Scorer, given: Sequences) -> Callable[[], Any]:
+    def call() -> None:
+        with torch.no_grad():
+            scorer(given)
+
+    return call
+
+
+def _size(bench: Bench, size: tuple[int, int, int]) -> tuple[int, int, int]:
+    return (64, 32, TINY["vocab_size"]) if bench.tiny else size
+
+
+def _rounds(bench: Bench, size: tuple[int, int, int]) -> dict[str, Any]:
+    """30 samples at the shape that has a target, 10 at the others."""
+    if bench.tiny:
+        return {"warm": 1, "samples": 2, "seconds": 5.0}
+    return {"warm": 10, "samples": 30, "seconds": 75.0} if size == BOLD else {"warm": 3, "samples": 10, "seconds": 25.0}
+
+
+def learners(bench: Bench, ours: OurHead) -> dict[str, Any]:
+    """Every head as a function from sequences to the gradient at the hidden states."""
+    found: dict[str, Any] = {"Legato": ours.learn}
+    for name, build in {**SCORERS, **LOSSES}.items():
+        try:
+            made = bench.wanted(name) and build()
+        except Exception as error:
+            found[name] = words(error)
+            continue
+        found[name] = _learner(made, returns_loss=name in LOSSES)
+    return found
+
+
+def _learner(made: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Callable[[Sequences], Tensor]:
+    def call(given: Sequences) -> Tensor:
+        leaf = given.hidden.detach().requires_grad_()
+        inside = Sequences(**{**{name: getattr(given, name) for name in Sequences.__slots__}, "hidden": leaf})
+        found = made(inside)
+        loss = found if returns_loss else sequence_loss(inside, found)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    return call
+
+
+def evened(given: Sequences) -> Sequences:
+    """The same tokens as sequences of one length, for heads that take rectangles: no padding is charged to them."""
+    rows, columns = given.even()
+    owner = torch.arange(rows, device=given.owner.device).repeat_interleave(columns)
+    kept = {name: getattr(given, name) for name in Sequences.__slots__}
+    tokens = rows * columns
+    kept |= {name: kept[name][:tokens] for name in ("hidden", "targets", "old", "temperatures")}
+    lengths = torch.full_like(given.lengths, columns)
+    return Sequences(**{**kept, "owner": owner, "counts": (columns,) * rows, "lengths": lengths})
+
+
+def _gate_gradient(learner: Any, given: Sequences) -> tuple[float, float]:
+    """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences."""
+    if isinstance(learner, str):
+        raise RuntimeError(learner)
+    given.weight.grad = None
+    found = learner(given).double()
+    ours = given.weight.grad
+    assert ours is not None
+    leaf, matrix = (x.detach().double().requires_grad_() for x in (given.hidden, given.weight))
+    logprobs = (leaf @ matrix.t() / given.temperature).log_softmax(1).gather(1, given.targets[:, None]).squeeze(1)
+    sums = torch.zeros(len(given.counts), device=leaf.device, dtype=torch.float64)
+    ratio = (sums.index_add(0, given.owner, logprobs - given.old.double()) / given.lengths).exp()
+    (-(ratio * given.advantages.double()).mean()).backward()
+    assert leaf.grad is not None and matrix.grad is not None
+    cosines = (_cosine(found, leaf.grad), _cosine(ours.double(), matrix.grad))
+    given.weight.grad = None
+    if not min(cosines) >= SMALLEST_COSINE:
+        raise ValueError(f"its gradients have cosines {cosines[0]:.4f} and {cosines[1]:.4f} with float64; not timed")
+    return cosines
+
+
+def _cosine(first: Tensor, second: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), 0))
+
+
+def backward_part(size: tuple[int, int, int]) -> Part:
+    """B2 at one shape. The weight's gradient is float32 whoever computes it: the optimizer asks for that."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        tokens, hidden, vocabulary = _size(bench, size)
+        ours = OurHead(bench, hidden, vocabulary)
+        given = sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
+        few = cut(given, 0, 3)
+        calls: dict[str, Callable[[], Any]] = {}
+        cosines: dict[str, tuple[float, float]] = {}
+        failed: dict[str, Any] = {}
+        for name, learner in learners(bench, ours).items():
+            even = name in LOSSES
+            try:
+                cosines[name] = _gate_gradient(learner, evened(few) if even else few)
+                calls[name] = _freshly(learner, evened(given) if even else given)
+            except Exception as error:
+                failed[name] = {"error": words(error)}
+            bench.free()
+        calls["three bare products"] = bare_products(bench, given)
+        found = bench.interleaved(calls, **_rounds(bench, size))
+        gradients = hidden * (tokens * bench.dtype.itemsize + 4 * vocabulary) / GIB
+        for name, pair in cosines.items():
+            found[name]["cosines"] = pair
+            if "peak_gib" in found[name]:
+                found[name]["extra_gib"] = found[name]["peak_gib"] - gradients
+        return {"size": [tokens, hidden, vocabulary], "gradients_gib": gradients, "heads": {**found, **failed}}
+
+    return part
+
+
+def _freshly(learner: Callable[[Sequences], Tensor], given: Sequences) -> Callable[[], Any]:
+    def call() -> None:
+        learner(given)
+        # Not kept until the next call: its memory would count as held before.
+        given.weight.grad = None
+
+    return call
+
+
+def bare_products(bench: Bench, given: Sequences) -> Callable[[], Any]:
+    """X W^T, dL W and dL^T X, each into memory that is there."""
+    hidden, weight = given.hidden, given.weight.detach()
+    logits = torch.empty(len(hidden), len(weight), device=bench.device, dtype=bench.dtype)
+    towards, matrix = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def call() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight, out=towards)
+        torch.mm(logits.t(), hidden, out=matrix)
+
+    return call
+
+
+def only_active(given: Sequences) -> Sequences:
+    """The sequences with an advantage."""
+    lives = [number for number, value in enumerate(given.advantages.tolist()) if value]
+    tokens = (given.advantages != 0)[given.owner]
+    counts = tuple(given.counts[number] for number in lives)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(given.owner.device)
+    return replace(
+        given,
+        hidden=given.hidden[tokens].contiguous(),
+        targets=given.targets[tokens],
+        owner=owner,
+        counts=counts,
+        lengths=given.lengths[lives],
+        old=given.old[tokens],
+        advantages=given.advantages[lives],
+        temperatures=given.temperatures[tokens],
+    )
+
+
+def active_part(bench: Bench) -> dict[str, Any]:
+    """B3: the head over the sequences that have a gradient, as the second pass of an update is given them."""
+    size = _size(bench, BOLD)
+    ours = OurHead(bench, size[1], size[2])
+    calls: dict[str, Callable[[], Any]] = {}
+    share = {}
+    for active in ACTIVE:
+        given = sequences(bench, size, 1.0, ours.weight, active)
+        alive = (given.advantages != 0)[given.owner]
+        share[f"{active:g}"] = float(alive.double().mean())
+        calls[f"{active:g}"] = _freshly(ours.learn, only_active(given))
+    calls["forward"] = _quietly(ours.score, given)
+    rounds = _rounds(bench, BOLD) if bench.tiny else {"warm": 5, "samples": 15, "seconds": 20.0}
+    return {"size": list(size), "active_tokens": share, "calls": bench.interleaved(calls, **rounds)}
+
+
+B1: dict[str, Part] = {
+    f"{name_of(size)}, temperature {temperature:g}": forward_part(size, temperature)
+    for size in SIZES
+    for temperature in ((1.0, 0.7) if size == BOLD else (1.0,))
+}
+B2: dict[str, Part] = {name_of(size): backward_part(size) for size in SIZES}
+B3: dict[str, Part] = {"active": active_part}

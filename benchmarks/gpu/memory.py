@@ -1,0 +1,110 @@
+"""B11: peak memory by the tokens of a micro-batch, the 1.7B shape, and how many fit into 80 and 139 GiB.
+
+A few sizes are measured and a straight line is drawn through them: the largest are not tried.
+"""
+
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import saved as gpu_saved
+from benchmarks.gpu import trl as gpu_trl
+from benchmarks.gpu import update as gpu_update
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import GIB, Bench, Part
+
+SHAPE = "1.7B"
+ROOM = (80.0, 139.0)
+PROMPT, RESPONSE, GROUP = 256, 1024, 8
+
+
+def line(points: list[tuple[int, float]]) -> dict[str, Any]:
+    """GiB = base + slope x tokens by least squares, and the tokens at which it reaches each size of memory."""
+    xs, ys = [float(x) for x, _ in points], [y for _, y in points]
+    centre, level = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - centre) ** 2 for x in xs)
+    slope = sum((x - centre) * (y - level) for x, y in points) / spread if spread else 0.0
+    base = level - slope * centre
+    fits = {f"{room:g}": (room - base) / slope if slope > 0 else None for room in ROOM}
+    return {"points": points, "base_gib": base, "gib_per_thousand_tokens": 1000 * slope, "fits_tokens": fits}
+
+
+def our_part(bench: Bench) -> dict[str, Any]:
+    """One pack of so many tokens, gradients and the optimizer's state in memory."""
+    gpu_update.drop(bench)
+    before = bench.held()
+    policy = work.policy(bench, SHAPE)
+    given = work.fixed_work(bench.tiny)
+    trainer = gpu_update.fixed_trainer(policy, given, [])
+    # A gradient of 0 for all: the moments are there from now on, and no weight has moved.
+    trainer.optimizer.step()
+    prompt, response, group = (16, 64, 2) if bench.tiny else (PROMPT, RESPONSE, GROUP)
+    points = []
+    for rows in (2, 4) if bench.tiny else (8, 16, 32):
+        texts = gpu_saved.texts_of(prompt, response, group, rows, policy.vocabulary, shared=True)
+        (packed,) = gpu_saved.packs_of(texts, 10**9)
+        found: dict[str, Any] = {}
+        with bench.peak(found, before):
+            gpu_saved.learn_all(policy, [packed])
+        points.append((len(packed.tokens), found["peak_gib"]))
+        bench.free()
+    each = points[-1][0] / rows
+    return {"side": "Legato", "static_gib": (bench.held() - before) / GIB, "tokens_per_response": each, **line(points)}
+
+
+def trl_part(bench: Bench) -> dict[str, Any]:
+    """Its loss forward and backward on rows of the same length, in the strong setting, with Liger's layers."""
+    gpu_update.drop(bench)
+    before = bench.held()
+    given = work.fixed_work(bench.tiny)
+    prompt, response = (16, 64) if bench.tiny else (PROMPT, RESPONSE)
+    points = []
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), gpu_trl.patches_undone():
+        warnings.simplefilter("ignore")
+        trainer = gpu_trl.trainer_of(
+            bench, SHAPE, given, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=bench.cuda
+        )
+        if bench.cuda:
+            from transformers.integrations.liger import apply_liger_kernel
+
+            # As its training loop does before the first step; no loop runs here.
+            apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+        made = trainer.model.to(bench.device)
+        made.train()
+        # The training loop sets this before its first step; no loop runs here.
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.create_optimizer()
+        for rows in (1, 2) if bench.tiny else (2, 4, 8):
+            found: dict[str, Any] = {}
+            for turn in range(2):
+                with bench.peak(found, before):
+                    trainer._compute_loss(made, _inputs(bench, made, rows, prompt, response)).backward()
+                if not turn and not points:
+                    # The moments come into being with the first step.
+                    trainer.optimizer.step()
+                made.zero_grad()
+            points.append((rows * (prompt + response), found["peak_gib"]))
+            bench.free()
+    each = prompt + response
+    return {"side": "TRL strong", "static_gib": (bench.held() - before) / GIB, "tokens_per_response": each, **line(points)}
+
+
+def _inputs(bench: Bench, made: Any, rows: int, prompt: int, response: int) -> dict[str, Any]:
+    def drawn(columns: int) -> torch.Tensor:
+        return torch.randint(3, made.config.vocab_size, (rows, columns), device=bench.device)
+
+    ones = torch.ones(rows, prompt + response, dtype=torch.int64, device=bench.device)
+    return {
+        "prompt_ids": drawn(prompt),
+        "prompt_mask": ones[:, :prompt],
+        "completion_ids": drawn(response),
+        "completion_mask": ones[:, prompt:],
+        "advantages": torch.ones(rows, device=bench.device),
+        "old_per_token_logps": torch.full((rows, response), -11.0, device=bench.device),
+        "num_items_in_batch": torch.tensor(rows * response),
+    }
+
+
+B11: dict[str, Part] = {"Legato": our_part, "TRL strong": trl_part}

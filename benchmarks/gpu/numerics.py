@@ -1,0 +1,193 @@
+"""B10: how far s is from 1 where nothing has been learnt, and what share of rows a band of 3e-4 / 4e-4 clips for it.
+
+One policy scores the same responses twice, in two ways; whatever differs is numerics. Responses of 4096 tokens are sampled
+once and cut to every length.
+
+    same path          without and with a gradient, in the same packs
+    different packs    packs of the run's size, and every row alone
+    engine             the engine's own log-probs, and the packs
+    16-bit logits      the same hidden states in different packs, logits rounded to bfloat16 before the log-softmax
+    TRL                its old log-probs (in order, no gradient) and its new ones (shuffled, with one)
+"""
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import decode as gpu_decode
+from benchmarks.gpu import saved as gpu_saved
+from benchmarks.gpu import trl as gpu_trl
+from benchmarks.gpu import update as gpu_update
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import Bench, Part, words
+from legato.core.outcome import Coefficients
+from legato.policy.layout.packs import Pack, Texts, pack
+from legato.policy.policy import Channels
+from legato.rollouts.engine import Limits
+from legato.rollouts.sampling import Sampling
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+PROMPTS, SAMPLES, PROMPT = 8, 8, 64
+TOKENS_PER_PACK = 16384
+
+
+def lengths_of(bench: Bench) -> tuple[int, ...]:
+    return (8, 16) if bench.tiny else LENGTHS
+
+
+def sampled(bench: Bench, policy: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts [G, P], tokens [B, T] and the engine's log-probs of them."""
+    count, samples, length = (2, 2, 4) if bench.tiny else (PROMPTS, SAMPLES, PROMPT)
+    source = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, policy.vocabulary, (count, length), generator=source)
+    engine = gpu_decode._engine(bench, policy, fused=True)
+    limits = Limits(max_response_tokens=max(lengths_of(bench)), end_tokens=(policy.vocabulary,))
+    requests = gpu_decode.requests_of(prompts, samples, shared=True)
+    rows = [response for group in engine.generate(requests, Sampling(), limits) for response in group]
+    if hasattr(engine, "forget"):
+        engine.forget()
+    return prompts, torch.stack([row.tokens for row in rows]), torch.stack([row.logprobs for row in rows])
+
+
+def texts_of(prompts: Tensor, tokens: Tensor) -> Texts:
+    rows = len(tokens)
+    return Texts(
+        prompts=prompts,
+        prompt_lengths=torch.full((len(prompts),), prompts.shape[1]),
+        tokens=tokens,
+        lengths=torch.full((rows,), tokens.shape[1]),
+        mask=torch.ones_like(tokens, dtype=torch.bool),
+        group=torch.arange(rows) // (rows // len(prompts)),
+        temperature=torch.ones(rows),
+    )
+
+
+def gap(first: Tensor, second: Tensor) -> dict[str, float]:
+    """Of s between two scorings [B, T]: the largest distance from 1, and how often a row is clipped for it.
+
+    A row outside the band is clipped where its advantage has the sign of that side: half of the time.
+    """
+    ratio = (first.double().cpu() - second.double().cpu()).mean(1).exp()
+    outside = (ratio > 1 + work.CLIP_HIGH).double().mean() + (ratio < 1 - work.CLIP_LOW).double().mean()
+    return {
+        "max": float((ratio - 1).abs().max()),
+        "rms": float((ratio - 1).square().mean().sqrt()),
+        "clipped": float(outside) / 2,
+        "rows": len(ratio),
+    }
+
+
+def scored(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
+    """[B, T] log-probs without a gradient, as the anchor is computed."""
+    table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
+    for packed in packs:
+        table[packed.rows] = policy.score(texts, packed.rows).logprobs.cpu()
+    return table
+
+
+def learned(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
+    """[B, T] log-probs as an update computes them. It asks for no gradient in the end, so nothing is learnt."""
+    table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
+    for packed in packs:
+
+        def respond(part: range, channels: Channels, packed: Pack = packed) -> Coefficients:
+            table[packed.rows[part.start : part.stop]] = channels.logprobs.detach().cpu()
+            return Coefficients(logprobs=torch.zeros_like(channels.logprobs))
+
+        policy.learn(packed, respond)
+        for parameter in policy.parameters().values():
+            parameter.grad = None
+    return table
+
+
+@contextmanager
+def rounded_logits() -> Iterator[None]:
+    """Inside, the head rounds its logits to bfloat16 before the log-softmax, as heads do that keep 16-bit logits."""
+    from legato.policy.head.head import Head
+    from legato.policy.head.logprobs import chosen
+
+    original = Head.scored
+
+    def scored_from_rounded(
+        self: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, _: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = []
+        for start in range(0, len(hidden), 2048):
+            here = slice(start, start + 2048)
+            logits = self(hidden[here]).to(torch.bfloat16)
+            found.append(chosen(logits, targets[here], temperature[here], with_entropy=False))
+        return torch.cat([a for a, _ in found]), torch.cat([b for _, b in found])
+
+    Head.scored = scored_from_rounded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Head.scored = original  # type: ignore[method-assign]
+
+
+def numerics_part(bench: Bench) -> dict[str, Any]:
+    gpu_update.drop(bench)
+    policy = work.policy(bench, "0.6B")
+    prompts, tokens, engine = sampled(bench, policy)
+    table: dict[str, Any] = {}
+    for length in lengths_of(bench):
+        texts = texts_of(prompts, tokens[:, :length])
+        together = gpu_saved.packs_of(texts, 64 if bench.tiny else TOKENS_PER_PACK)
+        alone = [pack(texts, torch.tensor([row])) for row in range(len(tokens))]
+        base = scored(policy, texts, together)
+        with rounded_logits():
+            rounded = [scored(policy, texts, packs) for packs in (together, alone)]
+        table[str(length)] = {
+            "same path": gap(learned(policy, texts, together), base),
+            "different packs": gap(scored(policy, texts, alone), base),
+            "engine": gap(base, engine[:, :length]),
+            "16-bit logits, different packs": gap(rounded[1], rounded[0]),
+            "16-bit logits, engine": gap(rounded[0], engine[:, :length]),
+        }
+        bench.free()
+    return {"rows": len(tokens), "lengths": table}
+
+
+def trl_part(bench: Bench) -> dict[str, Any]:
+    """TRL's path on the same texts. Its weights are those of our policy: the same seed made them."""
+    gpu_update.drop(bench)
+    policy = work.policy(bench, "0.6B")
+    prompts, tokens, _ = sampled(bench, policy)
+    del policy
+    bench.free()
+    given, table = work.fixed_work(bench.tiny), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = gpu_trl.trainer_of(bench, "0.6B", given, folder, strong=True, micro=4, steps=1, liger=False)
+        for length in lengths_of(bench):
+            try:
+                found: dict[str, Any] = trl_gap(bench, trainer, prompts, tokens[:, :length])
+            except Exception as error:
+                found = {"error": words(error)}
+            table[str(length)] = {"TRL": found}
+            bench.free()
+    return {"rows": len(tokens), "lengths": table}
+
+
+def trl_gap(bench: Bench, trainer: Any, prompts: Tensor, tokens: Tensor) -> dict[str, float]:
+    """Old log-probs as its scoring computes them, new ones as its loss does: rows shuffled, with a gradient."""
+    rows = len(tokens)
+    micro = min(rows, 16, max(1, TOKENS_PER_PACK // (tokens.shape[1] + prompts.shape[1])))
+    made = trainer.model.to(bench.device).train()
+    ids = torch.cat([prompts.repeat_interleave(rows // len(prompts), 0), tokens], 1).to(bench.device)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(bench.device)
+    call, keep = trainer._get_per_token_logps_and_entropies, tokens.shape[1]
+    with torch.no_grad():
+        old = call(made, ids, torch.ones_like(ids), keep, batch_size=micro)[0]
+    new = torch.empty_like(old)
+    for part in order.split(micro):
+        new[part] = call(made, ids[part], torch.ones_like(ids[part]), keep)[0].detach()
+    return gap(new, old)
+
+
+B10: dict[str, Part] = {"Legato": numerics_part, "TRL": trl_part}

@@ -1,0 +1,393 @@
+"""The GPU's part of `docs/performance.md`, from the stored results: targets, tables, losses, what was not measured."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.targets import in_order, losses, over, targets
+from benchmarks.gpu.work import possible_gain
+
+RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
+TITLES = {
+    "B1": "B1. The head forward: log-probs and entropies",
+    "B2": "B2. The head forward and backward: a GSPO loss over 64 sequences",
+    "B3": "B3. The head where only some sequences have a gradient",
+    "B4": "B4. The update phase on fixed rollouts",
+    "B5": "B5. A group's prompt computed once",
+    "B6": "B6. Rows without a gradient are skipped",
+    "B7": "B7. Decoding",
+    "B8": "B8. The whole step",
+    "B10": "B10. Numerics at a learning rate of 0",
+    "B11": "B11. Memory",
+}
+Parts = dict[str, Any]
+
+
+def stored() -> dict[str, Any] | None:
+    """None where no GPU has been measured yet."""
+    found: dict[str, Any] | None = json.loads(RESULTS.read_text()) if RESULTS.is_file() else None
+    return found
+
+
+def rows(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
+    """A table; the header's columns are set apart by bars."""
+    columns = header.count("|") + 1
+    return [f"| {header} |", "|" + "---|" * columns, *(f"| {' | '.join(row)} |" for row in cells)]
+
+
+def number(value: float | None, form: str = "{:.2f}") -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _failed(parts: Parts) -> list[str]:
+    """What could not be measured and why."""
+    return [f"- {name}: not measured. {part['error']}" for name, part in parts.items() if "error" in part]
+
+
+def _runs(parts: Parts) -> list[str]:
+    """When each part was measured: runs of different times are of different states of the code."""
+    by_run: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if "error" not in part:
+            by_run.setdefault(part["run"], []).append(name)
+    if len(by_run) == 1:
+        return [f"- Measured in the run of {next(iter(by_run))}."]
+    return [f"- Run of {run}: {'; '.join(names)}." for run, names in sorted(by_run.items())]
+
+
+def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
+    lines = []
+    for name, part in parts.items():
+        if "error" in part:
+            continue
+        base = part["heads"].get(bare, {}).get("seconds")
+        table = []
+        for head, found in sorted(part["heads"].items(), key=lambda item: item[1].get("seconds", 1e9)):
+            if "seconds" not in found:
+                continue
+            accuracy = f"{found['max_error']:.1e}" if "max_error" in found else "-"
+            if backward:
+                accuracy = ", ".join(f"{1 - cosine:.0e}" for cosine in found["cosines"]) if "cosines" in found else "-"
+            table.append(
+                (
+                    head,
+                    f"{1e3 * found['seconds']:.2f} ({1e3 * found['p20']:.2f} to {1e3 * found['p80']:.2f})",
+                    number(found["seconds"] / base if base else None),
+                    number(found.get("extra_gib" if backward else "peak_gib")),
+                    accuracy,
+                    str(found["count"]),
+                )
+            )
+        what = "1 - cosine of dX, dW" if backward else "largest error"
+        memory = "beyond the gradients, GiB" if backward else "peak, GiB"
+        lines += [
+            "",
+            f"N x H x V = {name}:",
+            "",
+            *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | samples", table),
+        ]
+        lines += [f"- {head}: not measured. {found['error']}" for head, found in part["heads"].items() if "error" in found]
+    return lines
+
+
+def _active(parts: Parts) -> list[str]:
+    part = parts.get("active", {})
+    calls = part.get("calls", {})
+    if "seconds" not in calls.get("1", {}):
+        return []
+    whole = calls["1"]["seconds"]
+    table = [
+        (name, f"{share:.0%}", f"{1e3 * calls[name]['seconds']:.2f}", f"{calls[name]['seconds'] / whole:.2f}")
+        for name, share in part["active_tokens"].items()
+        if "seconds" in calls[name]
+    ]
+    return rows("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
+
+
+def _updates(parts: Parts) -> list[str]:
+    table = []
+    for name, found in in_order(parts):
+        if "seconds" not in found:
+            continue
+        seconds = found["seconds"]
+        clipped = found.get("clipped", 0.0)
+        clipped = sum(clipped) / max(1, len(clipped)) if isinstance(clipped, list) else clipped
+        table.append(
+            (
+                name
+                + (
+                    f" (micro-batch {found['micro']}{', Liger layers' if found['liger'] else ''})"
+                    if "micro" in found
+                    else ""
+                ),
+                *(f"{seconds[key]:.2f}" for key in ("anchor", "update", "phase")),
+                f"{found['useful_per_second']:,.0f}",
+                f"{found['mfu_updates']:.0%}",
+                f"{found['mfu_phase']:.0%}",
+                number(found.get("peak_gib"), "{:.1f}"),
+                number(found.get("static_gib"), "{:.1f}"),
+                f"{clipped:.0%}",
+                number(found.get("skipped_rows"), "{:.0%}"),
+                str(len(found["samples"])),
+            )
+        )
+    header = (
+        "side | old log-probs, s | updates, s | phase, s | useful tokens/s | MFU of updates | MFU of the phase |"
+        " peak, GiB | held between steps, GiB | clipped | rows skipped | steps"
+    )
+    lines = rows(header, table)
+    lines += [f"- {name}: {note}." for name, found in parts.items() for note in found.get("notes", [])]
+    return lines + ablation(parts)
+
+
+def ablation(parts: Parts) -> list[str]:
+    """Our side with one factor changed, against its defaults."""
+    base = parts.get("0.6B Legato", {}).get("seconds", {}).get("phase")
+    if not base:
+        return []
+    table = []
+    for name, found in parts.items():
+        if not name.startswith("0.6B Legato, ") or "seconds" not in found:
+            continue
+        phase = found["seconds"]["phase"]
+        memory = number(found["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
+        table.append((name.removeprefix("0.6B Legato, "), f"{phase:.2f}", f"{phase / base:.2f}", memory))
+    for first, second in (("0.6B 40 % silent, skipping off", "0.6B 40 % silent, defaults"),):
+        if all("seconds" in parts.get(name, {}) for name in (first, second)):
+            off, on = (parts[name]["seconds"]["phase"] for name in (first, second))
+            table.append(("skipping off, 40 % of groups silent (against skipping on)", f"{off:.2f}", f"{off / on:.2f}", "-"))
+    factors = rows("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
+    return ["", "Ablation: one factor at a time. Above 1, the factor as it is by default saves time.", "", *factors]
+
+
+def _shared(parts: Parts) -> list[str]:
+    table = []
+    for found in parts.values():
+        if "ideal" not in found or "seconds" not in found["shared"] or "seconds" not in found["apart"]:
+            continue
+        times = found["apart"]["seconds"] / found["shared"]["seconds"]
+        possible = possible_gain(found["prompt"], found["response"], found["group"])
+        table.append(
+            (
+                *(str(found[key]) for key in ("prompt", "response", "group")),
+                f"{1e3 * found['shared']['seconds']:.1f}",
+                f"{1e3 * found['apart']['seconds']:.1f}",
+                f"{times:.2f}",
+                f"{found['ideal']:.2f}",
+                f"{times / found['ideal']:.2f}",
+                f"{possible:.2f}",
+                f"{times / possible:.2f}",
+                f"{found['logprob_gap']:.1e}",
+            )
+        )
+    header = (
+        "prompt | response | group | shared, ms | apart, ms | gain | r | gain / r | possible by products | gain / possible"
+        " | largest log-prob difference"
+    )
+    return rows(header, table)
+
+
+def _skipped(parts: Parts) -> list[str]:
+    table = []
+    for name, found in parts.items():
+        if "seconds" not in found:
+            continue
+        kind, way = name.split(", ")
+        base = parts.get(f"{kind}, {'one pass' if kind.startswith('clipped') else 'skipping off'}", {}).get("seconds", {})
+        gone = found["token_share"]
+        clipped = kind.startswith("clipped")
+        predicted = {"one pass": 1.0 if clipped else 1 - gone, "two passes": (4 - 3 * gone) / 3, "skipping off": 1.0}
+        cost = {**predicted, "gradient checkpointing": 4 / 3}[way]
+        measured = found["seconds"]["update"] / base["update"] if base else None
+        table.append((kind, f"{gone:.0%}", way, f"{found['seconds']['update']:.2f}", number(measured), f"{cost:.2f}"))
+    return rows("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
+
+
+def _decode(parts: Parts) -> list[str]:
+    table = []
+    for name, found in parts.items():
+        if "seconds" not in found:
+            continue
+        table.append(
+            (
+                name,
+                f"{found['tokens_per_second']:,.0f}",
+                f"{found['seconds']:.2f}",
+                f"{found['floor_seconds']:.2f}",
+                f"{found['of_roofline']:.0%}",
+                number(found.get("peak_gib"), "{:.1f}"),
+                f"{found['first_seconds']:.1f}",
+                str(len(found["samples"])),
+            )
+        )
+    header = (
+        "way | tokens/s | best, s | roofline, s | of the roofline | memory over the weights, GiB | first call, s | repeats"
+    )
+    return rows(header, table)
+
+
+def _step(parts: Parts) -> list[str]:
+    table = []
+    base = parts.get("TRL defaults", {}).get("seconds", {}).get("step")
+    for found in parts.values():
+        if "seconds" not in found:
+            continue
+        seconds = found["seconds"]
+        table.append(
+            (
+                found["side"],
+                f"{seconds['step']:.2f}",
+                number(base / seconds["step"] if base else None, "{:.1f}x"),
+                *(f"{seconds[key]:.2f}" for key in ("rollouts", "anchor", "update")),
+                number(found.get("peak_gib"), "{:.1f}"),
+                found.get("anchor") or "recompute",
+            )
+        )
+    header = "side | step, s | against TRL defaults | rollouts, s | old log-probs, s | updates, s | peak, GiB | anchor"
+    return [
+        *rows(header, table),
+        "",
+        "Weight sync is 0 ms: the engine samples from the tensors being trained. vLLM was not measured.",
+    ]
+
+
+def _numerics(parts: Parts) -> list[str]:
+    merged: dict[str, dict[str, Any]] = {}
+    for part in parts.values():
+        for length, found in part.get("lengths", {}).items():
+            merged.setdefault(length, {}).update(found)
+    ways = list(dict.fromkeys(way for found in merged.values() for way in found))
+    table = []
+    for length, found in merged.items():
+        cells = [length]
+        for way in ways:
+            gap = found.get(way)
+            cells.append("-" if gap is None or "error" in gap else f"{gap['max']:.1e}, {gap['clipped']:.1%}")
+        table.append(cells)
+    return [
+        "Each cell: largest |s - 1|, and the share of rows clipped for it at 3e-4 / 4e-4.",
+        "",
+        *rows(" | ".join(["tokens", *ways]), table),
+    ]
+
+
+def _memory(parts: Parts) -> list[str]:
+    table = []
+    for found in parts.values():
+        if "points" not in found:
+            continue
+        points = ", ".join(f"{tokens}: {gib:.1f}" for tokens, gib in found["points"])
+        fits = [number(found["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
+        fits.append(number(over(found["fits_tokens"]["80"], found.get("tokens_per_response")), "{:.0f}"))
+        table.append((found["side"], points, f"{found['gib_per_thousand_tokens']:.2f}", *fits))
+    header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
+    words = (
+        "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
+        " after a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
+    )
+    return [*rows(f"{header} | responses in 80 GiB", table), "", words]
+
+
+def body(section: str, parts: Parts) -> list[str]:
+    made = {
+        "B1": lambda: _heads(parts, "bare product", backward=False),
+        "B2": lambda: _heads(parts, "three bare products", backward=True),
+        "B3": lambda: _active(parts),
+        "B4": lambda: _updates(parts),
+        "B5": lambda: _shared(parts),
+        "B6": lambda: _skipped(parts),
+        "B7": lambda: _decode(parts),
+        "B8": lambda: _step(parts),
+        "B10": lambda: _numerics(parts),
+        "B11": lambda: _memory(parts),
+    }[section]()
+    return [*made, *_failed(parts), *_runs(parts)]
+
+
+def section_table(section: str, found: dict[str, Any]) -> str:
+    """One section as it is printed at the end of a command."""
+    return "\n".join([f"### {TITLES[section]}", "", *body(section, found["parts"])])
+
+
+NOTES = {
+    "B1": "Whole sequences, as many at once as the policy holds logits for. Every head is held to float64 before it is"
+    " timed.",
+    "B2": "The band is 0.2 here, so that rounding decides nobody's gradient. Heads that take rectangles only are given the"
+    " same number of tokens in sequences of one length, so that no padding is charged to them. Liger's Hopper head"
+    " (CuTe) needs packages too large to bring to the machine and was not measured.",
+    "B4": "32 prompts x 8, prompts of 200 to 312 tokens, responses log-normal with mean 405 and at most 1024 tokens, 4"
+    " updates, gspo at its published band, rewards from a fixed table. Useful tokens: response tokens of all rows."
+    " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by the pairs looked"
+    " at; the forward of a first pass counts as what it is; no padding, no recomputed layers) over the time and the"
+    " product ceiling of the same run. Rows that are skipped are useful tokens all the same: one pass skips none. Peak"
+    " memory is of the micro-batch each side chose: 16k tokens of ours, rows padded to the longest of theirs."
+    " Both sides recompute the old log-probs unless said otherwise. Ours keeps float32 master weights and moments; TRL's"
+    " strong setting has"
+    " everything in bfloat16.",
+    "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as the recipes of this size have them."
+    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads; the head reads every response on both sides,"
+    " and so does attention over the prompt: `possible by products` counts those too.",
+    "B6": "0.6B shape, packs of 32k tokens, learning rate 0, old log-probs set so that exactly these rows are clipped. The"
+    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4; c is the share of tokens here.",
+    "B7": "32 prompts x 8, prompts of 256 tokens, temperature 1, no end token; 512 new tokens, or the ragged lengths of B4."
+    " Best of the repeats. The roofline is made of the run's own ceilings: weights or products, whichever is slower,"
+    " and the keys and values of the rows still being written. vLLM was not measured.",
+    "B8": "32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; our side on its defaults, anchor and passes"
+    " chosen by the run.",
+    "B3": "Time of the head, forward and backward, over the sequences that have a gradient: what a second pass computes.",
+    "B10": "0.6B shape with random weights, 64 responses sampled by the engine and cut to each length. Same path: with and"
+    " without a gradient in the same packs. Different packs: packs of 16k tokens and every row alone. Engine: its own"
+    " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. Clipped: half of the rows"
+    " outside the band, since the sign of the advantage decides whether the clip acts. TRL: its old log-probs and its"
+    " new ones, rows shuffled, nothing learnt between. What is left between engine and trainer comes from the body: its"
+    " bfloat16 sums are taken in another order, and next to that the rounding of logits is small.",
+    "B11": "1.7B shape; weights, gradients and optimizer state included.",
+}
+
+
+def gpu_section(document: dict[str, Any]) -> str:
+    """All that was measured on the GPU."""
+    sections, machine = document["sections"], document["machine"]
+    parts = [part for section in sections.values() for part in section["parts"].values()]
+    ceilings = [part["ceilings"] for part in parts if part.get("ceilings")]
+    lines = [
+        "## On a GPU",
+        "",
+        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Under each table stands its run;"
+        " runs of different times are of different states of the code.",
+        "",
+        f"One {machine['device']}; torch {machine['torch']}, transformers {machine['transformers']},"
+        f" Python {machine['python']}; Qwen3 shapes with random weights, bfloat16.",
+        "Kernels are called in rounds, each in an order of its own, the host ahead of the device, and given as medians with"
+        " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead); steps as medians after"
+        " one to warm up. Peaks of memory count what CUDA graphs hold (since 2026-11-16).",
+        f"Ceilings of the runs: {_range(ceilings, 'tflops', '{:.0f}')} TFLOP/s (8192^3, bfloat16),"
+        f" {_range(ceilings, 'terabytes_per_second', '{:.2f}')} TB/s (copy, read and write counted).",
+    ]
+    if any(part.get("tiny") for part in parts):
+        lines += ["", "**Toy shapes: a rehearsal of the page, not a measurement.**"]
+    lines += ["", "### Targets", ""]
+    reached = [(t.section, t.what, t.wanted, t.shown, t.verdict) for t in targets(sections)]
+    lines += rows("section | what | target | measured | verdict", reached)
+    lost = losses(sections)
+    lines += ["", "Where a peer is ahead:", "", *(f"- {line}" for line in lost)] if lost else []
+    for section in TITLES:
+        if section not in sections:
+            continue
+        lines += ["", f"### {TITLES[section]}", "", *([NOTES[section], ""] if section in NOTES else [])]
+        lines += body(section, sections[section]["parts"])
+        lines += [f"\n![]({path})" for path in _pictures(section, sections)]
+    return "\n".join(lines) + "\n"
+
+
+def _pictures(section: str, sections: dict[str, Any]) -> list[str]:
+    from benchmarks.gpu.figures import figures
+
+    names = {"B4": "figures/gpu-update.svg", "B7": "figures/gpu-decode.svg"}
+    return [names[section]] if section in names and f"docs/{names[section]}" in figures(sections) else []
+
+
+def _range(ceilings: list[dict[str, float]], key: str, form: str) -> str:
+    values = sorted(form.format(ceiling[key]) for ceiling in ceilings)
+    return "-" if not values else values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"

@@ -1,0 +1,220 @@
+"""The heads of other projects, as B1 to B3 call them: hidden states, weight and targets in; log-probs or a loss out.
+
+Each comes from its installed package (`carry.sh`); nothing of them is copied here. One that cannot be imported or run
+is noted with its words by whoever calls it.
+"""
+
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TRL_CHUNK = 32768
+"""Vocabulary columns a tile, as TRL's trainer sets it."""
+WIDE = 0.2
+"""The clip band of B2: wide, so that rounding decides nobody's gradient and every head does the same work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Responses end to end: N tokens of S sequences."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    owner: Tensor
+    """[N]: which sequence."""
+    counts: tuple[int, ...]
+    lengths: Tensor
+    """[S]: the counts, on the device."""
+    old: Tensor
+    advantages: Tensor
+    """[S]"""
+    temperature: float
+    temperatures: Tensor
+    """[N]: the same, a token each."""
+
+    def even(self) -> tuple[int, int]:
+        """Rows and columns of the same tokens as a rectangle without padding, for heads that take rectangles only."""
+        return len(self.counts), len(self.owner) // len(self.counts)
+
+
+def sequence_loss(given: Sequences, logprobs: Tensor) -> Tensor:
+    """GSPO over whole sequences, as a user of a head that returns log-probs writes it."""
+    sums = torch.zeros(len(given.counts), device=logprobs.device, dtype=torch.float32)
+    ratio = (sums.index_add(0, given.owner, logprobs.float() - given.old) / given.lengths).exp()
+    clipped = ratio.clamp(1 - WIDE, 1 + WIDE)
+    return -torch.minimum(ratio * given.advantages, clipped * given.advantages).mean()
+
+
+Scorer = Callable[[Sequences], Tensor]
+"""Log-probs [N], differentiable."""
+
+
+def plain(given: Sequences) -> Tensor:
+    """Logits of the layer kept, float32 log-softmax of them."""
+    logits = (given.hidden @ given.weight.t()).float() / given.temperature
+    return logits.log_softmax(-1).gather(1, given.targets.unsqueeze(1)).squeeze(1)
+
+
+def trl_chunked() -> Scorer:
+    function = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+
+    def call(given: Sequences) -> Tensor:
+        found: Tensor = function.apply(
+            given.hidden, given.weight, None, given.targets, given.temperature, TRL_CHUNK, None, 1.0, ("entropy",)
+        )[0]
+        return found
+
+    return call
+
+
+def trl_on_logits() -> Scorer:
+    function = import_module("trl.trainer.utils").selective_log_softmax_and_entropy
+
+    def call(given: Sequences) -> Tensor:
+        logits = given.hidden @ given.weight.t()
+        found: Tensor = function(logits, given.targets, entropy_requires_grad=False, temperature=given.temperature)[0]
+        return found
+
+    return call
+
+
+def _verl(name: str) -> Any:
+    """A file of verl without verl: importing the package would ask for ray, tensordict and hydra."""
+    if "verl.utils.device" in sys.modules:
+        return import_module(f"verl.utils.{name}")
+    spec = find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("verl is not installed")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    for package in ("verl", "verl.utils", "verl.utils.kernel", "verl.utils.experimental"):
+        bare = types.ModuleType(package)
+        bare.__path__ = [str(root.joinpath(*package.split(".")[1:]))]
+        sys.modules[package] = bare
+    device: Any = types.ModuleType("verl.utils.device")
+    device.is_cuda_available = torch.cuda.is_available()
+    device.get_device_capability = torch.cuda.get_device_capability
+    device.get_device_name = lambda: "cuda" if torch.cuda.is_available() else "cpu"
+    device.get_torch_device = lambda: torch.cuda
+    sys.modules["verl.utils.device"] = device
+    return import_module(f"verl.utils.{name}")
+
+
+def verl_triton() -> Scorer:
+    function = _verl("kernel.linear_cross_entropy").linear_cross_entropy
+
+    def call(given: Sequences) -> Tensor:
+        found: Tensor = function(given.hidden, given.weight, given.targets, given.temperature, "none")[0]
+        return found
+
+    return call
+
+
+def verl_torch() -> Scorer:
+    function = _verl("experimental.torch_functional").FusedLinearForPPOFunction
+
+    def call(given: Sequences) -> Tensor:
+        found: Tensor = function.apply(given.hidden, given.weight, given.targets, given.temperature, 512)[0]
+        return found
+
+    return call
+
+
+def cce() -> Scorer:
+    function = import_module("cut_cross_entropy").linear_cross_entropy
+
+    def call(given: Sequences) -> Tensor:
+        if given.temperature != 1.0:
+            raise ValueError("cut-cross-entropy has no temperature")
+        found: Tensor = -function(given.hidden, given.weight, given.targets, reduction="none")
+        return found
+
+    return call
+
+
+SCORERS: dict[str, Callable[[], Scorer]] = {
+    "plain torch": lambda: plain,
+    "TRL chunked": trl_chunked,
+    "TRL on logits": trl_on_logits,
+    "verl Triton": verl_triton,
+    "verl torch": verl_torch,
+    "cut-cross-entropy": cce,
+}
+
+
+def _grpo_arguments() -> dict[str, Any]:
+    return {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0}
+
+
+def liger_grpo() -> Callable[[Sequences], Tensor]:
+    """Its fused linear GRPO loss. Compiled as shipped; where this machine cannot compile it, not compiled."""
+    build = import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+    made: dict[str, Any] = {}
+
+    def call(given: Sequences) -> Tensor:
+        rows, columns = given.even()
+        if not made:
+            made["loss"] = build(
+                **_grpo_arguments(),
+                use_ref_model=False,
+                epsilon_low=WIDE,
+                epsilon_high=WIDE,
+                temperature=given.temperature,
+                compiled=given.hidden.is_cuda,
+            )
+        arguments = (
+            given.hidden.view(rows, columns, -1),
+            given.weight,
+            given.targets.view(rows, columns),
+            torch.ones(rows, columns, device=given.hidden.device),
+            given.advantages,
+        )
+        try:
+            found: Tensor = made["loss"](*arguments, old_per_token_logps=given.old.view(rows, columns))[0]
+        except Exception:  # whatever a compiler raises
+            if not made["loss"].compiled:
+                raise
+            made["loss"].compiled = False
+            found = made["loss"](*arguments, old_per_token_logps=given.old.view(rows, columns))[0]
+        return found
+
+    return call
+
+
+def liger_triton() -> Callable[[Sequences], Tensor]:
+    """Its Triton GRPO loss on logits; it wants one column of logits more than tokens."""
+    function = import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
+
+    def call(given: Sequences) -> Tensor:
+        rows, columns = given.even()
+        states = torch.nn.functional.pad(given.hidden.view(rows, columns, -1), (0, 0, 0, 1))
+        found: Tensor = function(
+            states @ given.weight.t(),
+            given.old.view(rows, columns),
+            None,
+            given.targets.view(rows, columns),
+            given.advantages,
+            completion_mask=torch.ones(rows, columns, device=states.device),
+            temperature=given.temperature,
+            eps_low=WIDE,
+            eps_high=WIDE,
+            reduce=True,
+            **_grpo_arguments(),
+        )[0]
+        return found
+
+    return call
+
+
+LOSSES: dict[str, Callable[[], Callable[[Sequences], Tensor]]] = {
+    "Liger GRPO": liger_grpo,
+    "Liger Triton on logits": liger_triton,
+}

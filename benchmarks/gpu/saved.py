@@ -1,0 +1,163 @@
+"""B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
+
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import update as gpu_update
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import Bench, Part
+from legato.core.outcome import Coefficients
+from legato.policy.layout.packs import Pack, Texts, pack
+from legato.training.plan import packs
+
+RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 32768
+CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
+FAR = 0.05
+"""How far log s is put from 0: many times the band, so that no rounding decides a row."""
+
+
+def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int, *, shared: bool) -> Texts:
+    """Rows of one length; unshared, every row is a group of its own with its own copy of the prompt."""
+    source = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, vocabulary, (rows // group, prompt), generator=source)
+    tokens = torch.randint(3, vocabulary, (rows, response), generator=source)
+    owner = torch.arange(rows) // group
+    return Texts(
+        prompts=prompts if shared else prompts[owner],
+        prompt_lengths=torch.full((len(prompts) if shared else rows,), prompt),
+        tokens=tokens,
+        lengths=torch.full((rows,), response),
+        mask=torch.ones_like(tokens, dtype=torch.bool),
+        group=owner if shared else torch.arange(rows),
+        temperature=torch.ones(rows),
+    )
+
+
+def packs_of(texts: Texts, most: int) -> list[Pack]:
+    """As the trainer cuts an update: whole groups, at most so many tokens a pack, evenly filled."""
+    return [pack(texts, rows) for rows in packs(texts, texts.group.unique().tolist(), most)]
+
+
+def learn_all(policy: Any, packs: list[Pack]) -> None:
+    """Forward and backward of every pack with coefficients of alternating sign; the gradient is dropped."""
+
+    def respond(part: range, channels: Any) -> Coefficients:
+        signs = torch.where(torch.arange(len(part), device=channels.logprobs.device) % 2 == 0, 1e-3, -1e-3)
+        return Coefficients(
+            logprobs=signs.unsqueeze(1).to(channels.logprobs.dtype).expand_as(channels.logprobs).contiguous()
+        )
+
+    for packed in packs:
+        policy.learn(packed, respond)
+    for parameter in policy.parameters().values():
+        parameter.grad = None
+
+
+def shared_part(prompt: int, group: int) -> Part:
+    """B5 at one prompt length and group size."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        gpu_update.drop(bench)
+        policy = work.policy(bench, "0.6B")
+        sizes = (prompt // 16, RESPONSE // 16, group, 2 * group) if bench.tiny else (prompt, RESPONSE, group, ROWS)
+        on, off = (texts_of(*sizes, policy.vocabulary, shared=shared) for shared in (True, False))
+        rows = torch.arange(min(4, sizes[3]))
+        gap = float((policy.score(on, rows).logprobs - policy.score(off, rows).logprobs).abs().max())
+        most = 256 if bench.tiny else TOKENS_PER_PACK
+        packed = {"shared": packs_of(on, most), "apart": packs_of(off, most)}
+        rounds = {"warm": 1, "samples": 1, "seconds": 5.0} if bench.tiny else {"warm": 2, "samples": 7, "seconds": 25.0}
+        found = bench.interleaved({name: lambda p=p: learn_all(policy, p) for name, p in packed.items()}, **rounds)
+        length, answer = sizes[0], sizes[1]
+        return {
+            "prompt": length,
+            "response": answer,
+            "group": group,
+            "ideal": group * (length + answer) / (length + group * answer),
+            "logprob_gap": gap,
+            **found,
+        }
+
+    return part
+
+
+def _forced(given: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
+    """Old log-probs that clip this share of the rows, and the share of tokens that is. The others lie outside the band on
+    the side on which nothing is clipped, so that the passes decide the same whatever the rounding."""
+    found, row, gone = list[list[list[float]]](), 0, 0
+    for rewards, group in zip(given.rewards, exact, strict=True):
+        mean = statistics.mean(rewards)
+        shifted = []
+        for reward, logprobs in zip(rewards, group, strict=True):
+            clipped = round((row + 1) * share) > round(row * share)
+            gone += len(logprobs) if clipped else 0
+            # s = exp(new - old): above 1 it clips a row with a positive advantage, below 1 one with a negative.
+            sign = 1.0 if (reward > mean) == clipped else -1.0
+            shifted.append([value - sign * FAR for value in logprobs])
+            row += 1
+        found.append(shifted)
+    return found, gone / given.useful
+
+
+def clipped_part(share: float, name: str) -> Part:
+    """B6: updates with this share of rows clipped, by one pass or two."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        built, given, exact = _still(bench)
+        old, tokens = _forced(given, exact, share)
+        trainer = built.trainer
+        kept, trainer.collector.engine = trainer.collector.engine, gpu_update.scripted(given, old)
+        try:
+            with gpu_update.factor(trainer, name):
+                trainer.anchor_choice = "sampler"
+                found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+        finally:
+            trainer.collector.engine = kept
+        return {"share": share, "token_share": tokens, "passes": name, **found}
+
+    return part
+
+
+def silent_part(share: float, name: str) -> Part:
+    """B6: updates with this share of groups without an advantage."""
+
+    def part(bench: Bench) -> dict[str, Any]:
+        built, given, exact = _still(bench)
+        trainer = built.trainer
+        table = work.reward_table(len(given.prompts), len(given.rewards[0]), share)
+        old, _ = _forced(given, exact, 0.0)
+        tokens = sum(sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row))
+        kept = trainer.collector.engine, trainer.collector.judge
+        trainer.collector.engine, trainer.collector.judge = gpu_update.scripted(given, old), gpu_update.tabled(table)
+        try:
+            with gpu_update.factor(trainer, name):
+                trainer.anchor_choice = "sampler"
+                found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+        finally:
+            trainer.collector.engine, trainer.collector.judge = kept
+        return {"share": share, "token_share": tokens / given.useful, "passes": name, **found}
+
+    return part
+
+
+_exact: dict[int, gpu_update.Logprobs] = {}
+
+
+def _still(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
+    """The trainer of B4 with a learning rate of 0, so that the forced shares stay what they are; packs as in B5."""
+    built, given = gpu_update.ours(bench, "0.6B", 0.0, lr=0.0), work.fixed_work(bench.tiny)
+    built.trainer.settings = replace(built.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
+    if id(built) not in _exact:
+        _exact.clear()
+        _exact[id(built)] = gpu_update.scored(built.trainer.policy, given)
+    return built, given, _exact[id(built)]
+
+
+B5: dict[str, Part] = {f"prompt {p}, group {g}": shared_part(p, g) for p in (128, 512, 2048) for g in (8, 16)}
+B6: dict[str, Part] = {
+    **{f"clipped {share:g}, {name}": clipped_part(share, name) for share in CLIPPED for name in ("one pass", "two passes")},
+    "clipped 0, gradient checkpointing": clipped_part(0.0, "gradient checkpointing"),
+    **{f"silent {share:g}, {name}": silent_part(share, name) for share in SILENT for name in ("one pass", "skipping off")},
+}

@@ -1,0 +1,101 @@
+"""B8: the whole step of the 0.6B shape: 32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; beside TRL.
+
+TRL writes its responses by `generate` of transformers: vLLM was not on the machine and is not measured.
+"""
+
+import random
+import statistics
+import time
+from typing import Any
+
+from benchmarks.gpu import decode as gpu_decode
+from benchmarks.gpu import trl as gpu_trl
+from benchmarks.gpu import update as gpu_update
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import Bench, Part
+from legato.policy.model.tiny import ALPHABET
+from legato.rollouts.engine import Limits
+from legato.rollouts.local.select import local_engine
+
+
+def texts_of(bench: Bench) -> list[str]:
+    """Prompts of one character a token, all of one length."""
+    count, _, length, _ = gpu_decode.sizes(bench)
+    source = random.Random("step")
+    return ["".join(source.choice(ALPHABET) for _ in range(length)) for _ in range(max(count, work.UPDATES))]
+
+
+def step_work(bench: Bench) -> work.Work:
+    ids = work.tokenizer()(texts_of(bench))["input_ids"]
+    samples = gpu_decode.sizes(bench)[1]
+    return work.Work(
+        prompts=tuple(map(tuple, ids)),
+        responses=tuple(((3,),) * samples for _ in ids),
+        rewards=work.reward_table(len(ids), samples, 0.0),
+    )
+
+
+def our_part(bench: Bench) -> dict[str, Any]:
+    """Our trainer with the engine it would choose here, on its defaults."""
+    gpu_update.drop(bench)
+    given, new = step_work(bench), gpu_decode.sizes(bench)[3]
+    before, found = bench.held(), dict[str, Any]()
+    with bench.peak(found, before):
+        policy = work.policy(bench, "0.6B")
+        trainer = gpu_update.fixed_trainer(policy, given, [])
+        trainer.settings = gpu_update.replace(trainer.settings, anchor="auto")
+        trainer.anchor_choice = None
+        rows = len(given.prompts) * len(given.rewards[0])
+        trainer.collector.engine = local_engine(policy, rows)
+        trainer.collector.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
+        samples, floor = [], None
+        for number in range(2 if bench.tiny else 4):
+            bench.wait()
+            started = time.perf_counter()
+            report = trainer.step()
+            bench.wait()
+            whole = time.perf_counter() - started
+            floor = report.floor or floor
+            if number:
+                times = {name: report.metrics[f"time/{name}_seconds"] for name in ("rollouts", "anchor", "update")}
+                samples.append({"step": whole, **times, "clipped": report.metrics.get("clip/sequences", 0.0)})
+    return {
+        "side": "Legato",
+        **found,
+        **summary(samples, rows * new),
+        "anchor": trainer.anchor_choice,
+        "noise": None if floor is None else floor.metrics(),
+        "engine": type(trainer.collector.engine).__name__,
+        "notes": list(policy.notes),
+        "weight_sync_seconds": _sync_seconds(trainer),
+    }
+
+
+def _sync_seconds(trainer: Any) -> float | None:
+    """0 where the engine reads the very tensors that are trained, which is looked up; there is nothing to time then."""
+    trained = {weight.data_ptr() for weight in trainer.policy.parameters().values()}
+    read = {weight.data_ptr() for weight in trainer.collector.engine.policy.model.parameters()}
+    return 0.0 if trained <= read else None
+
+
+def summary(samples: list[dict[str, float]], tokens: int) -> dict[str, Any]:
+    seconds = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    return {"samples": samples, "seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds["step"]}
+
+
+def trl_part(*, strong: bool) -> Part:
+    def part(bench: Bench) -> dict[str, Any]:
+        gpu_update.drop(bench)
+        given, new = step_work(bench), gpu_decode.sizes(bench)[3]
+        steps = 1 if bench.tiny else 2
+        found = gpu_trl.fitting(
+            bench, "0.6B", given, strong=strong, steps=steps, prompts=texts_of(bench), tokens=new, micro=64
+        )
+        rows = len(given.prompts) * len(given.rewards[0])
+        side = f"TRL {'strong' if strong else 'defaults'}, `generate`"
+        return {"side": side, **found, **summary(found["samples"], rows * new)}
+
+    return part
+
+
+B8: dict[str, Part] = {"Legato": our_part, "TRL strong": trl_part(strong=True), "TRL defaults": trl_part(strong=False)}

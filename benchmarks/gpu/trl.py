@@ -1,0 +1,200 @@
+"""TRL's `GRPOTrainer` in sequence mode on a GPU, as a user would build it; its methods are wrapped to be timed, not changed.
+
+`defaults`: float32 weights under bfloat16 autocast, gradient checkpointing. `strong`: bfloat16 weights (and moments),
+no checkpointing, the largest micro-batch that fits, Liger's layers where they apply. It pads every response of a step to
+the longest one and never trims, so sorting by length would not help it.
+"""
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import GIB, Bench, words
+from benchmarks.gpu.work import Work
+from benchmarks.step.trl_settings import never_ending, sequence_settings
+
+FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.7B", False): 64}
+"""Rows a micro-batch to try first; halved for as long as memory does not suffice."""
+
+
+def trainer_of(
+    bench: Bench, shape: str, given: Work, folder: str, *, strong: bool, micro: int, steps: int, liger: bool, **options: Any
+) -> Any:
+    """Its trainer on the fixed rollouts; with `prompts` in the options it writes the responses itself, by `generate`."""
+    import datasets
+    import trl
+
+    prompts, samples = len(given.prompts), len(given.rewards[0])
+    texts: list[str] | None = options.pop("prompts", None)
+    longest = options.pop("tokens", max(len(row) for group in given.responses for row in group))
+
+    def fixed(asked: list[str], _: Any) -> dict[str, Any]:
+        rows = [(int(text), row % samples) for row, text in enumerate(asked)]
+        return {
+            "prompt_ids": [list(given.prompts[number]) for number, _ in rows],
+            "completion_ids": [list(given.responses[number][sample]) for number, sample in rows],
+            "logprobs": [[0.0] * len(given.responses[number][sample]) for number, sample in rows],
+        }
+
+    def tabled(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+        return [given.rewards[prompt][row % samples] for row, prompt in enumerate(number)]
+
+    rows = prompts * samples // work.UPDATES
+    numbers = [number % prompts for number in range(prompts * steps)]
+    made = work.model(bench, shape, dtype=bench.dtype if strong else torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trl.GRPOTrainer(
+            model=made,
+            reward_funcs=tabled,
+            processing_class=work.tokenizer(),
+            train_dataset=datasets.Dataset.from_dict(
+                {"prompt": [str(n) if texts is None else texts[n] for n in numbers], "number": numbers}
+            ),
+            rollout_func=fixed if texts is None else None,
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                **sequence_settings(
+                    updates=work.UPDATES, learning_rate=work.LEARNING_RATE, low=work.CLIP_LOW, high=work.CLIP_HIGH
+                ),
+                use_cpu=not bench.cuda,
+                bf16=bench.cuda,
+                gradient_checkpointing=not strong,
+                use_liger_kernel=liger,
+                per_device_train_batch_size=micro,
+                gradient_accumulation_steps=rows // micro,
+                steps_per_generation=work.UPDATES * rows // micro,
+                num_generations=samples,
+                max_steps=work.UPDATES * steps,
+                max_completion_length=longest,
+                **options,
+            ),
+        )
+    return never_ending(trainer, made)
+
+
+def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any]]:
+    """Train; the phases of every step but the first, and what TRL logged of them."""
+    import transformers
+
+    ends: list[float] = []
+    generating, preparing = list[float](), list[float]()
+
+    class Clock(transformers.TrainerCallback):
+        def _note(self, *_: Any, **__: Any) -> None:
+            bench.wait()
+            ends.append(time.perf_counter())
+
+        on_train_begin = on_step_end = _note
+
+    trainer.add_callback(Clock())
+    trainer._generate = _timed(bench, trainer._generate, generating)
+    trainer._generate_and_score_completions = _timed(bench, trainer._generate_and_score_completions, preparing)
+    trainer.remove_callback(transformers.PrinterCallback)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    samples = []
+    for number in range(1, len(generating)):
+        whole = ends[(number + 1) * work.UPDATES] - ends[number * work.UPDATES]
+        update = whole - preparing[number]
+        phase = whole - generating[number]
+        samples.append(
+            {"rollouts": generating[number], "anchor": phase - update, "update": update, "phase": phase, "step": whole}
+        )
+    logs = [entry for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
+    return samples, logs
+
+
+def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def wrapped(*positional: Any, **named: Any) -> Any:
+        bench.wait()
+        started = time.perf_counter()
+        found = call(*positional, **named)
+        bench.wait()
+        seconds.append(time.perf_counter() - started)
+        return found
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def patches_undone() -> Iterator[None]:
+    """Liger puts its layers into the model's module for the rest of the process; the sides after it must not get them."""
+    from transformers.models.qwen3 import modeling_qwen3 as module
+
+    names = dict(vars(module))
+    forwards = {kind: kind.forward for kind in names.values() if isinstance(kind, type) and "forward" in vars(kind)}
+    try:
+        yield
+    finally:
+        vars(module).update(names)
+        for kind, forward in forwards.items():
+            kind.forward = forward
+
+
+def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
+    """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
+    rows = len(given.prompts) * len(given.rewards[0]) // work.UPDATES
+    micro = min(rows, options.pop("micro", None) or (4 if bench.tiny else FIRST_MICRO[shape, strong]))
+    liger, notes = strong and bench.cuda, list[str]()
+    while True:
+        bench.free()
+        before, found = bench.held(), dict[str, Any]()
+        error = None
+        try:
+            with tempfile.TemporaryDirectory() as folder, bench.peak(found), patches_undone():
+                trainer = trainer_of(
+                    bench, shape, given, folder, strong=strong, micro=micro, steps=1 + steps, liger=liger, **dict(options)
+                )
+                samples, logs = cycles(bench, trainer)
+            found["static_gib"] = (bench.held() - before) / GIB
+            clipped = [entry.get("clip_ratio/region_mean", 0.0) for entry in logs[1:]]
+            return {
+                **found,
+                "samples": samples,
+                "micro": micro,
+                "liger": liger,
+                "notes": notes,
+                **_versions(),
+                "clipped": clipped,
+            }
+        except torch.OutOfMemoryError:
+            error = f"{micro} rows a micro-batch did not fit"
+            if micro == 1:
+                raise
+            micro //= 2
+        except Exception as failure:
+            if not liger:
+                raise
+            liger, error = False, f"Liger's layers: {words(failure)}"
+        # Out of the except block, so that the frames that hold the model are gone before the next try.
+        notes.append(error)
+        trainer = None
+
+
+def _versions() -> dict[str, str]:
+    import trl
+
+    return {"trl": trl.__version__}
+
+
+def update_phase(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int) -> dict[str, Any]:
+    """B4's other side."""
+    found = fitting(bench, shape, given, strong=strong, steps=steps)
+    made = work.model(bench, shape) if bench.tiny else _shell(shape)
+    found["flops_anchor"] = work.rectangle_flops(made, given, passes=(False,)).total
+    found["flops_update"] = work.rectangle_flops(made, given, passes=(True,)).total
+    return found
+
+
+def _shell(shape: str) -> Any:
+    """The model's shapes without its numbers."""
+    with torch.device("meta"):
+        return work.model(Bench(device=torch.device("meta"), tiny=False, deadline=0.0), shape)

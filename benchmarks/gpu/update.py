@@ -1,0 +1,333 @@
+"""B4: the update phase on fixed rollouts, ours and TRL's, and ours with one factor off at a time.
+
+Our side is the trainer itself, its engine replaced by one that says the fixed responses. The phase is everything of a step
+but the rollouts: old log-probs, advantages, updates.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import trl as gpu_trl
+from benchmarks.gpu import work as work
+from benchmarks.gpu.measure import GIB, Bench, Part
+from benchmarks.gpu.work import Work
+from legato.core.rollout import Problem, Rollout, Score
+from legato.policy.layers import fused
+from legato.rollouts.engine import Limits
+from legato.rollouts.render import Rendering
+from legato.rollouts.sampling import Sampling
+from legato.rollouts.scripted import ScriptedEngine
+from legato.tasks.source import Pool
+from legato.training.collect import Collector
+from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.step import Trainer, TrainingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Stands for a tokenizer: the text of a prompt is its number."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    eos_token_id: int | None = None
+    chat_template: str | None = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(self.prompts[int(text)])}
+
+
+Logprobs = list[list[list[float]]]
+"""By prompt and sample."""
+
+
+def scored(policy: Any, given: Work) -> Logprobs:
+    """What the policy says of the fixed responses, a group at a time."""
+    from legato.policy.layout.packs import Texts
+
+    found = []
+    for prompt, group in zip(given.prompts, given.responses, strict=True):
+        lengths = torch.tensor([len(row) for row in group])
+        tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in group], batch_first=True)
+        texts = Texts(
+            prompts=torch.tensor([prompt]),
+            prompt_lengths=torch.tensor([len(prompt)]),
+            tokens=tokens,
+            lengths=lengths,
+            mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+            group=torch.zeros(len(group), dtype=torch.int64),
+            temperature=torch.ones(len(group)),
+        )
+        table = policy.score(texts, torch.arange(len(group))).logprobs.cpu()
+        found.append([table[row, : len(tokens_)].tolist() for row, tokens_ in enumerate(group)])
+    return found
+
+
+def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = work.LEARNING_RATE) -> Trainer:
+    """Our trainer on fixed responses and a table of rewards."""
+    from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
+    from legato.algorithms.catalogue import entry
+
+    samples = len(given.rewards[0])
+    collector = Collector(
+        source=Pool([Problem(prompt=str(n)) for n in range(len(given.prompts))], share=0.0, seed=0, shuffle=False),
+        engine=scripted(given, logprobs),
+        rendering=Rendering(tokenizer=Numbered(given.prompts), chat="never"),
+        judge=tabled(given.rewards),
+        sampling=Sampling(),
+        limits=Limits(max_response_tokens=max(len(r) for g in given.responses for r in g), end_tokens=()),
+        samples_per_prompt=samples,
+        seed=0,
+        max_prompt_tokens=max(map(len, given.prompts)),
+    )
+    return Trainer(
+        policy=policy,
+        algorithm=entry("gspo").value,
+        collector=collector,
+        optimizer=Optimizer(
+            policy.parameters(), OptimizerSettings(lr=lr), Schedule(kind="constant", warm_up=0, total=10**6)
+        ),
+        settings=TrainingSettings(
+            prompts_per_step=len(given.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
+        ),
+    )
+
+
+def scripted(given: Work, logprobs: Logprobs) -> ScriptedEngine:
+    by_prompt = {prompt: number for number, prompt in enumerate(given.prompts)}
+
+    def script(prompt: list[int], sample: int) -> tuple[tuple[int, ...], list[float]]:
+        number = by_prompt[tuple(prompt)]
+        return given.responses[number][sample], logprobs[number][sample]
+
+    # Texts are not looked at; decoding every beginning of every response would take longer than the updates.
+    return ScriptedEngine(script, decode=lambda tokens: "")
+
+
+def tabled(rewards: tuple[tuple[float, ...], ...]) -> Any:
+    """A judge that knows the table."""
+
+    def score(rollout: Rollout) -> Score:
+        reward = rewards[int(str(rollout.problem.prompt))][rollout.rollout_id % len(rewards[0])]
+        return Score(reward=reward, accuracy=reward)
+
+    return lambda rollouts: [score(rollout) for rollout in rollouts]
+
+
+def measured(
+    bench: Bench,
+    trainer: Trainer,
+    useful: int,
+    *,
+    steps: int,
+    before: int = 0,
+    first: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Steps of the trainer after one to warm up; what was executed is counted.
+
+    The device is waited for before and after the old log-probs and at the end of the step, nowhere in between. `first` is
+    called before each step and not timed.
+    """
+    packs, clock = work.Packs(), dict[str, float]()
+    own = trainer._anchored
+
+    def anchored(*given: Any) -> Any:
+        bench.wait()
+        clock["begun"], packs.phase = time.perf_counter(), "anchor"
+        found = own(*given)
+        bench.wait()
+        clock["anchored"], packs.phase = time.perf_counter(), "update"
+        return found
+
+    # On the instance: the trainer's own method, waited for.
+    trainer._anchored = anchored  # type: ignore[method-assign]
+    samples, reports, found = [], [], dict[str, Any]()
+    try:
+        for number in range(1 + steps):
+            first()
+            with work.counting(packs), bench.peak(found, before):
+                started = time.perf_counter()
+                report = trainer.step()
+                bench.wait()
+                ended = time.perf_counter()
+            if number == 0:
+                packs.seen.clear()
+                continue
+            phase = ended - started - report.metrics["time/rollouts_seconds"]
+            update = ended - clock["anchored"]
+            samples.append({"anchor": clock["anchored"] - clock["begun"], "update": update, "phase": phase})
+            reports.append(report.metrics)
+            if bench.left() < 0:
+                break
+    finally:
+        del trainer._anchored
+    executed = {name: packs.flops(trainer.policy.body, name) / len(samples) for name in ("anchor", "update")}
+    return {
+        **found,
+        **_rates(bench, samples, executed, useful),
+        **_told(reports),
+        "static_gib": (bench.held() - before) / GIB,
+    }
+
+
+def _rates(bench: Bench, samples: list[dict[str, float]], executed: dict[str, float], useful: int) -> dict[str, Any]:
+    seconds = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    peak = bench.ceilings["tflops"] * 1e12
+    return {
+        "samples": samples,
+        "seconds": seconds,
+        "useful_tokens": useful,
+        "useful_per_second": useful / seconds["phase"],
+        "useful_per_second_updates": useful / seconds["update"],
+        "tflop": {name: value / 1e12 for name, value in executed.items()},
+        "mfu_updates": executed["update"] / seconds["update"] / peak,
+        "mfu_phase": sum(executed.values()) / seconds["phase"] / peak,
+    }
+
+
+def _told(reports: list[Any]) -> dict[str, float]:
+    keys = {"clipped": "clip/sequences", "skipped_rows": "update/skipped_rows", "two_pass": "update/two_pass"}
+    return {name: statistics.mean(float(metrics.get(key, 0.0)) for metrics in reports) for name, key in keys.items()}
+
+
+@dataclass(slots=True)
+class _Built:
+    """The trainer of the last part, kept for the next: building one takes longer than measuring it."""
+
+    key: tuple[str, float, float]
+    trainer: Trainer
+    useful: int
+    before: int
+    weights: dict[str, torch.Tensor]
+    """As they were made, on the host."""
+
+    def renew(self) -> None:
+        """Every part starts from the same weights, without moments and without a memory of what was skipped."""
+        trainer = self.trainer
+        for name, weight in trainer.policy.parameters().items():
+            weight.grad = None
+            weight.data.copy_(self.weights[name])
+        settings, schedule = trainer.optimizer.settings, trainer.optimizer.schedule
+        # The old one goes first: two would not be what training holds.
+        del trainer.optimizer
+        trainer.optimizer = Optimizer(trainer.policy.parameters(), settings, schedule)
+        trainer.skipped.clear()
+
+
+_built: list[_Built] = []
+
+
+def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE) -> _Built:
+    key = (shape, silent, lr)
+    if not _built or _built[0].key != key:
+        drop(bench)
+        before = bench.held()
+        given = work.fixed_work(bench.tiny, silent=silent)
+        policy = work.policy(bench, shape)
+        trainer = fixed_trainer(policy, given, scored(policy, given), lr=lr)
+        weights = {name: weight.detach().cpu().clone() for name, weight in policy.parameters().items()}
+        _built.append(_Built(key, trainer, given.useful, before, weights))
+    return _built[0]
+
+
+def drop(bench: Bench) -> None:
+    """Let go of what is kept: another side needs the memory."""
+    _built.clear()
+    bench.free()
+
+
+@contextmanager
+def factor(trainer: Trainer, name: str) -> Iterator[None]:
+    """One factor off (or another setting) for a while."""
+    policy, settings, model = trainer.policy, trainer.settings, trainer.policy.model
+    switch = {"packing off": "packing", "shared prompts off": "shared_prompts", "fused parts off": "fused"}.get(name)
+    if switch is not None and not hasattr(policy, switch):
+        raise AttributeError(f"the policy has no switch {switch!r}")
+    before = None if switch is None else getattr(policy, switch)
+    if switch is not None:
+        setattr(policy, switch, False)
+    changed: dict[str, Any] = {
+        "sampler's log-probs as anchor": {"anchor": "sampler"},
+        "one pass": {"update_passes": "one"},
+        "two passes": {"update_passes": "two"},
+        "skipping off": {"skip_silent_rows": False, "update_passes": "one"},
+        "8k tokens a pack": {"tokens_per_pack": 8192},
+        "32k tokens a pack": {"tokens_per_pack": 32768},
+    }.get(name, {})
+    trainer.settings = replace(settings, **changed)
+    trainer.anchor_choice = trainer.settings.anchor
+    plain = fused.is_plain
+    if name == "layers part by part":
+        fused.is_plain = lambda layer: False
+    if name == "gradient checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # transformers recomputes in training mode only; there is no dropout.
+        model.train()
+    try:
+        yield
+    finally:
+        trainer.settings, trainer.anchor_choice, fused.is_plain = settings, settings.anchor, plain
+        if switch is not None:
+            setattr(policy, switch, before)
+        if name == "gradient checkpointing":
+            model.gradient_checkpointing_disable()
+            model.eval()
+
+
+def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> Part:
+    def part(bench: Bench) -> dict[str, Any]:
+        built = ours(bench, shape, silent)
+        built.renew()
+        trainer = built.trainer
+
+        def first() -> None:
+            # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
+            if trainer.anchor_choice == "sampler":
+                given = work.fixed_work(bench.tiny, silent=silent)
+                trainer.collector.engine = scripted(given, scored(trainer.policy, given))
+
+        with factor(trainer, name):
+            found = measured(
+                bench, trainer, built.useful, steps=1 if bench.tiny else steps, before=built.before, first=first
+            )
+        return {"side": "Legato", "factor": name, "shape": shape, "silent": silent, **found}
+
+    return part
+
+
+def trl_part(shape: str, *, strong: bool, silent: float = 0.0) -> Part:
+    def part(bench: Bench) -> dict[str, Any]:
+        drop(bench)
+        given = work.fixed_work(bench.tiny, silent=silent)
+        found = gpu_trl.update_phase(bench, shape, given, strong=strong, steps=1 if bench.tiny else 2)
+        executed = {"anchor": found.pop("flops_anchor"), "update": found.pop("flops_update")}
+        rates = _rates(bench, found.pop("samples"), executed, given.useful)
+        return {"side": f"TRL {'strong' if strong else 'defaults'}", "shape": shape, "silent": silent, **found, **rates}
+
+    return part
+
+
+FACTORS = (
+    "sampler's log-probs as anchor",
+    "one pass",
+    "packing off",
+    "shared prompts off",
+    "layers part by part",
+    "fused parts off",
+    "gradient checkpointing",
+    "8k tokens a pack",
+    "32k tokens a pack",
+)
+B4: dict[str, Part] = {}
+for _shape in work.SHAPES:
+    B4[f"{_shape} Legato"] = our_part(_shape, "defaults", steps=5)
+    _some = FACTORS if _shape == "0.6B" else (*FACTORS[:2], "32k tokens a pack")
+    B4 |= {f"{_shape} Legato, {name}": our_part(_shape, name) for name in _some}
+    for _name in ("defaults", "skipping off"):
+        B4[f"{_shape} 40 % silent, {_name}"] = our_part(_shape, _name, silent=0.4)
+    B4[f"{_shape} TRL strong"] = trl_part(_shape, strong=True)
+    B4[f"{_shape} TRL defaults"] = trl_part(_shape, strong=False)

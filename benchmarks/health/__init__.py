@@ -1,0 +1,1 @@
+"""How early the health watch is, and how often wrong."""

@@ -1,0 +1,1 @@
+"""Losses and gradients beside TRL and verl."""

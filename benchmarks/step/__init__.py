@@ -1,0 +1,1 @@
+"""Whole steps beside TRL on a CPU."""

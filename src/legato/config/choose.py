@@ -1,0 +1,134 @@
+"""The algorithm of a run: its name from the highest source, then the changes of each source in turn."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from legato.algorithms.algorithm import Algorithm
+from legato.algorithms.catalogue import algorithm_names, entry
+from legato.algorithms.override import ONE, SEVERAL, differences, flatten, override
+from legato.config.messages import refused, shown
+from legato.config.sources import Layer
+from legato.core.parts import nearest
+from legato.errors import InputError
+
+NAME = ("algorithm", "name")
+
+
+def named(layers: Sequence[Layer], default: str) -> tuple[Algorithm, str]:
+    """The algorithm that the highest source names, and where it is named. A value made in Python stands for itself."""
+    for layer in reversed(layers):
+        table = layer.at(("algorithm",))
+        if isinstance(table, dict) and "name" in table:
+            name, origin = table["name"], layer.origin(NAME)
+            if isinstance(name, Algorithm):
+                return name, origin
+            if not isinstance(name, str):
+                raise InputError(refused(NAME, name, origin, f"a name ({', '.join(algorithm_names())})"))
+            if name not in algorithm_names():
+                raise InputError(
+                    f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, algorithm_names())}"
+                )
+            return entry(name).value, origin
+    return entry(default).value, "default"
+
+
+def changed(algorithm: Algorithm, layers: Sequence[Layer], faults: list[str]) -> tuple[Algorithm, dict[str, str]]:
+    """The algorithm with the changes of all sources made, and where each path was set."""
+    origins: dict[str, str] = {}
+    for layer in layers:
+        changes, places = _changes(layer, faults)
+        changes = _switched_off(algorithm, changes)
+        try:
+            algorithm = override(algorithm, changes)
+        except (ValueError, TypeError, OverflowError) as error:
+            faults.extend(_told(algorithm, changes, places, error))
+        for path in sorted(changes):
+            origins = {known: place for known, place in origins.items() if not known.startswith(f"{path}.")}
+            origins[path] = places[path]
+    return algorithm, origins
+
+
+def _changes(layer: Layer, faults: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a source says of the algorithm, by dotted path, and where."""
+    changes: dict[str, Any] = {}
+    places: dict[str, str] = {}
+
+    def walk(table: Mapping[str, Any], words: tuple[str, ...]) -> None:
+        for key, value in table.items():
+            path, origin = ".".join((*words, key)), layer.origin(("algorithm", *words, key))
+            if path == "name":
+                continue
+            if path == "settings" or path.startswith("settings."):
+                faults.append(f"algorithm.{path} ({origin}) is not set here; the option of the run itself is")
+            elif isinstance(value, dict) and value:
+                walk(value, (*words, key))
+            elif isinstance(value, dict):
+                faults.append(f"algorithm.{path} ({origin}) is an empty table; a slot or a field below it is needed")
+            else:
+                changes[path], places[path] = value, origin
+
+    walk(layer.at(("algorithm",)) or {}, ())
+    return changes, places
+
+
+def _switched_off(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null: `false` is None where false itself is not allowed (a limit, a part to be removed)."""
+    slots = {path: value for path, value in changes.items() if path in ONE or path in SEVERAL}
+    return {
+        path: None if value is False and _fails(algorithm, {**slots, path: value}) else value
+        for path, value in changes.items()
+    }
+
+
+def _fails(algorithm: Algorithm, changes: Mapping[str, Any]) -> Exception | None:
+    try:
+        override(algorithm, changes)
+    except (ValueError, TypeError, OverflowError) as error:
+        return error
+    return None
+
+
+def _told(algorithm: Algorithm, changes: Mapping[str, Any], places: Mapping[str, str], together: Exception) -> Iterator[str]:
+    """A line for each change that fails by itself; else one for what fails only together."""
+    slots = {path: value for path, value in changes.items() if path in ONE or path in SEVERAL}
+    single = [
+        f"algorithm.{path} ({places[path]}): {error}"
+        for path, value in changes.items()
+        if (error := _fails(algorithm, {path: value} if path in slots else {**slots, path: value}))
+        and (path in slots or not _fails(algorithm, slots))
+    ]
+    where = sorted({places[path] for path in changes if path.rpartition(".")[0] in str(together)})
+    yield from single or [f"algorithm ({', '.join(where or places.values())}): {together}"]
+
+
+def changes_of(published: Algorithm, algorithm: Algorithm) -> dict[str, Any]:
+    """What was changed, by path; None for what is no longer there."""
+    return {path: new for path, (_, new) in differences(published, algorithm).items() if not path.startswith("settings.")}
+
+
+def deviations(published: Algorithm, algorithm: Algorithm, values: Mapping[str, Any]) -> Iterator[str]:
+    """Each difference from the named algorithm as published, in words; `values` are the options of the run."""
+    before, after, name = flatten(published), flatten(algorithm), published.name
+    budget = values["rollouts.max_response_tokens"]
+    for path in changes_of(published, algorithm):
+        if path not in after:
+            continue  # the field of a part that is gone; its slot says so
+        if path == "aggregate.constant" and path in before and before[path] is None:
+            if after[path] != budget:
+                yield f"{path} = {_words(after[path])} ({name}: the response budget, {budget})"
+        elif path not in before:
+            yield f"{path} = {_words(after[path])} (not in {name})"
+        else:
+            yield f"{path} = {_words(after[path])} ({name}: {_words(before[path])})"
+    for path, wanted in published.settings.items():
+        if values.get(path) != wanted:
+            why = ": there is no task.second" if path == "task.stages" else ""
+            yield f"{path} = {_words(values.get(path))} ({name}: {_words(wanted)}){why}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return "off" if value is None else str(value) if isinstance(value, str) else shown(value)

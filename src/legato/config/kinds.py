@@ -1,0 +1,103 @@
+"""Tasks and rewards by name: which are known, what their options are, and the part they make."""
+
+import dataclasses
+import functools
+import pkgutil
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from legato.core.parts import Part, lookup, names, nearest
+from legato.errors import InputError
+
+FAMILIES = {"task": ("task", "data"), "reward": ("reward",)}
+"""The kinds of parts that `task.kind` and `reward.kind` may name."""
+
+_IMPORT_PATH = re.compile(r"(?:[^\W\d]\w*(?:\.[^\W\d]\w*)*|.*\.py):[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+@functools.cache
+def register_all() -> None:
+    """Parts are registered when their modules are imported; which modules there are is a matter of the rooms."""
+    for room in ("tasks", "rewards"):
+        package = import_module(f"legato.{room}")
+        # A worker runs in a process of its own, where what it imports may be slow or not there.
+        for module in (each for each in pkgutil.iter_modules(package.__path__) if not each.name.endswith("_worker")):
+            import_module(f"legato.{room}.{module.name}")
+
+
+def is_import_path(kind: str) -> bool:
+    """Whether a kind is code of the user's: "module:name" or "file.py:name". Loading a configuration does not import it."""
+    return _IMPORT_PATH.fullmatch(kind) is not None
+
+
+def find(family: str, kind: str) -> type[Part] | None:
+    """The part class of a name; None for an import path."""
+    register_all()
+    if is_import_path(kind):
+        return None
+    for registry in FAMILIES[family]:
+        if kind in names(registry):
+            return lookup(registry, kind)
+    known = [name for registry in FAMILIES[family] for name in names(registry)]
+    hint = 'or "module:name" of your own' if family == "task" else 'or "module:name" or "file.py:name" of your own'
+    raise InputError(f"unknown {family} {kind!r}; {nearest(kind, known)}, {hint}")
+
+
+def make(family: str, kind: str, options: Mapping[str, Any]) -> Part:
+    """The part that a kind and its options describe (`config.task.options`); not for import paths."""
+    part = find(family, kind)
+    if part is None:
+        raise InputError(f"{kind!r} is an import path; only parts of ours are made by name")
+    return _construct(part, options)
+
+
+def complete(part: type[Part], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a part as TOML would hold them, checked by making it; what is absent by default may be missing."""
+    made = _construct(part, options)
+    found = {}
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
+        rule, value = field.metadata.get("rule"), getattr(made, field.name)
+        # A part keeps a table as pairs, so that it can be hashed.
+        value = plain(dict(value) if rule is not None and rule.accepts({}) else value)
+        if value is not None or field.default is not None:
+            found[field.name] = value
+    return found
+
+
+def option_names(part: type[Part]) -> list[str]:
+    """The names of a part's options."""
+    return [field.name for field in dataclasses.fields(part) if field.init]  # type: ignore[arg-type]
+
+
+def plain(value: Any) -> Any:
+    """A value of a part as TOML would hold it."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _construct(part: type[Part], options: Mapping[str, Any]) -> Part:
+    needed = [
+        field.name
+        for field in dataclasses.fields(part)  # type: ignore[arg-type]
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    for name in needed:
+        if name not in options:
+            raise InputError(f"{part.kind} '{part.name}' needs the option {name!r}")
+    try:
+        return part(**{name: _accepted(part, name, value) for name, value in options.items()})
+    # A number too large for a float, a regular expression too large for its compiler, a file that is not there.
+    except (TypeError, OverflowError, RecursionError, OSError) as error:
+        raise InputError(f"{part.kind} '{part.name}': {error}") from None
+
+
+def _accepted(part: type[Part], name: str, value: Any) -> Any:
+    """A value from TOML as the part takes it: lists are tuples, and `false` is None where None is meant."""
+    field = next((field for field in dataclasses.fields(part) if field.name == name), None)  # type: ignore[arg-type]
+    rule = field.metadata.get("rule") if field is not None else None
+    if value is False and rule is not None and not rule.accepts(False) and rule.accepts(None):
+        return None
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""A TOML file, read or refused in one line that names the file and, where there is one, the line."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from legato.errors import InputError
+
+_LARGEST_FILE = 1_000_000
+"""Bytes; a configuration is never so large, and what is (a model, a data set) was named by mistake."""
+
+_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xef\xbb\xbf": "UTF-8 with a byte order mark"}
+_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_IN_OUR_WORDS = {
+    "Cannot overwrite a value": "this key has been given before",
+    "Cannot declare": "this table has been opened before:",
+    "Cannot mutate immutable namespace": "this table has been closed before:",
+}
+
+
+def read_file(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text and the tree of a file."""
+    text = _decode(path, _bytes(path))
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply to be a configuration") from None
+    except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits raises another
+        raise InputError(_told(path, text, str(error))) from None
+    if not tree:
+        raise InputError(f"{path}:1: the file holds no option; a recipe does, for instance [training] with lr = 1e-6")
+    return text, tree
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; a TOML file is needed")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is not a regular file; a TOML file is needed")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; a TOML file is needed") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > _LARGEST_FILE:
+        raise InputError(f"{path} is larger than {_LARGEST_FILE} bytes; a TOML file of options is needed")
+    return content
+
+
+def _decode(path: Path, content: bytes) -> str:
+    for mark, encoding in _MARKS.items():
+        if content.startswith(mark):
+            raise InputError(f"{path}:1: the file is {encoding}; save it as plain UTF-8")
+    if b"\0" in content:
+        line = content.count(b"\n", 0, content.index(b"\0")) + 1
+        raise InputError(f"{path}:{line}: a NUL byte; a TOML file is text in plain UTF-8")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; save it as plain UTF-8") from None
+
+
+def _told(path: Path, text: str, message: str) -> str:
+    place = _PLACE.search(message)
+    what = _PLACE.sub("", message).replace(" (at end of document)", ", but the file ends")
+    for theirs, ours in _IN_OUR_WORDS.items():
+        what = what.replace(theirs, ours)
+    if place is None:
+        return f"{path}:{len(text.splitlines()) or 1}: not TOML: {what}"
+    number, column = int(place[1]), int(place[2])
+    line = text.replace("\r\n", "\n").split("\n")[number - 1].strip()
+    return f"{path}:{number}: not TOML: {what} (column {column} of {line[:80]!r})"

@@ -1,0 +1,114 @@
+"""What loading ends in: one checked value that knows where everything came from, and can be written down again."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from legato.algorithms.algorithm import Algorithm
+from legato.algorithms.override import ONE, SEVERAL
+from legato.algorithms.override import flatten as flatten_algorithm
+from legato.config.schema import Config
+from legato.core.parts import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The configuration of a run."""
+
+    config: Config
+    algorithm: Algorithm
+    """The named algorithm with all changes made."""
+    deviations: tuple[str, ...]
+    """Each difference from the named algorithm as published, in words."""
+    provenance: Mapping[str, str]
+    """Where the value at each path came from: "recipes/x.toml:12", "word 3: training.lr=1", "algorithm gspo", "default"."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every value by its dotted path; `provenance` has the same paths."""
+        return {**flatten(self.config), **algorithm_values(self.algorithm)}
+
+
+def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
+    """The options of a configuration by dotted path: those of a kind beside it, an absent table as None."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        path, value = prefix + field.name, getattr(section, field.name)
+        if field.name == "options":
+            flat |= {prefix + name: option for name, option in value.items()}
+        elif dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{path}.")
+        elif field.name == "components":
+            flat |= {key: v for name, each in value.items() for key, v in flatten(each, f"{path}.{name}.").items()}
+        elif field.name != "changes":
+            flat[path] = value
+    return flat
+
+
+def algorithm_values(algorithm: Algorithm) -> dict[str, Any]:
+    """The slots and fields of an algorithm by their paths in a configuration; its settings are options of the run."""
+    flat = flatten_algorithm(algorithm).items()
+    return {f"algorithm.{path}": value for path, value in flat if not path.startswith("settings.")}
+
+
+def dump(resolved: Resolved) -> str:
+    """The whole tree as TOML: loading it gives the same configuration and the same algorithm."""
+    tree = _tree(resolved.config)
+    for path in resolved.algorithm.settings:
+        _switch_off(tree, resolved.config, path.split("."))
+    return tomli_w.dumps({**tree, "algorithm": _algorithm_tree(resolved.algorithm)})
+
+
+def _tree(section: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if field.name == "options":
+            tree |= {name: False if option is None else option for name, option in value.items()}
+        elif field.name == "components":
+            tree[field.name] = {name: _tree(component) for name, component in value.items()}
+        elif dataclasses.is_dataclass(value):
+            tree[field.name] = _tree(value)
+        elif value is not None:
+            tree[field.name] = list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def _switch_off(tree: dict[str, Any], section: Any, words: list[str]) -> None:
+    """TOML has no null: what the algorithm would set and the run has not must be said to be off."""
+    value = getattr(section, words[0])
+    if value is None:
+        tree[words[0]] = False
+    elif len(words) > 1:
+        _switch_off(tree[words[0]], value, words[1:])
+
+
+def _algorithm_tree(algorithm: Algorithm) -> dict[str, Any]:
+    """Whole paths as keys: a slot and the fields of its part cannot both be nested under one TOML key.
+
+    Each slot is named, so that its parts start from their own defaults, and then every field is set.
+    """
+    tree: dict[str, Any] = {"name": algorithm.name}
+    for slot in (*ONE, *SEVERAL):
+        held: Any = algorithm
+        for word in slot.split("."):
+            held = getattr(held, word)
+        tree[slot] = [part.name for part in held] if isinstance(held, tuple) else held.name
+        for part in held if isinstance(held, tuple) else (held,):
+            tree |= part_tree(f"{slot}.{part.name}" if isinstance(held, tuple) else slot, part)
+    return tree
+
+
+def part_tree(path: str, part: Part) -> dict[str, Any]:
+    """The fields of a part by whole paths; what is absent by choice, not by default, is said to be off."""
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
+        value = getattr(part, field.name)
+        if value is None and field.default is not None:
+            tree[f"{path}.{field.name}"] = False
+        elif value is not None:
+            tree[f"{path}.{field.name}"] = list(value) if isinstance(value, tuple) else value
+    return tree

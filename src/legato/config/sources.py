@@ -1,0 +1,197 @@
+"""The sources of a configuration, each a tree that knows where its values came from, and their merging."""
+
+import datetime
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path as File
+from typing import Any
+
+from legato.config.locate import Path, locate
+from legato.config.read import read_file
+from legato.errors import InputError
+
+DEEPEST = 24
+"""Tables in tables; no option is that deep, and what walks the tree may call itself."""
+
+_PLAIN = (str, bool, int, float, datetime.date, datetime.time)
+"""What TOML can write; a datetime is a date."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """A tree of options, and where each stands."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+
+    def origin(self, path: Path) -> str:
+        """Where the value at a path came from: what is known of it, or of the nearest table around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return "default"
+
+    def put(self, path: Path, value: Any, origin: Callable[[Path], str]) -> None:
+        """Sets a value. Tables are merged; anything else replaces what was there, with all its places."""
+        table = self.tree
+        for depth, word in enumerate(path[:-1], start=1):
+            if not isinstance(table.get(word), dict):
+                self._forget(path[:depth])
+                table[word] = {}
+            self.origins.setdefault(path[:depth], origin(path))
+            table = table[word]
+        here = table.get(path[-1])
+        if isinstance(value, dict) and isinstance(here, dict):
+            self.origins[path] = origin(path)
+        else:
+            self._forget(path)
+            table[path[-1]] = {} if isinstance(value, dict) else value
+            self.origins[path] = origin(path)
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self.put((*path, key), inner, origin)
+
+    def drop(self, path: Path) -> None:
+        """Removes a value, with all its places."""
+        table: Any = self.tree
+        for word in path[:-1]:
+            table = table[word]
+        table.pop(path[-1], None)
+        self._forget(path)
+
+    def at(self, path: Path) -> Any:
+        """The value at a path; None if there is none."""
+        value: Any = self.tree
+        for word in path:
+            value = value.get(word) if isinstance(value, dict) else None
+        return value
+
+    def _forget(self, path: Path) -> None:
+        for known in [known for known in self.origins if known[: len(path)] == path]:
+            del self.origins[known]
+
+
+def from_file(path: File) -> Layer:
+    """The options of a TOML file; their origins are `file:line`."""
+    text, tree = read_file(path)
+    check_tree(tree, str(path))
+    if "algorithm" in tree and not isinstance(tree["algorithm"], dict):
+        tree["algorithm"] = {"name": tree["algorithm"]}
+    origins = {keys: f"{path}:{line}" for keys, line in locate(text.replace("\r\n", "\n")).items()}
+    return Layer(tree=tree, origins=origins)
+
+
+def from_words(words: Sequence[str]) -> Layer:
+    """`path=value` words; a later one wins."""
+    layer = Layer()
+    for index, word in enumerate(words, start=1):
+        origin = f"word {index}: {word if word.isprintable() else repr(word)}"
+        path, value = read_word(word, f"word {index}")
+        check_tree({"": value}, origin)
+        layer.put(_keys(path, value, origin), value, lambda _, origin=origin: origin)  # type: ignore[misc]
+    return layer
+
+
+def from_overrides(overrides: Mapping[str, Any]) -> Layer:
+    """Values given in Python by dotted path; a mapping sets what is below it."""
+    layer = Layer()
+    for path, given in overrides.items():
+        origin = f"override {path!r}"
+        value = _native(given, origin)
+        check_tree({"": value}, origin)
+        layer.put(_keys(path, value, origin), value, lambda _, origin=origin: origin)  # type: ignore[misc]
+    return layer
+
+
+def from_settings(algorithm: str, settings: Mapping[str, Any]) -> Layer:
+    """What a named algorithm sets in a run."""
+    layer = Layer()
+    for path, value in settings.items():
+        layer.put(tuple(path.split(".")), value, lambda _: f"algorithm {algorithm}")
+    return layer
+
+
+def parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command that name something, and those that are options. A recipe may have "=" in its path."""
+    options = [word for word in words if "=" in word and not (word.endswith(".toml") and File(word).is_file())]
+    return [word for word in words if word not in options], options
+
+
+def read_word(word: str, name: str = "the word") -> tuple[str, Any]:
+    """`path=value` as a path and a value: TOML where it reads as such, `null` for None, otherwise the bare string."""
+    path, equals, text = word.partition("=")
+    if not equals:
+        raise InputError(f"{name}, {word!r}, is not an option; path=value is, as in training.lr=1e-6")
+    text = text.strip()
+    if text == "null":
+        return path.strip(), None
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return path.strip(), text
+    # A line break in the word could smuggle in a second key; a date is far more often a name than a date.
+    whole = list(read) == ["value"] and not isinstance(read["value"], datetime.date | datetime.time)
+    return path.strip(), read["value"] if whole else text
+
+
+def _keys(path: Any, value: Any, origin: str) -> Path:
+    keys = tuple(path.split(".")) if isinstance(path, str) else ("",)
+    if not all(keys):
+        raise InputError(f"the path {path!r} ({origin}) is not a dotted path, as in training.lr")
+    if len(keys) > DEEPEST:
+        raise InputError(f"a path of {len(keys)} words ({origin[:80]}) does not exist; the longest options have six")
+    # `algorithm=grpo` names the algorithm and leaves what else is said of it.
+    return (*keys, "name") if keys == ("algorithm",) and not isinstance(value, dict) else keys
+
+
+def _native(value: Any, origin: str, depth: int = 0) -> Any:
+    """A Python value as TOML would have given it."""
+    if depth > DEEPEST:
+        raise InputError(f"{origin} is nested more than {DEEPEST} deep")
+    if isinstance(value, Mapping):
+        return {key: _native(inner, origin, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_native(inner, origin, depth + 1) for inner in value]
+    if isinstance(value, File):
+        return str(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
+
+
+def check_tree(tree: Mapping[str, Any], origin: str) -> None:
+    """Refuses what no later message could show: tables too deep, names that are not text, text that is not Unicode."""
+    pending: list[tuple[Any, int]] = [(tree, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > DEEPEST:
+            raise InputError(f"{origin} is nested more than {DEEPEST} deep")
+        if isinstance(value, Mapping):
+            pending.extend((inner, depth + 1) for pair in value.items() for inner in pair)
+            for key in value:
+                if not isinstance(key, str):
+                    raise InputError(f"{origin}: the name {key!r} is not a string")
+        elif isinstance(value, list):
+            pending.extend((inner, depth + 1) for inner in value)
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InputError(f"{origin}: {value!r} is not valid Unicode") from None
+
+
+def not_plain(value: Any, path: Path) -> Iterator[tuple[Path, Any, str]]:
+    """What a TOML file cannot hold, or no run can use: path, value and what is allowed."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from not_plain(inner, (*path, key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from not_plain(inner, path)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, value, "a finite number"
+    elif not isinstance(value, _PLAIN):
+        yield path, value, "a string, a number, true or false, a list or a table"

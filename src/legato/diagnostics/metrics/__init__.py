@@ -1,0 +1,1 @@
+"""What every metric means, and how it is measured."""

@@ -1,0 +1,1 @@
+"""Intervals, comparisons over seeds, and how log-ratios vary with length."""

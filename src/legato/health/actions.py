@@ -1,0 +1,132 @@
+"""The health watch in a run: what it finds is told and recorded, and an alarm does what `health.action` says.
+
+It reads the metrics of a step when the step is over: plain numbers that are on the host already. What it remembers is in
+every checkpoint, so that a resumed run finds what the straight one finds; and it acts on alarms that nobody has acted on.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from legato.algorithms.algorithm import Algorithm
+from legato.core.scope import Scope
+from legato.health.evidence import Evidence
+from legato.health.rule import Finding
+from legato.health.rules import MARGIN
+from legato.health.watch import REST, Watch, worst
+from legato.records.directory import RunDirectory
+from legato.training.step import StepReport
+
+GO_ON = "continue"
+"""The file in a run directory whose appearance ends a pause."""
+_LOOK_EVERY_SECONDS = 0.5
+
+
+def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
+    """Rules that say nothing of an algorithm."""
+    found = []
+    if not algorithm.objective.ratio.reads_anchor:
+        found.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
+    if any(part.scope is Scope.UPDATE and not part.reads_ratio for part in algorithm.objective.trust):
+        found += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
+    return tuple(found)
+
+
+class Health:
+    """The watch of one run, with what it did so far."""
+
+    def __init__(
+        self, options: Any, algorithm: Algorithm, warm_up_steps: int, directory: RunDirectory, say: Callable[[str], None]
+    ) -> None:
+        self.options = options
+        self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *meaningless(algorithm)])
+        self.evidence = Evidence(directory, options.evidence_steps)
+        self.directory, self.say = directory, say
+        self.recoveries: list[dict[str, Any]] = []
+        """What was done about alarms, in order."""
+        self.clip_scale = 1.0
+        self.answered: set[str] = set()
+        """Alarms from whose pause a person let the run go on."""
+
+    def see(self, report: StepReport) -> Finding | None:
+        """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
+        self.evidence.hold(report)
+        findings = self.watch.see(report.step, report.metrics)
+        self.answered &= {*self.watch.active}
+        alarm = worst(finding for finding in findings if finding.level == "alarm")
+        folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
+        for finding in findings:
+            found: dict[str, Any] = {"kind": "finding", **asdict(finding)}
+            if finding.level == "alarm" and folder is not None:
+                found["evidence"] = str(folder.relative_to(self.directory.path))
+            self.directory.health.append(found, sync=True)
+            if finding.level != "note":
+                self.say(f"{finding.level} at step {finding.step}: {finding.words} ({finding.rule})")
+        if folder is not None:
+            self.say(f"evidence: {folder}")
+        return alarm
+
+    def folder(self, step: int) -> Path:
+        """Where the evidence of an alarm at this step is."""
+        return self.directory.evidence_path(step, len(self.recoveries) + 1)
+
+    def _healthy_before(self, step: int) -> int:
+        """The newest step a checkpoint may be of to count as healthy at this one."""
+        signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
+        return min([step, *signs]) - (MARGIN << len(self.recoveries))
+
+    def _grave(self, name: str, step: int) -> bool:
+        """Whether a rule that holds is a sign of the trouble of now, and not of something that was always so."""
+        level = next(rule.level for rule in self.watch.rules if rule.name == name)
+        return level != "note" and self.watch.since[name] > step - REST
+
+    def kept(self, steps: Sequence[int], step: int) -> list[int]:
+        """Which checkpoints must stay: the newest that is healthy, where the run or a person may have to go back to it.
+
+        A run that ends or waits at an alarm saves the state it has then, which must not push that one out.
+        """
+        if self.options.action == "say":
+            return []
+        return self.by_health(steps, step)[:1]
+
+    def by_health(self, steps: Sequence[int], step: int) -> list[int]:
+        """Checkpoints, given ascending, in the order in which to go back to them from a step: the newest healthy one first,
+        and those that are too new from the oldest on."""
+        limit = self._healthy_before(step)
+        return [*reversed([each for each in steps if each <= limit]), *(each for each in steps if each > limit)]
+
+    def pause(self, interrupted: Callable[[], bool]) -> None:
+        """Wait until a person says how to go on."""
+        file = self.directory.path / GO_ON
+        file.unlink(missing_ok=True)
+        self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
+        while not file.exists() and not interrupted():
+            time.sleep(_LOOK_EVERY_SECONDS)
+        if file.exists():
+            file.unlink(missing_ok=True)
+            self.answered |= self.watch.alarms()
+            self.say("going on")
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {
+            "watch": self.watch.state(),
+            "recoveries": list(self.recoveries),
+            "clip_scale": self.clip_scale,
+            "answered": sorted(self.answered),
+            "position": self.directory.health.position(),
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave; nothing where the run is from before the watch."""
+        if not memory:
+            return
+        self.watch.load(memory["watch"])
+        if self.options.action != "say":
+            # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
+            # silence and never be acted on.
+            self.answered = {*memory.get("answered", ())}
+            self.watch.renew(self.answered)
+        self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])

@@ -1,0 +1,171 @@
+"""Logs of other trainers as records of ours: trainer_state.json of TRL, JSON lines, CSV. Standard library only."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from legato.errors import InputError
+from legato.health.explain import judged
+from legato.health.rules import RULES
+
+TRL: dict[str, str] = {
+    "reward/mean": "reward",
+    "reward/deviation": "reward_std",
+    "groups/zero_variance": "frac_reward_zero_std",
+    "length/mean": "completions/mean_length",
+    "length/max": "completions/max_length",
+    "length/truncated": "completions/clipped_ratio",
+    "entropy/mean": "entropy",
+    "clip/tokens": "clip_ratio/region_mean",
+    "gradient/norm": "grad_norm",
+    "loss/total": "loss",
+    "optimizer/lr": "learning_rate",
+    "reference/k3": "kl",
+    "mismatch/absolute": "sampling/sampling_logp_difference/mean",
+}
+"""Our key to the one of TRL's GRPOTrainer (1.16.0). A mapping that is given comes before it; keys of ours are taken as they
+are."""
+
+_READ = {
+    key.partition("@")[0]
+    for rule in RULES
+    if rule.test != "together"
+    for key in (*rule.metrics, *rule.beside, *([] if rule.unless is None else rule.unless[:1]))
+} | set(TRL)
+"""Keys of ours that something is made of."""
+
+OPTIONS: dict[str, str] = {
+    "training.lr": "learning_rate",
+    "training.updates_per_step": "steps_per_generation / gradient_accumulation_steps, num_iterations",
+    "updates a step": "steps_per_generation / gradient_accumulation_steps, num_iterations",
+    "training.gradient_clip": "max_grad_norm",
+    "rollouts.max_response_tokens": "max_completion_length",
+    "rollouts.samples_per_prompt": "num_generations",
+    "rollouts.temperature": "temperature",
+    "reward.overlong": "mask_truncated_completions, get_soft_overlong_punishment",
+    "policy.dtype": "bf16, fp16",
+    "objective.trust.clip.high above low": "epsilon_high above epsilon",
+    "objective.corrections.tis": "vllm_importance_sampling_correction",
+    "a wider band": "epsilon, epsilon_high",
+    "clip.low": "epsilon",
+    "clip.high": "epsilon_high",
+    "aggregate = 'sequence-mean'": "loss_type = 'grpo'",
+    "luspo": "loss_type = 'luspo'",
+}
+"""What advice calls by our names or by none, and the settings of TRL's GRPOConfig that do it."""
+
+_OPTION = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in sorted(OPTIONS, key=len, reverse=True)))
+
+OURS = ("start", "origin", "warm-up", "evaluation", "checkpoint", "probe", "note", "end", "finding", "recovery")
+"""Kinds of records of ours that are no steps, should a file of ours be read by itself."""
+
+STEPS = ("step", "global_step", "_step", "Step", "iteration", "iter")
+_PREFIX = "train/"
+"""Weights & Biases and TensorBoard put it before what the trainer logs."""
+_LARGEST = 500_000_000
+
+
+def find(path: Path) -> Path | None:
+    """The log in a file or folder that is none of our run directories; None where there is none."""
+    if path.is_file():
+        return path
+    direct = path / "trainer_state.json"
+    if direct.is_file():
+        return direct
+    numbered = [p for p in path.glob("checkpoint-*/trainer_state.json") if p.parent.name.rpartition("-")[2].isdigit()]
+    return max(numbered, key=lambda p: int(p.parent.name.rpartition("-")[2]), default=None)
+
+
+def beside(sentence: str) -> str:
+    """A sentence with the settings of TRL after what it calls otherwise."""
+    return _OPTION.sub(lambda found: f"{found[0]} (TRL: {OPTIONS[found[0]]})", sentence)
+
+
+def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Step records in our keys. `columns` maps a key of ours to a column of the file.
+
+    Lines of one step are one record, the last word on each number: some trainers log a step in several lines, and those that
+    were resumed log steps again.
+    """
+    given = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
+    mapping = {**TRL, **given}
+    rows = [row for row in _rows(path) if row.get("kind") not in OURS]
+    if not rows:
+        raise InputError(f"{path} holds no step")
+    there = {str(name) for row in rows for name in row}
+    for key, column in (columns or {}).items():
+        if not _is_read(key):
+            raise InputError(
+                f"--column {key}={column}: no rule reads {key!r}; those that are read: {', '.join(sorted(_READ))}"
+            )
+        if not {given[key], _PREFIX + given[key]} & there:
+            raise InputError(
+                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(there)[:30])}"
+            )
+    found: dict[int, dict[str, Any]] = {}
+    for number, row in enumerate(rows, start=1):
+        record = _record(row, number, mapping)
+        if len(record) > 2:
+            found.setdefault(record["step"], {}).update(record)
+    records = [found[step] for step in sorted(found)]
+    if not judged(records):
+        raise InputError(
+            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(there)[:30])}; say which is which, as in"
+            " --column reward/mean=COLUMN --column entropy/mean=COLUMN --column length/mean=COLUMN (all keys:"
+            " docs/metrics.md)"
+        )
+    return records
+
+
+def _is_read(key: str) -> bool:
+    return key.partition("@")[0] in _READ
+
+
+def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise InputError(f"{path} is larger than {_LARGEST:,} bytes; a log of metrics is needed")
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            return list(csv.DictReader(io.StringIO(text, newline="")))
+        if path.suffix in (".jsonl", ".ndjson"):
+            # What stands after the last line break is still being written.
+            lines = text[: text.rfind("\n") + 1].split("\n") if "\n" in text else [text]
+            return [row for line in lines if line.strip() and isinstance(row := json.loads(line), dict)]
+        tree = json.loads(text)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    history = tree.get("log_history") if isinstance(tree, dict) else tree
+    if not isinstance(history, list):
+        raise InputError(f"{path} has no list log_history; trainer_state.json, a JSONL or a CSV file is needed")
+    return [row for row in history if isinstance(row, dict)]
+
+
+def _record(row: Mapping[str, Any], number: int, mapping: Mapping[str, str]) -> dict[str, Any]:
+    plain = {str(key).removeprefix(_PREFIX): value for key, value in row.items()}
+    step = next((value for key in STEPS if (value := _number(plain.get(key))) is not None), None)
+    record: dict[str, Any] = {"kind": "step", "step": number if step is None or not math.isfinite(step) else int(step)}
+    for key, value in plain.items():
+        if _is_read(key) and key not in mapping.values() and (known := _number(value)) is not None:
+            record[key] = known
+    for key, column in mapping.items():
+        if (known := _number(plain.get(column))) is not None:
+            record[key] = known
+    return record
+
+
+def _number(value: Any) -> float | None:
+    """A number, NaN and infinity among them; None where there is none."""
+    if isinstance(value, bool) or value is None or value == "":
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,68 @@
+"""A run taken back to an earlier checkpoint by its user: what came after leaves the record and is kept beside it.
+
+given-up/step-000060/       as far as the run had come
+  metrics.jsonl             the lines after the checkpoint
+  health.jsonl
+  checkpoints/, rollouts/, evidence/   what stood there of later steps
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from legato.errors import InputError
+from legato.records.directory import RunDirectory, unused_name
+from legato.records.lines import Lines, parsed, told
+from legato.training import checkpoint
+
+
+def checkpoint_of(directory: RunDirectory, step: int) -> Path:
+    """The checkpoint of a step, whole."""
+    folder = directory.checkpoint_path(step)
+    if not folder.is_dir():
+        there = ", ".join(map(str, directory.checkpoint_steps())) or "none"
+        raise InputError(f"{directory.path} has no checkpoint of step {step}; there are: {there}")
+    checkpoint.check(folder)
+    return folder
+
+
+def recorded_at(directory: RunDirectory, memory: Mapping[str, Any]) -> dict[Lines, int]:
+    """How far each file of lines had come when the checkpoint with this memory was saved."""
+    health = memory.get("health", {}).get("position", 0)  # a run from before the health watch has none
+    return {directory.recorded: int(memory["metrics_position"]), directory.health: int(health)}
+
+
+def give_up(directory: RunDirectory, step: int, positions: Mapping[Lines, int]) -> Path | None:
+    """Move what came after the checkpoint of a step out of the way; None where nothing did. `positions`: `recorded_at` it.
+
+    Lines are only copied: the run that is resumed cuts them off. Killed at any point, the run can be resumed, from this
+    checkpoint or from the newest that is still there.
+    """
+    lines = {file: file.after(position) for file, position in positions.items()}
+    records = [parsed(line) or {} for line in lines[directory.recorded].splitlines()]
+    later = [each for each in directory.checkpoint_steps() if each > step]
+    reached = max([step, *later, *(int(each["step"]) for each in records if each.get("kind") == "step")])
+    if reached == step:
+        return None
+    parent, name = directory.path / "given-up", f"step-{reached:06d}"
+    folder = parent / (unused_name(parent, name, 2) if (parent / name).exists() else name)
+    with told(folder, "write"):
+        folder.mkdir(parents=True)
+        for file, data in lines.items():
+            (folder / file.path.name).write_bytes(data)
+        paths = [directory.checkpoint_path(each) for each in reversed(later)]
+        paths += [directory.rollouts_path(each) for each in directory.rollout_steps() if each > step]
+        paths += [directory.path / name for name in _evidence(lines[directory.health])]
+        for path in paths:
+            if path.exists():
+                to = folder / path.relative_to(directory.path)
+                to.parent.mkdir(exist_ok=True)
+                shutil.move(path, to)
+    return folder
+
+
+def _evidence(health: bytes) -> list[str]:
+    """The evidence that lines of health.jsonl speak of; what earlier lines speak of stays."""
+    records = [parsed(line) or {} for line in health.splitlines()]
+    return list(dict.fromkeys(str(each["evidence"]) for each in records if each.get("evidence")))

@@ -1,0 +1,135 @@
+"""Recovery: back to a healthy checkpoint, then on with something changed.
+
+A deterministic trainer that is only rolled back repeats what it was rolled back from, so a recovery always changes
+something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from legato.health.actions import Health
+from legato.health.rule import Finding, Rule
+from legato.health.watch import Watch
+from legato.policy.model.load import take_weights
+from legato.policy.policy import Policy
+from legato.records.directory import RunDirectory
+from legato.training import checkpoint
+from legato.training.step import Trainer
+
+
+@runtime_checkable
+class RunningRun(Protocol):
+    """What a recovery reads and changes of the run it rolls back (`run/execute.py`)."""
+
+    policy: Policy
+    trainer: Trainer
+    health: Health
+    directory: RunDirectory
+    best: tuple[float, str] | None
+
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+    def remember(self, memory: dict[str, Any]) -> None: ...
+
+    def tighten(self, scale: float) -> None: ...
+
+    def save_again(self) -> None: ...
+
+
+class NoRecoveryError(Exception):
+    """Why a run cannot recover; the sentence that ends it."""
+
+
+def recover(execution: RunningRun, alarm: Finding) -> None:
+    """Roll the run back and change what `health.*` says; NoRecoveryError where that is not possible."""
+    health, trainer, directory = execution.health, execution.trainer, execution.directory
+    options = health.options
+    if len(health.recoveries) >= options.recoveries:
+        raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
+    candidates = health.by_health(directory.checkpoint_steps(), alarm.step)
+    folder = _healthy(directory, candidates, alarm, health.watch.rules)
+    failed, cursor = trainer.steps_done, trainer.collector.cursor
+    lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
+    earlier = list(health.recoveries)
+    memory = checkpoint.read_memory(folder)
+    evidence = health.folder(alarm.step)
+    # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
+    best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
+    _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
+    restore(execution, folder, memory)
+    trainer.optimizer.scale = lr_scale
+    skipped = cursor - trainer.collector.cursor if options.skip_data else 0
+    trainer.collector.cursor += skipped
+    done = {
+        "step": trainer.steps_done,
+        "from": failed,
+        "rule": alarm.rule,
+        "lr_scale": lr_scale,
+        "clip_scale": clip_scale,
+        "problems_skipped": skipped,
+    }
+    health.recoveries = [*earlier, done]
+    execution.tighten(clip_scale)
+    words = _words(done, len(health.recoveries), options.recoveries)
+    kept = {"evidence": evidence if evidence.is_dir() else None, "best": best}
+    where = {name: str(path.relative_to(directory.path)) for name, path in kept.items() if path is not None}
+    directory.health.append(
+        {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
+    )
+    health.say(words + ("" if best is None else f"; the best checkpoint, which is newer, stays as {best}"))
+    # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
+    execution.save_again()
+
+
+def restore(execution: RunningRun, folder: Path, memory: dict[str, Any]) -> None:
+    """Take a checkpoint into the objects of a run that is going on."""
+    take_weights(execution.policy, folder / "model", execution.trust_remote_code)
+    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, memory)
+    execution.trainer.load_sampler(checkpoint.sampler_state(folder))
+    execution.remember(memory)
+    execution.health.evidence.forget()
+
+
+def _healthy(directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]) -> Path:
+    """The first candidate that is whole and was not in alarm itself."""
+    for step in candidates:
+        folder = directory.checkpoint_path(step)
+        try:
+            checkpoint.verify(folder)
+        except checkpoint.DamagedError:
+            continue
+        if not _in_alarm(folder, rules):
+            return folder
+    raise NoRecoveryError(f"{alarm.words} There is no whole checkpoint from before it to go back to.")
+
+
+def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
+    """Whether an alarm held when a checkpoint was saved: what is resumed from it would only go on in it."""
+    memory = checkpoint.read_memory(folder).get("health")
+    if not memory:
+        return False
+    watch = Watch(rules)
+    watch.load(memory["watch"])
+    return bool(watch.alarms())
+
+
+def _give_up(directory: RunDirectory, position: int, step: int, folder: Path) -> None:
+    """What was written after a step leaves the record, so that a step stands there once; the evidence has it."""
+    if folder.is_dir():
+        (folder / "abandoned.jsonl").write_bytes(directory.recorded.after(position))
+    directory.recorded.truncate(position)
+    for later in [each for each in directory.rollout_steps() if each > step]:
+        path = directory.rollouts_path(later)
+        if folder.is_dir():
+            path.replace(folder / f"abandoned-{later:06d}.jsonl.gz")
+        else:
+            path.unlink()
+
+
+def _words(done: Mapping[str, Any], number: int, most: int) -> str:
+    changes = [f"learning rate x {done['lr_scale']:g}"]
+    changes += [f"clip x {done['clip_scale']:g}"] if done["clip_scale"] != 1 else []
+    changes += [f"{done['problems_skipped']} problems skipped"] if done["problems_skipped"] else []
+    return f"recovery {number} of {most}: back from step {done['from']} to step {done['step']}, {', '.join(changes)}"

@@ -1,0 +1,270 @@
+"""The watch: the metrics of one step after another in, findings out. Plain numbers on the host, nothing of the device.
+
+Its state is what a checkpoint holds of it: with it, a resumed run finds what the straight one finds, and with `renew` also
+the alarms that held when it was saved.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from legato.health.rule import AVERAGING, LATER, LEVELS, Finding, Rule
+from legato.health.rules import RULES
+
+REST = 20
+"""A rule that held is told again only after so many steps in which it did not."""
+
+CHANCE = 5.0
+"""Standard errors by which a mean must be below the best for that to be no chance: half of a reward of a few per cent is one
+lucky problem, and where a reward may be negative half of it is nothing at all."""
+
+Judged = tuple[bool, float | None, float | None]
+"""Whether a step passes the test of a rule, the value looked at, and what it was compared with."""
+
+
+class Watch:
+    """Applies rules. `settled` steps at the start (the learning rate warms up) do not count as usual."""
+
+    def __init__(self, rules: Sequence[Rule] = RULES, *, settled: int = 0, ignored: Iterable[str] = ()) -> None:
+        left_out = set(ignored)
+        self.rules = [rule for rule in rules if rule.name not in left_out]
+        self.settled = settled
+        self._length = max((rule.window + rule.of for rule in self.rules), default=0)
+        compared = (rule for rule in self.rules if rule.test in LATER)
+        self._watched = sorted({metric for rule in compared for metric in rule.metrics})
+        self.history: dict[str, list[float | None]] = {}
+        """The last values of what is compared with its past; None where a step had none."""
+        self.best: dict[str, float] = {}
+        """The best mean over a window so far, by rule."""
+        self.spread: dict[str, float] = {}
+        """The standard deviation within the window of that best mean, by rule."""
+        self.start: dict[str, list[float]] = {}
+        """The first values of the run and the last ones, by rule that compares them."""
+        self._without_start: set[str] = set()
+        """Such rules whose first values nobody kept: another beginning would be none."""
+        self.hits: dict[str, list[bool]] = {}
+        """Which of the last steps passed the test, by rule."""
+        self.active: dict[str, int] = {}
+        """Rules that hold and the last step they did."""
+        self.since: dict[str, int] = {}
+        """The first of the steps that made them hold."""
+        self.last = 0
+        """The last step that was seen."""
+        self._renewed: set[str] = set()
+        """Rules that are told again with the next step that has them, if they do not rest before."""
+
+    def see(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+        """Look at a step; the rules that begin to hold with it."""
+        self.last = step
+        if step > self.settled:
+            for key in self._watched:
+                held = self.history.setdefault(key, [])
+                held.append(_number(metrics, key))
+                del held[: -self._length]
+        found: list[Finding] = []
+        for rule in self.rules:
+            passed, value, usual, metric = self._judge(rule, step, metrics)
+            if self._holds(rule, passed):
+                began = rule.name not in self.active
+                self.active[rule.name] = step
+                if began:
+                    self.since[rule.name] = self._began(rule, step)
+                if began or rule.name in self._renewed:
+                    self._renewed.discard(rule.name)
+                    found.append(self._finding(rule, step, metric, value, usual))
+            elif rule.name in self.active and step - self.active[rule.name] >= REST:
+                del self.active[rule.name], self.since[rule.name]
+                self._renewed.discard(rule.name)
+        return found
+
+    def _began(self, rule: Rule, step: int) -> int:
+        if rule.test in AVERAGING:
+            return step - rule.of - rule.hits + 2
+        held = self.hits[rule.name]
+        return step - (len(held) - 1 - held.index(True))
+
+    def _holds(self, rule: Rule, passed: bool) -> bool:
+        held = self.hits.setdefault(rule.name, [])
+        held.append(passed)
+        del held[: -(rule.hits if rule.test in AVERAGING else rule.of)]
+        return passed and sum(held) >= rule.hits
+
+    def _judge(self, rule: Rule, step: int, metrics: Mapping[str, Any]) -> tuple[bool, float | None, float | None, str]:
+        if rule.test == "together":
+            return (*self._together(rule, step), rule.metrics[0])
+        metric = next((key for key in rule.metrics if _present(metrics, key)), None)
+        if metric is None:
+            return False, None, None, rule.metrics[0]
+        if rule.test == "not-finite":
+            return _number(metrics, metric) is None, None, None, metric
+        value = _number(metrics, metric)
+        if value is None:
+            return False, None, None, metric
+        passed, value, usual = self._compared(rule, metric, value)
+        passed = passed and self.active.get(rule.under) != step
+        if rule.unless is not None and (excuse := _number(metrics, rule.unless[0])) is not None:
+            passed = passed and excuse <= rule.unless[1]
+        return passed, value, usual, metric
+
+    def _compared(self, rule: Rule, metric: str, value: float) -> Judged:
+        if rule.test == "above":
+            return value > rule.threshold, value, None
+        if rule.test == "below":
+            return value < rule.threshold, value, None
+        if rule.test == "of-start":
+            return self._of_start(rule, value)
+        held = self.history.get(metric, [])
+        before = [each for each in held[: -rule.of][-rule.window :] if each is not None]
+        recent = [each for each in held[-rule.of :] if each is not None]
+        if rule.test == "of-best":
+            return self._of_best(rule, before, recent)
+        if len(before) < max(2, rule.window // 2) or not recent:
+            return False, value, None
+        if rule.test in ("times", "share"):
+            usual = statistics.median(before)
+            if rule.test == "times":
+                new = value > rule.beyond * max(before) or 0 < rule.far * usual < value
+                return new and value > max(rule.threshold * usual, rule.least), value, usual
+            return value < rule.threshold * usual and usual > rule.least, value, usual
+        return _moved(rule, before, recent)
+
+    def _of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+        if len(before) >= rule.window and (usual := statistics.fmean(before)) > self.best.get(rule.name, -math.inf):
+            self.best[rule.name], self.spread[rule.name] = usual, statistics.stdev(before)
+        best = self.best.get(rule.name)
+        if best is None or len(recent) < rule.of:
+            return False, None, best
+        return _lost(rule, recent, best, self.spread.get(rule.name, 0.0))
+
+    def _of_start(self, rule: Rule, value: float) -> Judged:
+        if rule.name in self._without_start:
+            return False, None, None
+        held = self.start.setdefault(rule.name, [])
+        held.append(value)
+        del held[rule.window : -rule.of]
+        first, recent = held[: rule.window], held[rule.window :]
+        if len(recent) < rule.of:
+            return False, None, None
+        return _lost(rule, recent, statistics.fmean(first), statistics.stdev(first))
+
+    def _together(self, rule: Rule, step: int) -> Judged:
+        first = next((each for each in self.rules if each.name == rule.metrics[0]), None)
+        if first is None:
+            return False, None, None
+        families = {
+            each.family
+            for each in self.rules
+            if each.level != "note" and each.test != "together" and step - self.active.get(each.name, -REST) < rule.window
+        }
+        recent = step - self.active.get(first.name, -REST) < rule.window
+        return recent and bool(families - {first.family}), None, None
+
+    def _finding(self, rule: Rule, step: int, metric: str, value: float | None, usual: float | None) -> Finding:
+        given = {
+            "value": _shown(value),
+            "usual": _shown(usual),
+            "share": _share(value),
+            "usual_share": _share(usual),
+            "threshold": f"{rule.threshold:g}",
+            "of": rule.of,
+            "window": rule.window,
+        }
+        return Finding(
+            rule=rule.name,
+            level=rule.level,
+            family=rule.family,
+            step=step,
+            since=self.since[rule.name],
+            metric=metric,
+            value=value,
+            usual=usual,
+            words=rule.says.format(**given),
+        )
+
+    def alarms(self) -> set[str]:
+        """The alarms that held at the last step."""
+        return {each.name for each in self.rules if each.level == "alarm" and self.active.get(each.name) == self.last}
+
+    def renew(self, answered: Iterable[str] = ()) -> None:
+        """Tell those alarms once more when they are met again: whoever goes on from here may not have acted on them.
+
+        `answered`: on these somebody did.
+        """
+        self._renewed = (self._renewed | self.alarms()) - set(answered)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {
+            "history": {key: list(values) for key, values in self.history.items()},
+            "best": dict(self.best),
+            "spread": dict(self.spread),
+            "start": {name: list(values) for name, values in self.start.items()},
+            "hits": {name: list(held) for name, held in self.hits.items()},
+            "active": dict(self.active),
+            "since": dict(self.since),
+            "last": self.last,
+            "renewed": sorted(self._renewed),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, of the rules there are: some may be ignored now, or be called otherwise."""
+        known = {rule.name for rule in self.rules}
+        self.history = {key: list(values) for key, values in state["history"].items()}
+        self.best, self.spread, self.active, self.since = (
+            {name: value for name, value in state.get(field, {}).items() if name in known}
+            for field in ("best", "spread", "active", "since")
+        )
+        self.hits, self.start = (
+            {name: list(held) for name, held in state.get(field, {}).items() if name in known} for field in ("hits", "start")
+        )
+        self._renewed = {name for name in state.get("renewed", ()) if name in known}
+        self.last = int(state.get("last", max(self.active.values(), default=0)))
+        # Kept by another version, or while the rule was ignored.
+        missed = {rule.name for rule in self.rules if rule.test == "of-start" and rule.name not in self.start}
+        self._without_start = missed if state["hits"] else set()
+
+
+def worst(findings: Iterable[Finding]) -> Finding | None:
+    """The gravest of them, the first of equals."""
+    return max(findings, key=lambda finding: LEVELS.index(finding.level), default=None)
+
+
+def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+    """Whether the mean of the last steps is away from that of those before by more than chance and more than a little."""
+    mean, usual = statistics.fmean(recent), statistics.fmean(before)
+    error = statistics.stdev(before) * math.sqrt(1 / len(recent) + 1 / len(before))
+    change = mean - usual if rule.test == "rises" else usual - mean
+    enough = len(recent) == rule.of and change > rule.threshold * error and change > rule.least * abs(usual)
+    return enough, mean, usual
+
+
+def _lost(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
+    """Whether the mean of the last steps is below a share of what it was, by more than chance."""
+    mean, error = statistics.fmean(recent), spread * math.sqrt(1 / rule.of + 1 / rule.window)
+    return usual > 0 and mean < rule.threshold * usual and usual - mean > CHANCE * error, mean, usual
+
+
+def _present(metrics: Mapping[str, Any], key: str) -> bool:
+    if key.endswith("@*"):
+        return any(each.startswith(key[:-1]) for each in metrics)
+    return key in metrics
+
+
+def _number(metrics: Mapping[str, Any], key: str) -> float | None:
+    """A finite number, or None."""
+    if key.endswith("@*"):
+        found = [_number(metrics, each) for each in metrics if each.startswith(key[:-1])]
+        return max((each for each in found if each is not None), default=None)
+    value = metrics.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.3g}%"

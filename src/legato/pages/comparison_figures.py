@@ -1,0 +1,192 @@
+"""The figures of a comparison: curves of arms with bands over seeds, final scores, clipping, cost, stability."""
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+from legato.diagnostics.statistics.seeds import interval, mean
+from legato.pages.comparison_tables import Results, label
+from legato.pages.curves import short, thinned
+from legato.pages.legible import legible
+from legato.pages.traces import AMBER, BLUE, GREEN, RED, VIOLET, Figure, Trace, axis, band, figure, line, shares
+
+ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#06b6d4", "#64748b", "#84cc16")
+"""One colour per arm; red is for what broke."""
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+BANDS = 60
+"""Points of a curve over seeds: each has an interval of thousands of draws."""
+
+Run = Mapping[str, Any]
+
+
+def figures(results: Results) -> list[Figure]:
+    """All that the runs allow so far."""
+    colours = dict(zip(results["arms"], cycle(ARMS), strict=False))
+    found = _stability(results, colours)
+    for point in results["points"]:
+        here = [run for run in results["runs"] if run["point"] == point["point"]]
+        at = f", {label(point['point'])}" if point["point"] else ""
+        found += [learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
+    found += [_final(results, colours), _cost(results)]
+    return [each for each in found if each is not None]
+
+
+def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: bool) -> Figure | None:
+    data: list[Trace] = []
+    steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
+    for arm, colour in colours.items():
+        data += over_seeds([_course(run, steps) for run in runs if run["arm"] == arm], arm, colour)
+    caption = "Sampled accuracy on held-out problems: mean and 95 % interval over seeds. A failed run stays where it was."
+    return figure(f"Learning{at}", caption, data, shares("accuracy"), wide=wide)
+
+
+def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
+    """Accuracy by step. A failed run stays where it was: a mean of those that went on would flatter its arm."""
+    course = {each["step"]: each["sampled"] for each in run["evaluations"]}
+    if run["status"] == "failed" and run["score"] is not None:
+        last = max(course, default=-1)
+        course |= {step: run["score"] for step in steps if step > last}
+    return course
+
+
+def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figure | None:
+    data: list[Trace] = []
+    for arm, colour in colours.items():
+        data += over_seeds([dict(run["clip"]) for run in runs if run["arm"] == arm], arm, colour)
+    caption = "Share of tokens that the trust region left without a gradient: mean and 95 % interval over seeds."
+    return figure(f"Clipped{at}", caption, data, shares("share of tokens", whole=False))
+
+
+def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
+    """Mean and band of several courses, at each step over those that have it."""
+    steps = sorted({step for course in courses for step in course})
+    steps = [steps[index] for index in thinned(len(steps), BANDS)]
+    values = {step: [course[step] for course in courses if step in course] for step in steps}
+    x = [float(step) for step in steps]
+    named = _safe(name)
+    average = line(x, [short(mean(values[step])) for step in steps], named, colour)
+    around = {step: interval(mean, values[step]) for step in steps}
+    if not steps:
+        return []
+    low = [short(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
+    high = [short(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
+    if low == high:
+        return [average]
+    edges = [trace | {"showlegend": False, "legendgroup": named} for trace in band(x, low, high, named, colour)]
+    return [*edges, average | {"legendgroup": named}]
+
+
+def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
+    if len(results["points"]) > 1 or not results["points"][0]["arms"]:
+        return None
+    data: list[Trace] = []
+    for arm, found in results["points"][0]["arms"].items():
+        runs = [run for run in results["runs"] if run["arm"] == arm and run["seed"] in results["points"][0]["seeds"]]
+        broken = [RED if run["status"] != "done" else colours[arm] for run in runs]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": _safe(arm),
+                "showlegend": False,
+                "x": [_safe(arm)] * len(runs),
+                "y": [short(run["score"]) for run in runs],
+                "text": [f"seed {run['seed']}: {run['status']}" for run in runs],
+                "marker": {"color": broken, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+            }
+        )
+        data.append(_bar([_safe(arm)], [found["mean"]], [found["mean_interval"]], f"{arm}, mean", colours[arm], "diamond"))
+        data[-1]["showlegend"] = False
+    caption = "Each seed, and the mean with its 95 % interval. Red: collapsed or failed."
+    layout = shares("accuracy") | {"xaxis": {"title": {"text": ""}, "type": "category"}, "hovermode": "closest"}
+    return figure("Held-out accuracy at the end", caption, data, layout)
+
+
+def _bar(
+    x: Sequence[Any], y: Sequence[float], around: Sequence[Sequence[float] | None], name: str, colour: str, symbol: str
+) -> Trace:
+    """Values with their intervals."""
+    ends = [(value, value) if each is None else each for value, each in zip(y, around, strict=True)]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": _safe(name),
+        "x": list(x),
+        "y": [short(value) for value in y],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [short(max(0.0, high - value)) for value, (_, high) in zip(y, ends, strict=True)],
+            "arrayminus": [short(max(0.0, value - low)) for value, (low, _) in zip(y, ends, strict=True)],
+            "thickness": 1.6,
+            "width": 6,
+        },
+        "marker": {"color": colour, "size": 11, "symbol": symbol},
+    }
+
+
+def _cost(results: Results) -> Figure | None:
+    first = next((point for point in results["points"] if point["arms"]), None)
+    if first is None:
+        return None
+    at = f", {label(first['point'])}" if first["point"] else ""
+    phases = {arm: found["phases"] for arm, found in first["arms"].items()}
+    return cost_bars(phases, f"Cost{at}", "Seconds spent in the steps of a run, mean over seeds.", "seconds of a run")
+
+
+def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: str, unit: str) -> Figure | None:
+    """Where the time of each arm goes."""
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "name": phase,
+            "x": [_safe(arm) for arm in phases],
+            "y": [short(found[phase]) for found in phases.values()],
+            "marker": {"color": colour, "line": {"width": 0}},
+        }
+        for phase, colour in (("rollouts", BLUE), ("anchor", VIOLET), ("update", AMBER))
+    ]
+    layout = axis(unit, least=0) | {"barmode": "stack", "xaxis": {"title": {"text": ""}, "type": "category"}}
+    return figure(title, caption, data, layout)
+
+
+def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | None]:
+    made: list[Figure | None] = []
+    for swept in dict.fromkeys(each["axis"] for each in results["frontier"]):
+        data: list[Trace] = []
+        mine = [each for each in results["frontier"] if each["axis"] == swept]
+        others = list(dict.fromkeys(label(each["others"]) for each in mine))
+        for each in mine:
+            scale = [row for row in each["scale"] if row["mean"] is not None]
+            if not scale:
+                continue
+            rest = label(each["others"])
+            name = _safe(f"{each['arm']}, {rest}" if rest else each["arm"])
+            trace = _bar(
+                [row["value"] for row in scale],
+                [row["mean"] for row in scale],
+                [row["interval"] for row in scale],
+                name,
+                colours[each["arm"]],
+                "circle",
+            )
+            symbols = ["x" if row["broken"] else "circle" for row in scale]
+            marks = [RED if row["broken"] else colours[each["arm"]] for row in scale]
+            dash = DASHES[others.index(rest) % len(DASHES)]
+            drawn = {"color": colours[each["arm"]], "width": 2, "dash": dash}
+            data.append(
+                trace | {"mode": "lines+markers", "line": drawn, "marker": {"color": marks, "symbol": symbols, "size": 10}}
+            )
+        values = [row["value"] for each in mine for row in each["scale"]]
+        scale_kind = "log" if min(values) > 0 and max(values) >= 4 * min(values) else "linear"
+        ticks = {"tickmode": "array", "tickvals": sorted(set(values)), "ticktext": [f"{v:g}" for v in sorted(set(values))]}
+        layout = shares("accuracy at the end") | {"xaxis": {"title": {"text": swept}, "type": scale_kind, **ticks}}
+        caption = "Final accuracy, mean over seeds with 95 % intervals. A red cross: at least one seed collapsed or failed."
+        made.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
+    return made
+
+
+def _safe(text: str) -> str:
+    """Plotly reads tags in names."""
+    return html.escape(legible(text, one_line=True))

@@ -1,0 +1,285 @@
+"""The figures of a run."""
+
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from legato.pages.curves import Bins, chunks, curve, points, rebinned, short
+from legato.pages.legible import legible
+from legato.pages.summary import Evaluation, Record, evaluations, number
+from legato.pages.traces import (
+    AMBER,
+    BLUE,
+    GREEN,
+    GREY,
+    RED,
+    UPDATES,
+    VIOLET,
+    Figure,
+    Trace,
+    averaged,
+    axis,
+    band,
+    band_edges,
+    banded,
+    figure,
+    line,
+    shares,
+)
+
+
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """All that the records allow; what was not measured has no figure."""
+    steps = [record for record in records if record.get("kind") == "step"]
+    made = (
+        _accuracy(steps, evaluations(records)),
+        _reward(steps),
+        _components(steps),
+        _lengths(steps),
+        _entropy(steps),
+        _clipping(steps),
+        _clip_fractions(steps),
+        _adapted(steps),
+        _experts(steps),
+        _ratios(steps),
+        _gradient(steps),
+        _groups(steps),
+        _times(steps),
+        _speed(steps),
+        _rate(steps),
+        _warm_up([record for record in records if record.get("kind") == "warm-up"]),
+    )
+    return [each for each in made if each is not None]
+
+
+def _accuracy(steps: Sequence[Record], held_out: Sequence[Evaluation]) -> Figure | None:
+    data: list[Trace] = []
+    trained = curve(steps, "accuracy/mean")
+    if trained is not None:
+        data += banded(trained, "training problems", GREY)
+    for name, colour, symbol in (("sampled", BLUE, "circle"), ("greedy", GREEN, "diamond")):
+        found = [(each.step, getattr(each, name)) for each in held_out if getattr(each, name) is not None]
+        if found:
+            data.append(_measured(found, f"held-out, {name}", colour, symbol))
+    caption = (
+        "Held-out problems are never trained on; bars are 95 % intervals. Training accuracy is of the sampled rollouts."
+    )
+    return figure("Accuracy", caption, data, shares("accuracy"), wide=True)
+
+
+def _measured(found: Sequence[tuple[int, Any]], name: str, colour: str, symbol: str) -> Trace:
+    values = [interval.value for _, interval in found]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(found) > 1 else "markers",
+        "name": name,
+        "x": [step for step, _ in found],
+        "y": [short(value) for value in values],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [short(max(0.0, interval.high - interval.value)) for _, interval in found],
+            "arrayminus": [short(max(0.0, interval.value - interval.low)) for _, interval in found],
+            "thickness": 1.2,
+            "width": 3,
+        },
+        "line": {"color": colour, "width": 2.2},
+        "marker": {"color": colour, "size": 8, "symbol": symbol},
+    }
+
+
+def _reward(steps: Sequence[Record]) -> Figure | None:
+    found = curve(steps, "reward/mean")
+    data = [] if found is None else banded(found, "reward", BLUE)
+    return figure("Reward", "Mean reward of each step's rollouts.", data, axis("reward"))
+
+
+def _components(steps: Sequence[Record]) -> Figure | None:
+    taken = {"reward/mean", "reward/deviation"}
+    keys = sorted({key for record in steps for key in record if key.startswith("reward/") and "@" not in key} - taken)
+    if len(keys) < 2:
+        return None  # one component is the reward itself
+    data = [trace for index, key in enumerate(keys) for trace in averaged(steps, key, _named(key), UPDATES[index % 8])]
+    return figure("Reward by component", "Mean of each component before its weight; moving averages.", data, axis("reward"))
+
+
+def _lengths(steps: Sequence[Record]) -> Figure | None:
+    data: list[Trace] = []
+    x, low = points(steps, "length/tokens_p10")
+    x_high, high = points(steps, "length/tokens_p95")
+    if x and x == x_high:
+        data += band(x, [short(value) for value in low], [short(value) for value in high], "p10 to p95 of responses", VIOLET)
+    found = curve(steps, "length/mean")
+    if found is not None:
+        data += [line(found.steps, found.average, "mean", VIOLET)] if data else banded(found, "mean", VIOLET)
+    longest = curve(steps, "length/maximum") or curve(steps, "length/max")
+    if longest is not None:
+        data.append(line(longest.steps, longest.values, "longest", AMBER, width=1.2, dash="dot"))
+    caption = "Tokens a response. A fall to a few tokens or a climb to the limit is a warning."
+    return figure("Lengths", caption, data, axis("tokens", least=0))
+
+
+def _entropy(steps: Sequence[Record]) -> Figure | None:
+    found = curve(steps, "entropy/mean")
+    data = [] if found is None else banded(found, "entropy", GREEN)
+    caption = "Mean over tokens. Near 0 exploration is over; rising late the policy dissolves."
+    return figure("Entropy", caption, data, axis("nats", least=0))
+
+
+def _clipping(steps: Sequence[Record]) -> Figure | None:
+    key = "clip/sequences" if any(number(record, "clip/sequences") is not None for record in steps) else "clip/tokens"
+    data = _by_update(steps, key)
+    unit = "responses" if key == "clip/sequences" else "tokens"
+    caption = f"Share of {unit} that the trust region left without a gradient, by update within the step; moving averages."
+    return figure("Clipped", caption, data, shares(f"share of {unit}", whole=False))
+
+
+def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
+    """Tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
+    named = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
+    data = [
+        line(found.steps, [value or None for value in found.average], name, colour)
+        for key, name, colour in named
+        if (found := curve(steps, key)) is not None and any(found.average)
+    ]
+    layout = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
+    caption = "Clip fraction over all updates of a step, moving averages; a step that clips nothing has no point."
+    return figure("Clip fraction, logarithmic", caption, data, layout)
+
+
+def _adapted(steps: Sequence[Record]) -> Figure | None:
+    """Of a clip whose band adapts: the course of its bounds."""
+    named = (("log_high", "upper bound", BLUE), ("log_low", "lower bound", VIOLET), ("noise", "noise floor", GREY))
+    found = [(curve(steps, f"state/auto-clip.{key}"), name, colour) for key, name, colour in named]
+    data = [
+        line(each.steps, each.values, name, colour)
+        for each, name, colour in found
+        if each is not None and min(each.values) > 0
+    ]
+    caption = "Bounds on |log ratio| after each step, moved so that the target share of responses is clipped."
+    layout = {"yaxis": {"title": {"text": "|log ratio|"}, "type": "log", "exponentformat": "power"}}
+    return figure("Clip band", caption, data, layout)
+
+
+def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
+    """A line for each update within the step; one for all where they are not told apart."""
+    pattern = re.compile(re.escape(key) + r"@(\d+)")
+    found = {int(match.group(1)) for record in steps for name in record if (match := pattern.fullmatch(name))}
+    data = [
+        trace
+        for index in sorted(found)
+        for trace in averaged(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
+    ]
+    return data or averaged(steps, key, "all updates", BLUE)
+
+
+def _experts(steps: Sequence[Record]) -> Figure | None:
+    """Of a mixture of experts."""
+    if all(number(record, "router/flip_mean") is None for record in steps):
+        return None
+    data = _by_update(steps, "router/flip_mean") + averaged(steps, "router/mismatch_flip_mean", "engine and trainer", GREY)
+    caption = "Share of the active experts that differ from those of the old policy, by update within the step."
+    return figure("Experts that changed", caption, data, shares("share of experts", whole=False))
+
+
+def _ratios(steps: Sequence[Record]) -> Figure | None:
+    found = []
+    for record in steps:
+        histograms = record.get("histograms")
+        bins = Bins.read(histograms.get("ratio/sequence_log")) if isinstance(histograms, dict) else None
+        if bins is not None:
+            found.append((record, bins))
+    if not found:
+        return None
+    ends = [found[0], found[-1]] if len(found) > 1 else found
+    edges, filled = rebinned([bins for _, bins in ends], 48)
+    width = edges[1] - edges[0]
+    data: list[Trace] = [
+        {
+            "type": "bar",
+            "name": f"step {record.get('step')}",
+            "x": [short(edge + width / 2) for edge in edges[:-1]],
+            "y": share,
+            "width": width,
+            "marker": {"color": colour, "opacity": 0.6, "line": {"width": 0}},
+            "hovertemplate": "%{x:.2e}: %{y:.1%}<extra>%{fullData.name}</extra>",
+        }
+        for (record, _), share, colour in zip(ends, filled, (GREY, BLUE), strict=False)
+    ]
+    layout = shares("share of responses", whole=False)
+    layout |= {"barmode": "overlay", "hovermode": "closest", "shapes": band_edges(ends[-1][0], "x")}
+    layout["xaxis"] = {"title": {"text": "log s (mean log-ratio of a response)"}, "tickformat": ".1e", "nticks": 7}
+    if len(data) == 1:
+        data[0]["marker"]["color"] = BLUE
+    caption = "How far responses moved within a step, first and last measured. Dashed: the clip band."
+    return figure("Sequence ratios", caption, data, layout)
+
+
+def _gradient(steps: Sequence[Record]) -> Figure | None:
+    found = curve(steps, "gradient/norm")
+    data = [] if found is None else banded(found, "gradient norm", AMBER)
+    layout = axis("norm", least=0)
+    if found is not None and min(found.values) > 0 and max(found.values) > 30 * min(found.values):
+        layout = {"yaxis": {"title": {"text": "norm"}, "type": "log", "exponentformat": "power"}}
+    return figure("Gradient norm", "Before clipping. Spikes that grow come before a collapse.", data, layout)
+
+
+def _groups(steps: Sequence[Record]) -> Figure | None:
+    named = (
+        ("groups/zero_variance", "all rewards equal", GREY),
+        ("groups/all_right", "all right", GREEN),
+        ("groups/all_wrong", "all wrong", RED),
+        ("length/truncated", "responses cut at the limit", AMBER),
+        ("rollouts/unscorable", "rollouts not scored", VIOLET),
+    )
+    data = [trace for key, name, colour in named for trace in averaged(steps, key, name, colour)]
+    caption = "A group whose rewards are equal teaches nothing: the problems are too easy or too hard. Moving averages."
+    return figure("Groups", caption, data, shares("share"))
+
+
+def _times(steps: Sequence[Record]) -> Figure | None:
+    phases = (("rollouts", BLUE), ("anchor", VIOLET), ("update", AMBER))
+    whole = [record for record in steps if number(record, "time/step_seconds") is not None]
+    at, total = points(whole, "time/step_seconds")
+    data: list[Trace] = []
+    rest = list(total)
+    for name, colour in phases:
+        seconds = [number(record, f"time/{name}_seconds") or 0.0 for record in whole]
+        if any(seconds):
+            rest = [left - spent for left, spent in zip(rest, seconds, strict=True)]
+            data.append(_bars(at, seconds, name, colour))
+    if any(left > 0 for left in rest):
+        data.append(_bars(at, [max(0.0, left) for left in rest], "other", GREY))
+    layout = axis("seconds", least=0) | {"barmode": "stack", "bargap": 0}
+    return figure("Time of a step", "Where the time goes. Other: evaluation, checkpoints, bookkeeping.", data, layout)
+
+
+def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trace:
+    x, y = chunks(at, seconds, 120)
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": colour, "line": {"width": 0}}}
+
+
+def _speed(steps: Sequence[Record]) -> Figure | None:
+    found = curve(steps, "tokens/per_second")
+    data = [] if found is None else banded(found, "tokens/s", BLUE)
+    return figure("Speed", "Response tokens a second, over the whole step.", data, axis("tokens/s", least=0))
+
+
+def _rate(steps: Sequence[Record]) -> Figure | None:
+    found = curve(steps, "optimizer/lr")
+    if found is None or len(set(found.values)) < 2:
+        return None  # a constant is in the config
+    layout = {"yaxis": {"title": {"text": "learning rate"}, "tickformat": ".1e", "rangemode": "tozero"}}
+    return figure("Learning rate", "As the schedule set it.", [line(found.steps, found.values, "lr", GREY)], layout)
+
+
+def _warm_up(records: Sequence[Record]) -> Figure | None:
+    found = curve(records, "loss")
+    data = [] if found is None else banded(found, "loss", GREY)
+    return figure("Warm-up", "Loss of the supervised stage before training.", data, axis("loss"))
+
+
+def _named(key: str) -> str:
+    """The part of a key after its topic. Plotly reads tags in names, and a component may be called anything."""
+    return html.escape(legible(key.partition("/")[2], one_line=True))

@@ -1,0 +1,57 @@
+"""What the health watch found in a run, and what was done about it, as text: for the report and for the live page."""
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from legato.health.rule import LEVELS
+from legato.pages.legible import legible
+from legato.pages.summary import Record, number
+
+_CLASS = {"alarm": "bad", "warning": "", "note": "dim", "recovery": "good"}
+_SEVERAL = {"alarm": "alarms", "warning": "warnings", "recovery": "recoveries"}
+
+
+def shown(record: Record) -> dict[str, Any] | None:
+    """A line of health.jsonl; None where it is none of ours. What was done is a note: the alarm before it is graver."""
+    recovery = record.get("kind") == "recovery"
+    level = "note" if recovery else record.get("level")
+    if level not in LEVELS:
+        return None
+    return {
+        "what": "recovery" if recovery else level,
+        "level": level,
+        "step": int(number(record, "from" if recovery else "step") or 0),
+        "rule": legible(str(record.get("rule", "")), one_line=True),
+        "words": legible(str(record.get("words", "")), one_line=True),
+        "evidence": legible(str(record.get("evidence") or ""), one_line=True),
+    }
+
+
+def health_words(records: Sequence[Record]) -> str:
+    """The same in a few words."""
+    return counted([found for record in records if (found := shown(record)) is not None])
+
+
+def counted(found: Sequence[Mapping[str, Any]]) -> str:
+    """How many alarms, warnings and recoveries there are."""
+    what = [each["what"] for each in found]
+    counts = {word: what.count(word) for word in _SEVERAL}
+    told = [f"{count} {word if count == 1 else _SEVERAL[word]}" for word, count in counts.items() if count]
+    return ", ".join(told) or "nothing found"
+
+
+def health_section(records: Sequence[Record]) -> str:
+    """Findings and recoveries in the order in which they happened."""
+    found = [_line(each) for record in records if (each := shown(record)) is not None]
+    if not found:
+        inside = "<p>No rule of the health watch held. <code>legato doctor</code> explains a run in more words.</p>"
+    else:
+        inside = f"<ul>{''.join(f'<li>{line}</li>' for line in found)}</ul>"
+    return f'<section><h2>Health</h2><div class="card">{inside}</div></section>'
+
+
+def _line(found: Mapping[str, Any]) -> str:
+    folder = f' <span class="dim">({html.escape(found["evidence"])})</span>' if found["evidence"] else ""
+    what, words = found["what"], html.escape(found["words"])
+    return f'<b class="{_CLASS[what]}">{what}</b> at step {found["step"]}: {words}{folder}'

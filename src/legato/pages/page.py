@@ -1,0 +1,215 @@
+"""The look of the report: styles, the script that draws, and the frame of the one file."""
+
+import ast
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import import_module
+
+from legato.errors import InputError
+from legato.pages.traces import Figure
+
+_LIGHT = """--page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; --line: #e3e7ee;
+  --grid: #e9edf3; --well: #f3f5f8; --good: #0b8457; --bad: #c02b2b; --accent: #2563eb;"""
+_DARK = """--page: #0d1219; --card: #151c26; --text: #e4eaf2; --dim: #94a2b5; --line: #263140;
+  --grid: #232d3b; --well: #0f151d; --good: #34d399; --bad: #f87171; --accent: #60a5fa;"""
+
+# The reader's system decides between light and dark, unless the page has been told.
+STYLE = (
+    f":root {{ color-scheme: light dark; {_LIGHT} }}\n"
+    f"@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}\n"
+    f":root[data-theme=light] {{ color-scheme: light; {_LIGHT} }}\n"
+    f":root[data-theme=dark] {{ color-scheme: dark; {_DARK} }}\n"
+    """* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--text);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 36px 24px 64px; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 6px; letter-spacing: -0.02em; overflow-wrap: anywhere; }
+h2 { font-size: 20px; margin: 44px 0 14px; letter-spacing: -0.01em; }
+h3 { font-size: 15px; margin: 0; }
+p { margin: 0 0 8px; }
+.dim, figcaption { color: var(--dim); }
+.facts { display: flex; flex-wrap: wrap; gap: 4px 22px; color: var(--dim); margin-bottom: 18px; overflow-wrap: anywhere; }
+.facts b { color: var(--text); font-weight: 600; }
+.verdict { font-size: 17px; margin: 0 0 18px; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.wide { grid-column: 1 / -1; }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 18px; margin: 0;
+  min-width: 0; }
+.tile .label { color: var(--dim); font-size: 13px; }
+.tile .big { font-size: 32px; font-weight: 650; letter-spacing: -0.02em; line-height: 1.3;
+  font-variant-numeric: tabular-nums; }
+.tile .big .dim { font-weight: 500; }
+.tile .change { font-size: 15px; font-weight: 600; margin-left: 10px; white-space: nowrap; }
+.good { color: var(--good); } .bad { color: var(--bad); }
+figcaption { font-size: 13px; margin-top: 2px; }
+.plot { height: 300px; } .wide .plot { height: 350px; }
+pre { background: var(--well); border-radius: 8px; padding: 10px 12px; margin: 6px 0 0; overflow: auto; max-height: 320px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
+  unicode-bidi: isolate; }
+pre.config { max-height: none; white-space: pre; overflow-wrap: normal; }
+.sample { margin-bottom: 16px; }
+.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-top: 12px; }
+.tag { font-size: 12px; color: var(--dim); font-variant-numeric: tabular-nums; }
+.tag b { font-weight: 600; }
+ul { margin: 0; padding-left: 20px; } li { margin: 3px 0; overflow-wrap: anywhere; }
+.rows { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { color: var(--dim); font-weight: 500; font-size: 13px; }
+th, td { text-align: right; padding: 6px 10px; white-space: nowrap; }
+tr + tr td { border-top: 1px solid var(--line); } th:first-child, td:first-child { text-align: left; padding-left: 0; }
+td:first-child { font-weight: 600; }
+details summary { cursor: pointer; font-weight: 600; }
+@media (max-width: 760px) { .grid, .pair { grid-template-columns: minmax(0, 1fr); } main { padding: 22px 14px 40px; }
+  .tile .big { font-size: 26px; } }
+.save { float: right; display: flex; gap: 4px; }
+.save button { font: inherit; font-size: 12px; color: var(--dim); background: none; border: 1px solid var(--line);
+  border-radius: 6px; padding: 1px 7px; cursor: pointer; }
+.save button:hover, .save button:focus-visible { color: var(--text); border-color: var(--accent); }
+@media print { body { background: #fff; } .card { break-inside: avoid; } pre { max-height: none; } .save { display: none; } }
+"""
+)
+
+THEMED = """
+"use strict";
+function themed(layout) {
+  const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name).trim();
+  const line = colour("--line"), grid = colour("--grid");
+  const axis = { gridcolor: grid, linecolor: line, zerolinecolor: line, automargin: true };
+  const box = { bgcolor: colour("--card"), bordercolor: line, font: { color: colour("--text"), size: 12 } };
+  return { ...layout,
+    xaxis: { ...axis, showgrid: false, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    font: { family: "system-ui, -apple-system, Segoe UI, sans-serif", size: 12, color: colour("--dim") },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hoverlabel: box,
+    legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", font: { size: 12 } },
+    margin: { l: 56, r: 14, t: 48, b: 44 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--dim"), activecolor: colour("--accent") } };
+}
+const plotting = { displaylogo: false, responsive: true, displayModeBar: "hover",
+  modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
+function keep(address, name) {
+  const link = document.createElement("a");
+  link.href = address; link.download = name;
+  link.click();
+}
+// A figure as it stands: a picture for a paper, or its numbers.
+async function save(plot, kind, name) {
+  const file = name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "") || "figure";
+  if (kind === "data") {
+    const data = plot.data.map(({ type, name, x, y, text, error_y }) => ({ type, name, x, y, text, error_y }));
+    const words = new Blob([JSON.stringify({ title: name, data }, null, 1)], { type: "application/json" });
+    const address = URL.createObjectURL(words);
+    keep(address, file + ".json");
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+    return;
+  }
+  // Paper is white: a picture is drawn in dark ink whatever the screen has.
+  const ink = "#16202e", rules = { gridcolor: "#e3e7ee", linecolor: "#94a3b8", zerolinecolor: "#94a3b8" };
+  const showlegend = plot.layout.meta?.named ?? plot.layout.showlegend;
+  const layout = { ...plot.layout, showlegend, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
+    font: { ...plot.layout.font, color: ink },
+    xaxis: { ...plot.layout.xaxis, ...rules }, yaxis: { ...plot.layout.yaxis, ...rules } };
+  const size = { format: kind, width: 900, height: 520, scale: kind === "png" ? 2 : 1 };
+  keep(await Plotly.toImage({ data: plot.data, layout }, size), file + "." + kind);
+}
+function savers(plot, name) {
+  const row = document.createElement("div");
+  row.className = "save";
+  for (const kind of ["svg", "png", "data"]) {
+    const button = document.createElement("button");
+    button.type = "button"; button.textContent = kind === "data" ? kind : kind.toUpperCase();
+    button.title = kind === "data" ? "Save the numbers as JSON" : "Save the picture as " + kind.toUpperCase();
+    button.addEventListener("click", () => save(plot, kind, name));
+    row.append(button);
+  }
+  return row;
+}
+"""
+"""What the report and the dashboard share: plotly in the page's colours, and how a figure is saved."""
+
+SCRIPT = (
+    THEMED
+    + """
+const figures = JSON.parse(document.getElementById("figures").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function draw() {
+  figures.forEach((figure, index) => Plotly.react("figure-" + index, figure.data, themed(figure.layout), plotting));
+}
+draw();
+figures.forEach((figure, index) => {
+  const plot = document.getElementById("figure-" + index);
+  plot.parentElement.prepend(savers(plot, figure.title));
+});
+dark.addEventListener("change", draw);
+"""
+)
+
+
+def plotly_library() -> str:
+    """The script that draws, to be put into the page."""
+    try:
+        return str(import_module("plotly.offline").get_plotlyjs())
+    except ImportError as error:
+        raise InputError("the report needs plotly: pip install plotly") from error
+
+
+def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: str) -> str:
+    """The whole file. `head` and `body` are HTML; everything that came from a run is escaped in them already."""
+    data = json.dumps([{"title": f.title, "data": f.data, "layout": f.layout} for f in drawn], allow_nan=False)
+    data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    # Only these two scripts may run and nothing may be fetched, whatever a model's text contains.
+    policy = (
+        f"default-src 'none'; script-src {digest(plotly)} {digest(SCRIPT)}; style-src 'unsafe-inline';"
+        " img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{head}
+{_pictures(drawn)}
+{body}
+</main>
+<script type="application/json" id="figures">{data}</script>
+<script>{plotly}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _pictures(drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return '<section><h2>Curves</h2><p class="dim">No step has been recorded yet.</p></section>'
+    cards = []
+    for index, figure in enumerate(drawn):
+        # A last figure alone in its row takes the row.
+        narrow = sum(not each.wide for each in drawn)
+        alone = index == len(drawn) - 1 and narrow % 2 == 1
+        cards.append(
+            f'<figure class="card{" wide" if figure.wide or alone else ""}"><h3>{html.escape(figure.title)}</h3>'
+            f"<figcaption>{html.escape(figure.caption)}</figcaption>"
+            f'<div class="plot" id="figure-{index}" role="img" aria-label="{html.escape(figure.title)}"></div></figure>'
+        )
+    hint = '<noscript><p class="bad">The curves are drawn by a script in this file; scripts are switched off.</p></noscript>'
+    return f'<section><h2>Curves</h2>{hint}<div class="grid">{"".join(cards)}</div></section>'
+
+
+def plotly_styles(plotly: str) -> list[str]:
+    """Digests of the style sheets that plotly puts into a page: an empty one that it fills by rules, and fixed ones."""
+    fixed = re.findall(r"""createElement\("style"\).{0,200}?\.textContent='((?:[^'\\]|\\.)*)'""", plotly)
+    return [digest(""), *(digest(ast.literal_eval(f"'{text}'")) for text in fixed)]
+
+
+def digest(script: str) -> str:
+    """As a content security policy names what it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

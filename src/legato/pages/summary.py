@@ -1,0 +1,158 @@
+"""A run in a few numbers: before and after, how long it took, the best it was, and what it wrote."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from legato.diagnostics.statistics import intervals
+from legato.records.directory import RunDirectory
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A share and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Accuracy on held-out problems at one step."""
+
+    step: int
+    problems: int | None
+    sampled: Interval | None
+    """At the sampling temperature of the run."""
+    greedy: Interval | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What the report's head and the end screen say."""
+
+    name: str
+    model: str
+    algorithm: str
+    steps: int
+    seconds: float
+    reason: str | None
+    """Why it ended; None while it runs or if it was killed."""
+    before: Evaluation | None
+    after: Evaluation | None
+    best: Evaluation | None
+    """By sampled accuracy, then greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Rollouts of the first and the last step that stored any, on the same prompts where both have them."""
+
+    before_step: int | None
+    after_step: int | None
+    before: tuple[Record, ...]
+    after: tuple[Record, ...]
+
+
+def summary(directory: RunDirectory) -> Summary:
+    """The run so far."""
+    return summarise(directory.metrics(), directory.name)
+
+
+def summarise(records: Sequence[Record], name: str) -> Summary:
+    """The same from the records of metrics.jsonl."""
+    start = next((record for record in records if record.get("kind") == "start"), {})
+    steps = [record for record in records if record.get("kind") == "step"]
+    ends = [record for record in records if record.get("kind") == "end"]
+    found = evaluations(records)
+    before, after = (found[0] if found else None), (found[-1] if found else None)
+    if len(found) == 1:
+        before, after = (before, None) if found[0].step == 0 else (None, after)
+    seconds = number(ends[-1], "seconds") if ends else None
+    return Summary(
+        name=str(start.get("name") or name),
+        model=str(start.get("model") or "unknown model"),
+        algorithm=str(start.get("algorithm") or "unknown algorithm"),
+        steps=max((int(number(record, "step") or 0) for record in steps), default=0),
+        seconds=sum(number(record, "time/step_seconds") or 0.0 for record in steps) if seconds is None else seconds,
+        reason=str(ends[-1]["reason"]) if ends and ends[-1].get("reason") else None,
+        before=before,
+        after=after,
+        best=max(found, key=_rank, default=None),
+    )
+
+
+def evaluations(records: Sequence[Record]) -> list[Evaluation]:
+    """All evaluations that measured something, in order."""
+    found = []
+    for record in records:
+        if record.get("kind") != "evaluation":
+            continue
+        problems = number(record, "eval/problems")
+        sampled, greedy = (_interval(record, f"eval/accuracy_{word}", problems) for word in ("sampled", "greedy"))
+        if sampled or greedy:
+            step, count = int(number(record, "step") or 0), None if problems is None else int(problems)
+            found.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy))
+    return found
+
+
+def wilson(share: float, trials: float) -> Interval:
+    """A share with its Wilson interval."""
+    low, high = intervals.wilson(share * trials, trials)
+    return Interval(value=share, low=low, high=high)
+
+
+def number(record: Record, key: str) -> float | None:
+    """A finite number of a record, or None: whatever else stands there is not drawn."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return None
+    return found if math.isfinite(found) else None
+
+
+def samples(directory: RunDirectory, count: int = 3) -> Samples:
+    """At most `count` rollouts of different prompts from either end of the run, in stored order: nothing is picked."""
+    steps = directory.rollout_steps()
+    first = _one_a_prompt(directory.read_rollouts(steps[0])) if steps else {}
+    last = _one_a_prompt(directory.read_rollouts(steps[-1])) if len(steps) > 1 else {}
+    shared = [prompt for prompt in first if prompt in last]
+    before = [first[prompt] for prompt in (shared or first)][:count]
+    after = [last[prompt] for prompt in (shared or last)][:count]
+    return Samples(
+        before_step=steps[0] if steps else None,
+        after_step=steps[-1] if len(steps) > 1 else None,
+        before=tuple(before),
+        after=tuple(after),
+    )
+
+
+def _one_a_prompt(records: Sequence[Record]) -> dict[str, Record]:
+    found: dict[str, Record] = {}
+    for record in records:
+        found.setdefault(str(record.get("prompt", "")), record)
+    return found
+
+
+def _interval(record: Record, key: str, problems: float | None) -> Interval | None:
+    value = number(record, key)
+    if value is None or not 0 <= value <= 1:
+        return None
+    low, high = number(record, f"{key}_low"), number(record, f"{key}_high")
+    if low is not None and high is not None:
+        return Interval(value=value, low=low, high=high)
+    return wilson(value, problems or 0.0)
+
+
+def _rank(evaluation: Evaluation) -> tuple[float, float]:
+    sampled, greedy = evaluation.sampled, evaluation.greedy
+    known = sampled or greedy
+    assert known is not None  # `evaluations` keeps only those that measured something
+    return known.value, greedy.value if greedy else 0.0

@@ -1,0 +1,96 @@
+"""The pieces of figures: plotly's plain dictionaries, SVG traces only, colours that read on light and on dark."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from legato.pages.curves import Curve, curve
+from legato.pages.summary import Record, number
+
+BLUE, GREEN, AMBER, RED, VIOLET, GREY = "#3b82f6", "#10b981", "#f59e0b", "#ef4444", "#8b5cf6", "#94a3b8"
+UPDATES = ("#06b6d4", "#3b82f6", "#8b5cf6", "#db2777", "#f97316", "#eab308", "#10b981", "#64748b")
+"""One colour per update of a step."""
+
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One picture with what to see in it."""
+
+    title: str
+    caption: str
+    data: list[Trace]
+    layout: dict[str, Any]
+    wide: bool = False
+
+
+def averaged(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
+    found = curve(records, key)
+    return [] if found is None else [line(found.steps, found.average, name, colour)]
+
+
+def banded(found: Curve, name: str, colour: str) -> list[Trace]:
+    """The moving average in its band, and the values themselves faintly."""
+    if found.window == 1:
+        return [line(found.steps, found.values, name, colour)]
+    raw = line(found.steps, found.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
+    average = line(found.steps, found.average, name, colour)
+    return [*band(found.steps, found.low, found.high, f"p10 to p90 of {found.window} steps", colour), raw, average]
+
+
+def band(x: list[float], low: list[float], high: list[float], name: str, colour: str) -> list[Trace]:
+    edge = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.18)"}
+    return [{**edge, "y": low, "showlegend": False}, {**edge, **fill, "y": high, "name": name}]
+
+
+def line(
+    x: list[float], y: Sequence[float | None], name: str, colour: str, width: float = 2.2, dash: str = "solid"
+) -> Trace:
+    mode = {"mode": "lines"} if len(x) > 1 else {"mode": "markers", "marker": {"color": colour, "size": 9}}
+    return {
+        "type": "scatter",
+        "name": name,
+        "x": x,
+        "y": list(y),
+        "line": {"color": colour, "width": width, "dash": dash},
+        **mode,
+    }
+
+
+def axis(title: str, least: float | None = None) -> dict[str, Any]:
+    return {"yaxis": {"title": {"text": title}} | ({} if least is None else {"rangemode": "tozero"})}
+
+
+def shares(title: str, *, whole: bool = True) -> dict[str, Any]:
+    axis = {"title": {"text": title}, "tickformat": ".0%" if whole else ".3~p", "hoverformat": ".1%", "rangemode": "tozero"}
+    return {"yaxis": axis | ({"range": [-0.02, 1.02]} if whole else {})}
+
+
+def figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], *, wide: bool = False) -> Figure | None:
+    if not data:
+        return None
+    named = sum(trace.get("showlegend", True) for trace in data)
+    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": named > 1} | layout
+    return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide)
+
+
+def band_edges(record: Record, direction: str, *, sizes: bool = False) -> list[dict[str, Any]]:
+    """The clip band of a step in log-ratios, as dashed lines at places on the axis "x" or "y"; `sizes`: without sign."""
+    low, high = number(record, "clip/band_low"), number(record, "clip/band_high")
+    bounds = [math.log1p(-low) if low is not None and low < 1 else None, math.log1p(high) if high is not None else None]
+    other = "y" if direction == "x" else "x"
+    return [
+        {
+            "type": "line",
+            **{f"{direction}{end}": abs(bound) if sizes else bound for end in (0, 1)},
+            **{f"{other}{end}": end for end in (0, 1)},
+            f"{other}ref": "paper",
+            "line": {"color": RED, "width": 1.5, "dash": "dash"},
+        }
+        for bound in bounds
+        if bound is not None and (bound or not sizes)
+    ]

@@ -1,0 +1,1 @@
+"""Mixtures of experts: finding routers, recording, replaying and balancing them."""

@@ -1,0 +1,305 @@
+"""What the routers of a pass gave, and what they are told: recording, Routing Replay and the load-balance loss.
+
+Routers are looked at through forward hooks that live as long as a pass does, its backward included: layers that gradient
+checkpointing computes again are forced again, and recorded once. Shapes: M layers with a router, E experts, K active ones.
+The state that predicts token t is read at the token before it, so records beside log-probs are [B, T, M, K]; those that
+force routes speak of tokens as they are read, prompts included: [G * P + B * T, M, K], the prompt of a group once.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from legato.core.device import sent
+from legato.core.rollout import Routes
+from legato.errors import InputError
+from legato.policy.experts.routers import Routers
+from legato.policy.layout.packs import Pack, Texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Which experts each token of a step was sent to: R2 fills it in the old-policy pass, R3 has it from the engine."""
+
+    experts: Tensor
+    """[G * P + B * T, M, K]: prompts [G, P] flattened, then responses [B, T]."""
+    tokens: Tensor
+    """[G * P + B * T]: of which token it speaks; -1 where there is no record."""
+    of_sampler: bool = False
+    """R3: forced on the old policy too, and on the first update whatever its anchor is."""
+
+    @classmethod
+    def empty(cls, texts: Texts, routers: Routers, device: torch.device) -> "Record":
+        places = texts.prompts.numel() + texts.tokens.numel()
+        return cls(
+            experts=torch.zeros(places, *routers.shape, dtype=routers.index, device=device),
+            tokens=torch.full((places,), -1, device=device),
+        )
+
+    @classmethod
+    def of_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
+        """What an engine recorded; ValueError where its model is another than the trainer's."""
+        layers, active = routes.experts.shape[1:]
+        theirs, ours = (layers, active, routes.count), (*routers.shape, routers.experts)
+        if theirs != ours:
+            raise InputError(
+                f"the engine recorded {active} of {routes.count} experts in {layers} layers, the trainer's model has"
+                f" {ours[1]} of {ours[2]} in {ours[0]}: they are not one model"
+            )
+        experts, tokens = (sent(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
+        return cls(experts=experts, tokens=tokens, of_sampler=True)
+
+    def predicting(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """([B, T, M, K], [B, T] bool): the experts at the position that predicts each token, and where they are known."""
+        rows, width = texts.tokens.shape
+        last = texts.group * texts.prompts.shape[1] + texts.prompt_lengths[texts.group] - 1
+        own = texts.prompts.numel() + torch.arange(rows)[:, None] * width + torch.arange(width - 1)
+        places = sent(torch.cat([last[:, None], own], 1), self.tokens.device)
+        return self.experts[places], self.tokens[places] >= 0
+
+    def note(self, traffic: "Traffic") -> None:
+        """Take over the routes of a pass."""
+        self.experts.index_copy_(0, traffic.source, traffic.experts)
+        self.tokens.index_copy_(0, traffic.source, traffic.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """The load-balance loss, scale * E / (M N) * sum over layers and experts of share * sum over tokens of probability.
+
+    It equals `scale` where every expert of every layer has its E-th of the choices. The shares are of the whole update and
+    detached, and so the loss is a sum over tokens: any split of the update has the same gradient.
+    """
+
+    shares: Tensor
+    """[M, E]: of all choices of the update at positions that predict a token; the sum over E is 1."""
+    tokens: Tensor
+    """N: how many tokens the update predicts."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directions:
+    """What a pass is told. Without any it is not looked at."""
+
+    old: Tensor | None = None
+    """[B, T, M, K]: experts whose log-probs are wanted; None: those the routers choose now."""
+    replay: Record | None = None
+    balance: Balance | None = None
+    record: bool = True
+    count: bool = False
+    """Whether choices are counted, for a balance to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Which experts the tokens of a pack were sent to."""
+
+    experts: Tensor
+    """[N, M, K]: what the routers chose themselves, whatever was forced."""
+    tokens: Tensor
+    """[N]"""
+    source: Tensor
+    """[N]: the place of each token in a record."""
+    missing: Tensor
+    """How many of the N had no record where one was asked for."""
+    choices: Tensor | None = None
+    """[M, E]: how often each expert was used at positions that predict a token, where that is counted."""
+    mass: Tensor | None = None
+    """[M, E]: the sum of the routers' probabilities there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """What the routers gave at the positions that predict the tokens of some rows, without a gradient."""
+
+    experts: Tensor
+    """[R, width, M, K]: their own choice, whatever was forced."""
+    logprobs: Tensor
+    """[R, width, M, K]: log of a softmax over all E, of the old experts where they were given, else of `experts`."""
+    entropy: Tensor
+    """[R, width]: of that softmax, mean over the layers."""
+
+    def rows(self, part: range) -> "Routed":
+        chosen = slice(part.start, part.stop)
+        return Routed(experts=self.experts[chosen], logprobs=self.logprobs[chosen], entropy=self.entropy[chosen])
+
+    def widened(self, width: int) -> "Routed":
+        more = width - self.experts.shape[1]
+        if not more:
+            return self
+
+        def pad(table: Tensor) -> Tensor:
+            return nn.functional.pad(table, (0, 0) * (table.dim() - 2) + (0, more))
+
+        return Routed(experts=pad(self.experts), logprobs=pad(self.logprobs), entropy=pad(self.entropy))
+
+    @staticmethod
+    def joined(parts: "list[Routed]") -> "Routed":
+        return Routed(
+            experts=torch.cat([part.experts for part in parts]),
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            entropy=torch.cat([part.entropy for part in parts]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """Where the tokens of a pack stand in the rectangle of padded rows."""
+
+    token: Tensor
+    """[rows * width]: which of the N; rubbish in the padding."""
+    inside: Tensor
+    """[rows * width] bool"""
+    read: Tensor
+    """[K]: the cells that predict a token."""
+
+
+class Tap:
+    """The routers during one pass."""
+
+    def __init__(self, routers: Routers, packed: Pack, cells: Cells | None, directions: Directions) -> None:
+        self.routers, self.packed, self.cells, self.directions = routers, packed, cells, directions
+        self.read = packed.read if cells is None else cells.read
+        count = len(routers.modules)
+        self.logits: list[Tensor | None] = [None] * count
+        self.chosen: list[Tensor | None] = [None] * count
+        self.forced, self.known = self._looked_up()
+        self.weight = self._weights() if directions.balance is not None else None
+
+    def _looked_up(self) -> tuple[Tensor | None, Tensor | None]:
+        """The routes to force on each token the body reads, [C, M, K], and [C] whether there is a record of that token."""
+        replay, packed = self.directions.replay, self.packed
+        if replay is None:
+            return None, None
+        forced = replay.experts.index_select(0, packed.source)
+        known = replay.tokens.index_select(0, packed.source) == packed.tokens
+        if self.cells is not None:
+            forced, known = forced[self.cells.token], known[self.cells.token] & self.cells.inside
+        return forced, known
+
+    def _weights(self) -> Tensor:
+        """[C]: how many tokens each token the body reads predicts; the last of a prompt, one of every response."""
+        count = len(self.packed.tokens) if self.cells is None else len(self.cells.token)
+        ones = torch.ones(len(self.read), dtype=torch.float32, device=self.read.device)
+        return ones.new_zeros(count).index_add_(0, self.read, ones)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the routers are looked at and told."""
+        with ExitStack() as stack:
+            for number, module in enumerate(self.routers.modules):
+                handle = module.register_forward_hook(partial(self._passed, number))
+                stack.callback(handle.remove)
+            yield
+
+    def _passed(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, gates, experts = output
+        if self.chosen[layer] is None:
+            self.chosen[layer] = experts.detach()
+            if self.directions.record:
+                self.logits[layer] = logits.detach()
+        if self.forced is None and self.weight is None:
+            return None
+        if self.forced is not None and self.known is not None:
+            experts = torch.where(self.known.unsqueeze(1), self.forced[:, layer].to(experts.dtype), experts)
+            gates = self.routers.gates(logits, experts)
+        balance = self.directions.balance
+        if balance is not None and self.weight is not None and torch.is_grad_enabled():
+            gates = _Balanced.apply(gates, logits, self.weight, balance, layer)  # type: ignore[no-untyped-call]
+        return logits, gates, experts
+
+    def found(self) -> tuple[Routed, Traffic]:
+        """What was recorded, once the body has gone forward."""
+        packed, read, index = self.packed, self.read, self.routers.index
+        chosen = torch.stack([layer for layer in self.chosen if layer is not None], 1).to(index)
+        at_reads = chosen.index_select(0, read)
+        logits = torch.stack([layer for layer in self.logits if layer is not None], 1).index_select(0, read)
+        self.logits.clear()
+        assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
+        logprobs, probabilities = _softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+        old, shape = self.directions.old, (len(packed.counts), packed.width)
+        wanted = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
+        routed = Routed(
+            experts=_spread(at_reads, packed.place, shape),
+            logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
+            entropy=_spread((probabilities * logprobs).sum((1, 2)).div_(-logits.shape[1]), packed.place, shape),
+        )
+        counted = self._counted(at_reads, probabilities) if self.directions.count else (None, None)
+        return routed, self._traffic(chosen, *counted)
+
+    def _counted(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, E] twice: choices that were used, forced ones included, and probabilities, over what is read."""
+        used, experts = at_reads, self.routers.experts
+        if self.forced is not None and self.known is not None:
+            known = self.known.index_select(0, self.read)[:, None, None]
+            used = torch.where(known, self.forced.index_select(0, self.read), at_reads)
+        layers = torch.arange(used.shape[1], device=used.device)[:, None] * experts
+        choices = torch.zeros(used.shape[1] * experts, dtype=torch.float64, device=used.device)
+        choices.index_add_(0, (used.long() + layers).reshape(-1), choices.new_ones(used.numel()))
+        return choices.reshape(-1, experts), probabilities.sum(0).double()
+
+    def _traffic(self, chosen: Tensor, choices: Tensor | None, mass: Tensor | None) -> Traffic:
+        packed, known, cells = self.packed, self.known, self.cells
+        if cells is not None:
+            # Every copy of a shared prompt went the same way but for rounding; one of them speaks for it.
+            count = len(packed.tokens)
+            places = torch.where(cells.inside, cells.token, count)
+            of_token = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)
+            of_token.index_copy_(0, places, torch.arange(len(places), device=chosen.device))
+            chosen = chosen.index_select(0, of_token[:count])
+            known = None if known is None else known | ~cells.inside
+        none = torch.zeros((), dtype=torch.float64, device=chosen.device)
+        return Traffic(
+            experts=chosen,
+            tokens=packed.tokens,
+            source=packed.source,
+            missing=none if known is None else (~known).sum(dtype=torch.float64),
+            choices=choices,
+            mass=mass,
+        )
+
+
+class _Balanced(torch.autograd.Function):
+    """Gates as they are; their backward adds the gradient of the load-balance loss to that of the logits they come from.
+
+    With p the router's probabilities and f the shares, d/dz of weight * sum_e f_e p_e is weight * p_e (f_e - sum_j f_j p_j).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, logits: Tensor, weight: Tensor, balance: Balance, layer: int) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.weight, ctx.balance, ctx.layer = weight, balance, layer
+        return gates.view_as(gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        balance: Balance = ctx.balance
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = logits.to(exact).softmax(-1)
+        shares = balance.shares[ctx.layer].to(exact)
+        factor = balance.scale * balance.shares.shape[1] / len(balance.shares) / balance.tokens.to(exact)
+        pull = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
+        return gradients[0], (pull * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """log-probs and probabilities. By hand: over a few experts torch's own goes row by row, and takes five times as long."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    raised = shifted.exp()
+    total = raised.sum(-1, keepdim=True)
+    return shifted.sub_(total.log()), raised.div_(total)
+
+
+def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[K, ...] to [rows, width, ...], 0 elsewhere."""
+    table = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
+    return table.index_copy_(0, place, values).reshape(*shape, *values.shape[1:])

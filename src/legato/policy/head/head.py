@@ -1,0 +1,168 @@
+"""The head: from the last hidden state to log-probs and entropies of sampled tokens, logits held for a few rows at a time.
+
+On a GPU with 16-bit weights the logits come from the float32 accumulators of the product (a 16-bit logit would spend GSPO's
+band on rounding); the gradient products run in 16 bits, and the weight's gradient is added where it lies. Elsewhere autograd
+does it: that form is the oracle of the other.
+
+    dlogits = (1[v = y] - p) g / tau        dX = dlogits W        dW += dlogits^T X
+"""
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from legato.policy.head.logprobs import chosen
+from legato.policy.layers.accumulate import add_product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A linear layer, with what some families do after the matrix."""
+
+    linear: nn.Module
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, body: Any) -> "Head":
+        config = body.config
+        # Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma caps softly.
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        return cls(
+            linear=body.get_output_embeddings(), scale=scale, softcap=getattr(config, "final_logit_softcapping", None)
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._finished(self.linear(hidden))
+
+    def exact(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 or better without a gradient."""
+        product = self._product(hidden)
+        if product is not None:
+            logits = torch.mm(hidden, product.weight.t(), out_dtype=torch.float32)
+            if product.beside is not None and product.added is not None:
+                logits += torch.mm(product.beside, product.added.t(), out_dtype=torch.float32)
+            return self._finished(logits)
+        logits = self(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def scored(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor, at_once: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
+
+        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`.
+
+        Where logits would be kept for more than `at_once` tokens, the backward computes them again.
+        """
+        product = self._product(hidden)
+        if product is not None:
+            most = len(hidden) if at_once is None else at_once
+            whole = hidden if product.beside is None else torch.cat([hidden, product.beside], 1)
+            found: tuple[Tensor, Tensor] = _Exact.apply(  # type: ignore[no-untyped-call]
+                whole, product.weight, product.added, targets, temperature, self.scale, self.softcap, most
+            )
+            return found
+        return chosen(self(hidden), targets, temperature, with_entropy=True)
+
+    def never_holds_logits(self, hidden: Tensor) -> bool:
+        """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
+        # Asked of no tokens: under LoRA the answer would otherwise cost a product.
+        return self._product(hidden[:0]) is not None
+
+    def _product(self, hidden: Tensor) -> "_Product | None":
+        """The layer as one product whose float32 accumulators the device hands out; None where it is more or cannot be."""
+        half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+        return _product_of(self.linear, hidden) if half and find_spec("triton") is not None else None
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """hidden weight^T, and under LoRA `beside` added^T on top: the same as one product of wider matrices."""
+
+    weight: Tensor
+    beside: Tensor | None = None
+    added: Tensor | None = None
+
+
+def _product_of(linear: nn.Module, hidden: Tensor) -> _Product | None:
+    if type(linear) is nn.Linear:
+        return _Product(weight=linear.weight) if linear.bias is None else None
+    base, adapters = getattr(linear, "base_layer", None), getattr(linear, "active_adapters", ())
+    if type(base) is not nn.Linear or base.bias is not None or len(adapters) != 1 or not hasattr(linear, "lora_A"):
+        return None
+    name = adapters[0]
+    plain = isinstance(linear.lora_dropout[name], nn.Identity) and not getattr(linear, "lora_variant", {}).get(name)
+    if linear.merged or not plain or linear.lora_A[name].weight.shape[0] % 8:
+        return None
+    # peft keeps adapters in float32 whatever the layer is in.
+    down, up = linear.lora_A[name], linear.lora_B[name].weight
+    beside = down(hidden.to(down.weight.dtype)) * linear.scaling[name]
+    return _Product(weight=base.weight, beside=beside.to(hidden.dtype), added=up.to(hidden.dtype))
+
+
+class _Exact(torch.autograd.Function):
+    """Forward and backward by hand (`triton/head.py`). Without a gradient to come, logits are kept nowhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        added: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        scale: float,
+        softcap: float | None,
+        at_once: int,
+    ) -> tuple[Tensor, Tensor]:
+        from legato.policy.kernels.head import project
+
+        hidden, ctx.at_once = hidden.contiguous(), at_once
+        whole = weight if added is None else torch.cat([weight, added], 1)
+        ctx.after = {"multiplier": scale, "softcap": softcap}
+        learns = any(ctx.needs_input_grad[:3])
+        found = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
+        # Detached: an output that its own function holds would never be freed where no backward comes.
+        ctx.found = replace(found, logprobs=found.logprobs.detach(), entropy=found.entropy.detach()) if learns else None
+        ctx.save_for_backward(hidden, weight, whole, targets, temperature)
+        ctx.set_materialize_grads(False)
+        return found.logprobs, found.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from legato.policy.kernels.head import project, slope
+
+        hidden, weight, whole, targets, temperature = ctx.saved_tensors
+        towards, towards_entropy = gradients
+        towards = torch.zeros_like(ctx.found.logprobs) if towards is None else towards
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_added, width = None, weight.shape[1]
+        for first in range(0, len(hidden), ctx.at_once):
+            here = slice(first, first + ctx.at_once)
+            found = ctx.found
+            if found.distances is None:
+                found = project(hidden[here], whole, targets[here], temperature[here], keep=True, **ctx.after)
+            steer = None if towards_entropy is None else towards_entropy[here]
+            at_product = slope(found, targets[here], towards[here], steer, **ctx.after)
+            if to_hidden is not None:
+                torch.mm(at_product, whole, out=to_hidden[here])
+            if weight.requires_grad:
+                add_product(weight, at_product.t(), hidden[here, :width])
+            if ctx.needs_input_grad[2]:
+                here_added = at_product.t() @ hidden[here, width:]
+                to_added = here_added if to_added is None else to_added + here_added
+        ctx.found = None
+        return to_hidden, None, to_added, None, None, None, None, None

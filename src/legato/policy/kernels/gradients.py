@@ -1,0 +1,308 @@
+"""The small parts of a decoder layer with their gradients: norm after the residual, heads normed and turned, SwiGLU.
+
+The forward kernels are those of decoding (`layers.py`) or round as they do; the backward kernels read the inputs again and
+keep nothing but those. The gradient of a norm's weight is summed per program, then over programs: always in one order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from legato.policy.kernels.head import multiprocessors
+from legato.policy.kernels.layers import add_norm, swiglu
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, out, epsilon, R, N, NP: tl.constexpr,
+                   ADD: tl.constexpr, LEARN: tl.constexpr, AGAIN: tl.constexpr):
+    columns = tl.arange(0, NP)
+    inside = columns < N
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    learnt = tl.zeros([NP], tl.float32)
+    stride = tl.full([], 0, tl.int64) + N
+    for row in range(tl.program_id(0), R, tl.num_programs(0)):
+        place = row * stride + columns
+        x = tl.load(total + place, mask=inside, other=0.0)
+        exact = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(exact * exact, 0) / N + epsilon)
+        normed = exact * scale
+        if AGAIN:
+            again = normed.to(x.dtype).to(tl.float32) * w.to(tl.float32)
+            tl.store(out + place, again.to(x.dtype), mask=inside)
+        pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
+        if LEARN:
+            learnt += pull * normed.to(x.dtype).to(tl.float32)
+        pull *= w.to(tl.float32)
+        found = scale * (pull - normed * (tl.sum(pull * normed, 0) / N))
+        if ADD:
+            found += tl.load(to_total + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to_x + place, found.to(x.dtype), mask=inside)
+    if LEARN:
+        tl.store(to_weight + tl.program_id(0) * N + columns, learnt, mask=inside)
+
+
+def _programs(rows: int, device: torch.device) -> int:
+    """Enough programs to fill the device; each sums the weight's gradient over its rows."""
+    return max(1, min(rows, 8 * multiprocessors(device) if device.type == "cuda" else 4))
+
+
+def norm_backward(
+    total: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    to_out: Tensor,
+    to_total: Tensor | None,
+    *,
+    learns: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient at the norm of `total`, and one at `total` itself: those at `total` and, in float32, the weight.
+
+    `out` is filled with the norm itself, for those who did not keep it.
+    """
+    rows, width = total.shape
+    programs = _programs(rows, total.device)
+    found = torch.empty_like(total)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else found
+    _norm_backward[(programs,)](
+        total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts,
+        found if out is None else out, epsilon, rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None,
+        LEARN=learns, AGAIN=out is not None, num_warps=4 if width <= 4096 else 8,
+    )  # fmt: skip
+    return found, parts.sum(0) if learns else None
+
+
+class _AddNorm(torch.autograd.Function):
+    """(residual + update, its norm); without an update the first result is not to be used."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        total, out = add_norm(residual, update, weight, epsilon)
+        ctx.save_for_backward(total, weight)
+        ctx.epsilon, ctx.adds = epsilon, update is not None
+        ctx.set_materialize_grads(False)
+        if update is None:
+            total = torch.empty(0, device=residual.device)
+            ctx.mark_non_differentiable(total)
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        to_total, to_out = gradients
+        if not ctx.adds:
+            to_total = None
+        if to_out is None:
+            return to_total, to_total if ctx.adds else None, None, None
+        found, to_weight = norm_backward(total, weight, ctx.epsilon, to_out, to_total, learns=ctx.needs_input_grad[2])
+        return found, found if ctx.adds else None, to_weight, None
+
+
+def add_norm_learned(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`layers.add_norm` with a gradient."""
+    total, out = _AddNorm.apply(residual, update, weight, epsilon)
+    return residual if update is None else total, out
+
+
+@triton.jit
+def _turn(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
+          BLOCK: tl.constexpr, NORM: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    half = tl.arange(0, HALF)
+    inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
+    low_at = pair.to(tl.int64)[:, None] * D + half[None, :]
+    angle_at = (pair // HEADS).to(tl.int64)[:, None] * D + half[None, :]
+    low = tl.load(source + low_at, mask=inside, other=0.0)
+    high = tl.load(source + low_at + D // 2, mask=inside, other=0.0)
+    kind = low.dtype
+    if NORM:
+        a, b = low.to(tl.float32), high.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + epsilon)[:, None]
+        w_low = tl.load(weight + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(weight + D // 2 + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+        low = ((a * scale).to(kind).to(tl.float32) * w_low).to(kind)
+        high = ((b * scale).to(kind).to(tl.float32) * w_high).to(kind)
+    x, y = low.to(tl.float32), high.to(tl.float32)
+    c_low = tl.load(cosine + angle_at, mask=inside, other=0.0).to(tl.float32)
+    c_high = tl.load(cosine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    s_low = tl.load(sine + angle_at, mask=inside, other=0.0).to(tl.float32)
+    s_high = tl.load(sine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    turned_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
+    turned_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
+    tl.store(out + low_at, turned_low, mask=inside)
+    tl.store(out + low_at + D // 2, turned_high, mask=inside)
+
+
+@triton.jit
+def _turn_backward(source, cosine, sine, weight, to_out, to_source, to_weight, epsilon, PAIRS, HEADS, D: tl.constexpr,
+                   HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LEARN: tl.constexpr):
+    half = tl.arange(0, HALF)
+    learnt_low = tl.zeros([HALF], tl.float32)
+    learnt_high = tl.zeros([HALF], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK, PAIRS, tl.num_programs(0) * BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
+        low_at = pair.to(tl.int64)[:, None] * D + half[None, :]
+        angle_at = (pair // HEADS).to(tl.int64)[:, None] * D + half[None, :]
+        c_low = tl.load(cosine + angle_at, mask=inside, other=0.0).to(tl.float32)
+        c_high = tl.load(cosine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+        s_low = tl.load(sine + angle_at, mask=inside, other=0.0).to(tl.float32)
+        s_high = tl.load(sine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+        pull_low = tl.load(to_out + low_at, mask=inside, other=0.0).to(tl.float32)
+        pull_high = tl.load(to_out + low_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+        back_low = pull_low * c_low + pull_high * s_high
+        back_high = pull_high * c_high - pull_low * s_low
+        if NORM:
+            low = tl.load(source + low_at, mask=inside, other=0.0)
+            high = tl.load(source + low_at + D // 2, mask=inside, other=0.0)
+            a, b = low.to(tl.float32), high.to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + epsilon)[:, None]
+            a *= scale
+            b *= scale
+            if LEARN:
+                learnt_low += tl.sum(back_low * a.to(low.dtype).to(tl.float32), 0)
+                learnt_high += tl.sum(back_high * b.to(low.dtype).to(tl.float32), 0)
+            back_low *= tl.load(weight + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+            back_high *= tl.load(weight + D // 2 + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+            mean = ((tl.sum(back_low * a, 1) + tl.sum(back_high * b, 1)) / D)[:, None]
+            back_low = scale * (back_low - a * mean)
+            back_high = scale * (back_high - b * mean)
+        tl.store(to_source + low_at, back_low.to(to_source.dtype.element_ty), mask=inside)
+        tl.store(to_source + low_at + D // 2, back_high.to(to_source.dtype.element_ty), mask=inside)
+    if LEARN:
+        place = to_weight + tl.program_id(0) * D + half
+        tl.store(place, learnt_low, mask=half < D // 2)
+        tl.store(place + D // 2, learnt_high, mask=half < D // 2)
+
+
+def turn_forward(
+    source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
+) -> Tensor:
+    """[R, heads * width] to [R, heads, width]: normed where there is a weight, turned by its position."""
+    heads = source.shape[1] // width
+    pairs = len(source) * heads
+    out = torch.empty(len(source), heads, width, dtype=source.dtype, device=source.device)
+    half = triton.next_power_of_2(width // 2)
+    block = max(1, _BLOCK // half)
+    _turn[(triton.cdiv(pairs, block),)](
+        source, cosine, sine, cosine if weight is None else weight, out, epsilon, pairs, heads,
+        D=width, HALF=half, BLOCK=block, NORM=weight is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def turn_backward(
+    source: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    to_out: Tensor,
+    *,
+    learns: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """From the gradient [R, heads, width] at what was turned: those at the source and, in float32, the norm's weight."""
+    width = to_out.shape[-1]
+    heads = source.shape[1] // width
+    pairs, half = len(source) * heads, triton.next_power_of_2(width // 2)
+    block = max(1, 2 * _BLOCK // half)
+    programs = _programs(triton.cdiv(pairs, block), source.device)
+    found = torch.empty_like(source)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=source.device) if learns else found
+    _turn_backward[(programs,)](
+        source, cosine, sine, cosine if weight is None else weight, to_out.contiguous(), found, parts, epsilon, pairs, heads,
+        D=width, HALF=half, BLOCK=block, NORM=weight is not None, LEARN=learns, num_warps=4,
+    )  # fmt: skip
+    return found, parts.sum(0) if learns else None
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
+    ) -> Tensor:
+        source = source.contiguous()
+        ctx.save_for_backward(source, cosine, sine, weight)
+        ctx.epsilon = epsilon
+        return turn_forward(source, cosine, sine, weight, epsilon, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        source, cosine, sine, weight = ctx.saved_tensors
+        learns = weight is not None and ctx.needs_input_grad[3]
+        found, to_weight = turn_backward(source, cosine, sine, weight, ctx.epsilon, gradients[0], learns=learns)
+        return found, None, None, to_weight, None, None
+
+
+def turn(source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int) -> Tensor:
+    """`turn_forward` with a gradient."""
+    found: Tensor = _Turn.apply(source, cosine, sine, weight, epsilon, width)
+    return found
+
+
+@triton.jit
+def _swiglu_backward(gate, up, to_out, to_gate, to_up, out, N, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < N
+    g = tl.load(gate + place, mask=inside, other=0.0)
+    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
+    x = g.to(tl.float32)
+    share = tl.sigmoid(x)
+    activated = (x * share).to(g.dtype).to(tl.float32)
+    if AGAIN:
+        tl.store(out + place, (activated * u).to(g.dtype), mask=inside)
+    # Where `to_up` is `to_out` itself, this place was read above and is read by nobody else.
+    tl.store(to_up + place, (pull * activated).to(g.dtype), mask=inside)
+    tl.store(to_gate + place, (pull * u * share * (1 + x * (1 - share))).to(g.dtype), mask=inside)
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients at gate and up."""
+    to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
+    _swiglu_back(gate, up, to_out.contiguous(), to_gate, to_up, None)
+    return to_gate, to_up
+
+
+def swiglu_again(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up, which nobody kept, and the gradients at gate and up, the latter in the memory of `to_out`."""
+    out, to_gate = torch.empty_like(gate), torch.empty_like(gate)
+    _swiglu_back(gate, up, to_out, to_gate, to_out, out)
+    return out, to_gate, to_out
+
+
+def _swiglu_back(gate: Tensor, up: Tensor, to_out: Tensor, to_gate: Tensor, to_up: Tensor, out: Tensor | None) -> None:
+    count = gate.numel()
+    _swiglu_backward[(triton.cdiv(count, _BLOCK),)](
+        gate, up, to_out, to_gate, to_up, to_gate if out is None else out, count, BLOCK=_BLOCK, AGAIN=out is not None,
+        num_warps=4,
+    )  # fmt: skip
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return swiglu_backward(gate, up, gradients[0])
+
+
+def swiglu_learned(gate: Tensor, up: Tensor) -> Tensor:
+    """`layers.swiglu` with a gradient."""
+    found: Tensor = _SwiGLU.apply(gate, up)
+    return found

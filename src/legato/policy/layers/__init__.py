@@ -1,0 +1,1 @@
+"""Decoder layers as fused parts on a GPU, and their twin on a CPU."""

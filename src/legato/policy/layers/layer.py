@@ -1,0 +1,189 @@
+"""A decoder layer of plain projections as one function with its backward by hand.
+
+Autograd's way through the same parts (`fused.py`) keeps what every part was given. Here norms, turned heads and the MLP's
+product are made again on the way back from what they came from, so that a third less is kept, and the gradients of weights
+are added in float32 by the products themselves. Forwards are those of the parts: both ways score to the same bits.
+
+    t = residual + update      x = norm(t)      a = attention(turn(q), turn(k), v)      u = t + a Wo^T
+    y = norm(u)                out = (silu(g) p) Wd^T,   g = y Wg^T,   p = y Wu^T       returns (u, out)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from legato.policy.layers.accumulate import add_gradient, add_product
+from legato.policy.layout.spans import Spans
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def is_swiglu(mlp: nn.Module) -> bool:
+    """Whether an MLP is down(silu(gate) * up) and nothing else."""
+    return all(hasattr(mlp, name) for name in _MLP) and not hasattr(mlp, "experts")
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether every projection is a linear layer and nothing else: no adapter, no hook, a bias at most on q, k and v."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if not is_swiglu(mlp):
+        return False
+    modules = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _MLP]
+    if any(type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks for module in modules):
+        return False
+    return all(module.bias is None for module in modules[3:])
+
+
+def learned(
+    layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, spans: Spans
+) -> tuple[Tensor, Tensor]:
+    """(residual, what is still to be added to it) after a layer that `is_plain`, for the tokens of a pack."""
+    attention, mlp = layer.self_attn, layer.mlp
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    how = _How(
+        spans=spans,
+        width=attention.head_dim,
+        scaling=attention.scaling,
+        first=layer.input_layernorm.variance_epsilon,
+        heads=0.0 if query_norm is None else query_norm.variance_epsilon,
+        second=layer.post_attention_layernorm.variance_epsilon,
+    )
+    found: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
+        how,
+        residual,
+        update,
+        cosine,
+        sine,
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        *(getattr(attention, name).weight for name in _PROJECTIONS),
+        *(getattr(mlp, name).weight for name in _MLP),
+        *(getattr(attention, name).bias for name in _PROJECTIONS[:3]),
+    )
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    spans: Spans
+    width: int
+    scaling: float
+    first: float
+    """Epsilon of the norm before attention; of the heads' norms; of the one before the MLP."""
+    heads: float
+    second: float
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: _How,
+        residual: Tensor,
+        update: Tensor | None,
+        cosine: Tensor,
+        sine: Tensor,
+        *weights: Any,
+    ) -> tuple[Tensor, Tensor]:
+        from legato.policy.kernels.layers import add_norm, swiglu
+
+        first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
+        total, x = add_norm(residual, update, first_norm, how.first)
+        query, key, value = linear(x, wq, bq), linear(x, wk, bk), linear(x, wv, bv)
+        del x
+        asked, keys, values = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
+        said, normaliser = how.spans.attend_forward(asked, keys, values, how.scaling, None)
+        after, y = add_norm(total, linear(said.flatten(1), wo), second_norm, how.second)
+        gate, up = linear(y, wg), linear(y, wu)
+        out = linear(swiglu(gate, up), wd)
+        # The weights themselves: gradient checkpointing would hand back copies, whose `.grad` nobody reads.
+        ctx.how, ctx.adds, ctx.weights = how, update is not None, weights
+        ctx.save_for_backward(total, query, key, value, said, after, gate, up, cosine, sine, normaliser)
+        ctx.set_materialize_grads(False)
+        return after, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_after: Tensor | None, to_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        from legato.policy.kernels.gradients import norm_backward, swiglu_again, turn_backward
+
+        how: _How = ctx.how
+        total, query, key, value, said, after, gate, up, cosine, sine, normaliser = ctx.saved_tensors
+        first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = ctx.weights
+        nothing = (None,) * (5 + len(ctx.weights))
+        if to_out is None:
+            if to_after is None:
+                return nothing
+            to_out = torch.zeros_like(after)
+
+        product, to_gate, to_up = swiglu_again(gate, up, to_out @ wd)
+        _add(wd, to_out, product)
+        del product
+        to_y = (to_gate @ wg).addmm_(to_up, wu)
+        y, learns = torch.empty_like(after), second_norm.requires_grad
+        to_after, to_norm = norm_backward(after, second_norm, how.second, to_y, to_after, learns=learns, out=y)
+        del to_y
+        _add_vector(second_norm, to_norm)
+        _add(wg, to_gate, y)
+        _add(wu, to_up, y)
+        del to_gate, to_up, y
+
+        _add(wo, to_after, said.flatten(1))
+        to_said = (to_after @ wo).view_as(said)
+        heads = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
+        to_asked, to_keys, to_values = how.spans.attend_backward(*heads, said, normaliser, to_said, how.scaling, None)
+        del heads, to_said
+        angles, learns = (cosine, sine), query_norm is not None and query_norm.requires_grad
+        to_query, to_query_norm = turn_backward(query, *angles, query_norm, how.heads, to_asked, learns=learns)
+        learns = key_norm is not None and key_norm.requires_grad
+        to_key, to_key_norm = turn_backward(key, *angles, key_norm, how.heads, to_keys, learns=learns)
+        _add_vector(query_norm, to_query_norm)
+        _add_vector(key_norm, to_key_norm)
+        to_value = to_values.flatten(1)
+
+        to_x = (to_query @ wq).addmm_(to_key, wk).addmm_(to_value, wv)
+        x, learns = torch.empty_like(total), first_norm.requires_grad
+        to_total, to_norm = norm_backward(total, first_norm, how.first, to_x, to_after, learns=learns, out=x)
+        del to_x
+        _add_vector(first_norm, to_norm)
+        for weight, bias, towards in ((wq, bq, to_query), (wk, bk, to_key), (wv, bv, to_value)):
+            _add(weight, towards, x)
+            if bias is not None and bias.requires_grad:
+                add_gradient(bias, towards.sum(0, dtype=torch.float32))
+        return None, to_total, to_total if ctx.adds else None, *nothing[3:]
+
+
+def _heads(
+    how: _How,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, heads, D] ready for attention."""
+    from legato.policy.kernels.gradients import turn_forward
+
+    asked = turn_forward(query, cosine, sine, query_norm, how.heads, how.width)
+    keys = turn_forward(key, cosine, sine, key_norm, how.heads, how.width)
+    return asked, keys, value.view(len(value), -1, how.width)
+
+
+def _add(weight: Tensor, towards: Tensor, given: Tensor) -> None:
+    """The gradient of a projection's weight: of `given weight^T`, where `towards` is the gradient."""
+    if weight.requires_grad:
+        add_product(weight, towards.t(), given)
+
+
+def _add_vector(weight: Tensor | None, gradient: Tensor | None) -> None:
+    if weight is not None and gradient is not None:
+        add_gradient(weight, gradient)

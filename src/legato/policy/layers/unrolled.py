@@ -1,0 +1,131 @@
+"""A body of a known family (`fused.py`) in torch calls, for an engine on a CPU: any tokens, any way to attend, no gradient.
+
+Per layer: norm, one product for queries, keys and values, rotation, attention, product with the residual added, norm, SwiGLU
+MLP with the residual added.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from legato.policy.head.head import Head
+from legato.policy.layers.fused import Norms, why_not
+from legato.policy.layers.layer import is_swiglu
+from legato.policy.layers.packed import MOST_BYTES, Product, bytes_of_copies, product
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(layer, queries [N, H, D], keys [N, K, D], values [N, K, D], scaling) -> [N, H * D]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    first: tuple[Tensor, float]
+    """A norm: its weight and its epsilon."""
+    heads: Product
+    """Queries, keys and values side by side."""
+    norms: Norms | None
+    queries: int
+    """How many of the heads are queries."""
+    turning: int
+    """How many are queries or keys."""
+    width: int
+    scaling: float
+    out: Product
+    second: tuple[Tensor, float]
+    mlp: "tuple[Product, Product, Product] | nn.Module"
+    """Gate, up and down of a SwiGLU MLP; one with another inside (experts) is called whole."""
+
+
+def _layer(layer: Any, config: Any, copied: bool) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = None
+    if hasattr(attention, "q_norm"):
+        norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+    if is_swiglu(mlp):
+        gate, up, down = (product(part, copied=copied) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        mlp = gate, up, down
+    return _Layer(
+        first=_norm(layer.input_layernorm),
+        heads=product(attention.q_proj, attention.k_proj, attention.v_proj, copied=copied),
+        norms=norms,
+        queries=config.num_attention_heads,
+        turning=config.num_attention_heads + config.num_key_value_heads,
+        width=attention.head_dim,
+        scaling=attention.scaling,
+        out=product(attention.o_proj, copied=copied),
+        second=_norm(layer.post_attention_layernorm),
+        mlp=mlp,
+    )
+
+
+def _norm(norm: Any) -> tuple[Tensor, float]:
+    return norm.weight, norm.variance_epsilon
+
+
+class Unrolled:
+    """A body for the time of one call: it may hold copies of the weights as they were when it was made."""
+
+    def __init__(self, model: Any) -> None:
+        self.decoder = model.get_decoder()
+        self.copied_bytes = bytes_of_copies(model)
+        if self.copied_bytes > MOST_BYTES:
+            self.copied_bytes = 0
+        copied = self.copied_bytes > 0
+        self.layers = [_layer(layer, self.decoder.config, copied) for layer in self.decoder.layers]
+        head = Head.of(model)
+        self.head = replace(head, linear=product(head.linear, copied=copied))
+
+    @staticmethod
+    def serves(model: Any) -> bool:
+        """Whether this is a way through the model: a known family, on a CPU, in 32 bits or more."""
+        weight = model.get_input_embeddings().weight
+        wide = weight.dtype in (torch.float32, torch.float64)
+        return weight.device.type == "cpu" and wide and why_not(model.get_decoder()) is None
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """The last hidden state [N, width of the body] of some tokens, [N] each; `wanted`: of these of them only.
+
+        Of the others the last layer needs keys and values and no more: in a body of four layers a fifth of the work.
+        """
+        residual = self.decoder.embed_tokens(tokens)
+        cosine, sine = self.decoder.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
+        # Each half of a head is turned by the other half, the first with the sign changed.
+        low, high = sine[0].chunk(2, 1)
+        turn = cosine[0].unsqueeze(1), torch.cat([-low, high], 1).unsqueeze(1)
+        for number, layer in enumerate(self.layers):
+            query, key, value = _projected(layer, _normed(residual, layer.first), *turn)
+            found = attend(number, query, key, value, layer.scaling)
+            if wanted is not None and number == len(self.layers) - 1:
+                found, residual = found[wanted], residual[wanted]
+            residual = layer.out.plus(found, residual)
+            x = _normed(residual, layer.second)
+            if isinstance(layer.mlp, tuple):
+                gate, up, down = layer.mlp
+                residual = down.plus(up.times(x, gate.activated(x)), residual)
+            else:
+                said = layer.mlp(x.unsqueeze(1))
+                residual = residual + (said[0] if isinstance(said, tuple) else said)[:, 0]
+        return _normed(residual, _norm(self.decoder.norm))
+
+
+def _normed(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    return rms_norm(x, (x.shape[1],), *norm)
+
+
+def _projected(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as heads, the first two normed where there are norms and turned by their position."""
+    width, queries = layer.width, layer.queries
+    heads = layer.heads(x).reshape(len(x), -1, width)
+    both = heads[:, : layer.turning]
+    if layer.norms is not None:
+        query, key = both[:, :queries], both[:, queries:]
+        epsilon = layer.norms[2]
+        both = torch.cat(
+            [rms_norm(query, (width,), layer.norms[0], epsilon), rms_norm(key, (width,), layer.norms[1], epsilon)], 1
+        )
+    both = (both * cosine).addcmul_(both.roll(width // 2, -1), sine)
+    return both[:, :queries], both[:, queries:], heads[:, layer.turning :]

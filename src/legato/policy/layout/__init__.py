@@ -1,0 +1,1 @@
+"""How rows of text become one sequence of tokens, and what each token may attend to."""

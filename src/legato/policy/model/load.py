@@ -1,0 +1,252 @@
+"""From a name to a policy: tiny models, SmolLM2, a local folder, a hub name, or a module given in Python."""
+
+import fnmatch
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from legato.errors import InputError
+from legato.policy.model import selfcheck
+from legato.policy.model.adapters import Lora, with_lora
+from legato.policy.model.smollm2 import smollm2_folder
+from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
+from legato.policy.model.upcycle import Upcycling, upcycle, without_grouped_float64
+from legato.policy.policy import Policy, ValueHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a policy is loaded."""
+
+    dtype: str = "auto"
+    """'auto': float32 on a CPU, bfloat16 on a GPU."""
+    device: str = "auto"
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    packing: bool = True
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameter names that are not trained."""
+    lora: Lora | None = None
+    upcycle: Upcycling | None = None
+    tiny: TinyShape = field(default_factory=TinyShape)
+    seed: int = 0
+    value_head: bool = False
+
+
+def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: Path | None = None) -> Policy:
+    """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from."""
+    _no_progress_bars()
+    device = _device(loading.device)
+    dtype = _dtype(loading.dtype, device)
+    name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    notes: list[str] = []
+    if saved is not None and loading.lora is None:
+        found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
+    else:
+        found, module = _made(model, loading, dtype, tokenizer, notes)
+    tokenizer = found if tokenizer is None else tokenizer
+    if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
+        raise InputError(
+            f"policy.model {name}: the tokenizer knows {len(tokenizer)} tokens, the embedding has"
+            f" {module.get_input_embeddings().weight.shape[0]} rows; they do not belong together"
+        )
+    module = module.to(device)
+    without_grouped_float64(module)
+    _without_dropout(module)
+    _freeze(module, loading.frozen)
+    if loading.lora is not None:
+        module = with_lora(module, loading.lora, saved, seed=loading.seed)
+    policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing, notes=notes)
+    if loading.gradient_checkpointing:
+        if not getattr(module, "supports_gradient_checkpointing", True):
+            raise InputError("policy.gradient_checkpointing = true, but this model does not support it")
+        recompute_layers(policy)
+    selfcheck.check(policy)
+    if loading.value_head:
+        policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
+    return policy
+
+
+def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -> None:
+    """Copy the weights of a saved model folder into a policy that is in use: they keep their addresses."""
+    if hasattr(policy.model, "disable_adapter"):
+        from peft import set_peft_model_state_dict
+        from peft.utils import load_peft_weights
+
+        set_peft_model_state_dict(policy.model, load_peft_weights(str(saved), device="cpu"))
+        return
+    _, module = _pretrained(str(saved), policy.dtype, trust_remote_code)
+    weights = module.state_dict()
+    with torch.no_grad():
+        for name, tensor in policy.model.state_dict().items():
+            tensor.copy_(weights[name])
+
+
+def _no_progress_bars() -> None:
+    """Loading and saving shards would write over a run's own display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, notes: list[str]) -> tuple[Any, Any]:
+    """Tokenizer and module of what was named or given, a mixture of experts made of it where that is asked for."""
+    if loading.upcycle is None:
+        return _fresh(model, loading, dtype, tokenizer)
+    # Compared and disturbed before it is rounded: 16 bits would hide a fault and swallow small noise.
+    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer)
+    upcycled = upcycle(dense, loading.upcycle, seed=loading.seed)
+    notes.append(upcycled.words)
+    return tokenizer, upcycled.model.to(dtype)
+
+
+def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any]:
+    """Tokenizer and module of what was named or given."""
+    if isinstance(model, nn.Module):
+        return _tokenizer_of(model) if tokenizer is None else tokenizer, model
+    if model in ("tiny", "tiny-moe"):
+        characters, shape = character_tokenizer(), loading.tiny
+        if model == "tiny":
+            shape = TinyShape(hidden=shape.hidden, layers=shape.layers, heads=shape.heads)
+        return characters, tiny_model(shape, vocabulary=len(characters), seed=loading.seed, dtype=dtype)
+    folder = str(smollm2_folder()) if model == "smollm2" else str(model)
+    return _pretrained(folder, dtype, loading.trust_remote_code)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("policy.device = 'cuda', but this machine has no CUDA device; 'cpu' and 'auto' are allowed")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
+
+
+def _tokenizer_of(model: nn.Module) -> Any:
+    folder = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not folder:
+        raise InputError("a module given as model needs a tokenizer: pass tokenizer=, or a folder that has both")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Tokenizer and model of a folder or hub name, or one sentence that says what is wrong with it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(folder)
+    if path.exists() or means_a_folder(folder):
+        _check_folder(path.expanduser(), trust_remote_code)
+        folder = str(path.expanduser())
+    where = f"policy.model = {folder!r} ({'a folder' if path.exists() else 'a hub name: no folder of that name is here'})"
+    # Whatever a library raises over a broken file is bad input here: told in one line, with the file's own reason.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise InputError(f"{where}: its tokenizer (tokenizer.json) could not be loaded: {_reason(error)}") from None
+    try:
+        automatic: Any = AutoModelForCausalLM
+        model, found = automatic.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise InputError(f"{where}: its model could not be loaded: {_reason(error)}") from None
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise InputError(
+            f"{where}: its weights lack {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + "; it would"
+            " have been trained from random numbers"
+        )
+    return tokenizer, model
+
+
+def means_a_folder(name: str) -> bool:
+    """Whether a name is a path and no hub name, whose form is NAME or OWNER/NAME, even if nothing is there.
+
+    OWNER may be a folder here: then NAME is looked for in that folder and not on the hub, unless models of OWNER are there.
+    """
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~", "runs/")) or len(path.parts) > 2:
+        return True
+    return len(path.parts) == 2 and path.parent.exists() and next(path.parent.glob("*/config.json"), None) is None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _check_folder(path: Path, trust_remote_code: bool) -> None:
+    where = f"policy.model = {str(path)!r}"
+    if not path.exists():
+        raise InputError(f"{where}: there is no such folder; a folder with config.json, weights and tokenizer is needed")
+    if not path.is_dir():
+        raise InputError(f"{where} is a file; the folder that holds config.json, weights and tokenizer is needed")
+    if not (path / "config.json").is_file():
+        raise InputError(f"{where}: the folder has no config.json; a Hugging Face model folder is needed")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        raise InputError(f"{where}: config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{where}: config.json holds {type(config).__name__}, not an object")
+    if config.get("auto_map") and not trust_remote_code:
+        raise InputError(
+            f"{where} brings code of its own (auto_map in config.json), which is not run unless you opt in with"
+            " policy.trust_remote_code=true; read that code first"
+        )
+    if not any(path.glob("*.safetensors")):
+        kind = (
+            "only pickled .bin weights, which can run code; convert them to safetensors" if any(path.glob("*.bin")) else ""
+        )
+        raise InputError(f"{where}: the folder has {kind or 'no weights; *.safetensors files are needed'}")
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    ):
+        raise InputError(f"{where}: the folder has no tokenizer (tokenizer.json or tokenizer_config.json)")
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """The ratio compares two passes of one policy: nothing random may stand between them."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "resid_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matched = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise InputError(
+                f"policy.frozen holds {pattern!r}, which no parameter matches; names are like {names[0]!r}, {names[-1]!r}"
+            )
+        for name, parameter in model.named_parameters():
+            if name in matched:
+                parameter.requires_grad_(False)
+
+
+def recompute_layers(policy: Policy) -> None:
+    """Gradient checkpointing: the layers of a policy keep their input and are computed again in the backward pass."""
+    model = policy.model
+    if hasattr(model, "disable_adapter"):
+        # Without a gradient at the embeddings nothing inside a recomputed layer would be differentiated.
+        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # transformers recomputes layers in training mode only; dropout is 0, so the mode changes nothing else.
+    model.train()

@@ -1,0 +1,285 @@
+"""The run directory: what a run leaves behind, read and written here and nowhere else. Standard library only.
+
+    config.toml                     the resolved recipe; `legato train` on it repeats the run
+    environment.json                format version, versions of packages by allow-list, hardware, seeds
+    metrics.jsonl                   one JSON object a line, told apart by "kind"
+    rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
+    checkpoints/step-000120/        model and trainer state; given-up-step-000120/: the best so far, behind which a recovery
+                                    of the health watch went back; damaged-step-000120/: what a resumed run could not use
+    given-up/step-000120/           what followed a checkpoint that `resume --step` went back to (`health/goback.py`)
+    health.jsonl                    what the health watch found and did, one JSON object a line
+    evidence/step-000120/           what an alarm of the health watch kept (`health/evidence.py`); after a recovery also what
+                                    was given up: lines of metrics.jsonl and stored rollouts, as abandoned*
+    report.html                     the report, one file
+
+Kinds of lines in metrics.jsonl:
+
+    start       before training: name, model, algorithm, deviations (list), notes (list)
+    probe       step, and the numerics of the ratio with nothing trained: noise/same_*, noise/packs_*, noise/engine_* (with
+                and without a gradient, in other packs, engine against trainer), words (the same as sentences)
+    warm-up     step, loss
+    origin      what training starts from: problems, weights (fingerprints; equal ones mean the same to the bit)
+    step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
+                now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
+    evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
+    checkpoint  step
+    end         reason, and if known seconds; of a run that the health watch ended, healthy: the step of the newest healthy
+                checkpoint, else of the oldest, or null
+
+A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
+"components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one
+group) and "advantage"; the first of a step also "details", lists over their first tokens: {"pieces": [str], "logprobs",
+"log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the number within
+the step of the last update that had the response: 0 saw the policy that the step began with. Null in a list: not written
+by the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
+
+Kinds of lines in health.jsonl, whose order is that in which things happened; what a recovery gave up stays in it:
+
+    finding     step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
+    recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped,
+                evidence, best (the best checkpoint, where it was newer than that step)
+
+"evidence" and "best" are names of folders within the run directory.
+"""
+
+import gzip
+import json
+import os
+import platform
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from legato.errors import InputError
+from legato.records.lines import Lines, RunDirectoryError, beside, finite, parsed, reason, told, write_records
+
+FORMAT = 1
+"""Version of all the above; raised when a reader of the old one would misread the new one."""
+
+PACKAGES = (
+    "legato",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "math-verify",
+    "reasoning-gym",
+    "vllm",
+    "sglang",
+    "numpy",
+    "pydantic",
+)
+"""Packages whose versions are stored: an allow-list, since what else is installed is nobody's business."""
+
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A run directory by its path. Use `create` for a new one and `open` for one that is there."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, name: str) -> "RunDirectory":
+        """A new, empty one; one that is there is never touched."""
+        if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+            raise InputError(f"output.name: {name!r} is given; the plain name of a folder is needed, without slashes")
+        path = Path(parent) / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except FileExistsError as error:
+            if not (path.exists() or path.is_symlink()):
+                raise RunDirectoryError(f"cannot create {path}: a file stands in the way at {error.filename}") from error
+            raise InputError(
+                f"{path} is there already and is never overwritten: `legato resume {path}` continues it,"
+                " output.name=ANOTHER_NAME starts a new run"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"cannot create {path}: {reason(error)}; output.directory=FOLDER changes it") from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """One that is there."""
+        found = cls(Path(path))
+        if not found.path.is_dir():
+            raise InputError(f"{path} is not a run directory: there is no such folder")
+        missing = [file.name for file in (found.config_path, found.metrics_path) if not file.is_file()]
+        if missing:
+            raise InputError(f"{path} is not a run directory: {' and '.join(missing)} missing")
+        version = found.environment().get("format", FORMAT)
+        if version != FORMAT:
+            raise InputError(f"{path} is written in format {version}; this legato reads format {FORMAT}")
+        return found
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def environment_path(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def recorded(self) -> Lines:
+        """metrics.jsonl."""
+        return Lines(self.metrics_path)
+
+    @property
+    def health(self) -> Lines:
+        """health.jsonl."""
+        return Lines(self.path / "health.jsonl")
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def rollouts_path(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl.gz"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"
+
+    def evidence_path(self, step: int, attempt: int = 1) -> Path:
+        """Of an alarm at a step, which a run that is rolled back may reach more than once."""
+        return self.path / "evidence" / (f"step-{step:06d}" + (f"-{attempt}" if attempt > 1 else ""))
+
+    # Metrics
+
+    def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
+        """One line at the end; with `sync` it is on the disk when this returns."""
+        self.recorded.append(record, sync=sync)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records of metrics.jsonl."""
+        return self.recorded.read()
+
+    def given(self) -> list[str]:
+        """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
+        start = next((record for record in self.metrics() if record.get("kind") == "start"), {})
+        return [str(name) for name in start.get("given") or ()]
+
+    # Rollouts and checkpoints
+
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """The rollouts of a step. The same records give the same bytes."""
+        return write_records(self.rollouts_path(step), records)
+
+    def read_rollouts(self, step: int, most: int | None = None) -> list[dict[str, Any]]:
+        """The rollouts of a step, as written; a file that unpacks to more than `most` bytes is refused."""
+        path = self.rollouts_path(step)
+        if not path.is_file():
+            there = ", ".join(map(str, self.rollout_steps())) or "none"
+            raise InputError(f"{path} is not there; steps with stored rollouts: {there}")
+        try:
+            with told(path, "read"), gzip.open(path) as file:
+                data = bytearray()
+                while part := file.read(1 << 18):
+                    data += part
+                    if most is not None and len(data) > most:
+                        raise RunDirectoryError(f"{path} unpacks to more than {most:,} bytes, more than can be shown")
+        except (EOFError, zlib.error) as error:
+            raise RunDirectoryError(f"{path} is damaged: {error}") from error
+        lines = bytes(data).splitlines()
+        records = [parsed(line) for line in lines]
+        if None in records:
+            raise RunDirectoryError(f"{path}, line {records.index(None) + 1}: not a JSON object; the file is damaged")
+        return [record for record in records if record is not None]
+
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are stored, ascending."""
+        return _steps(self.path / "rollouts", ".jsonl.gz")
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps with a finished checkpoint folder, ascending. Whether it is sound, its manifest says."""
+        return [step for step in _steps(self.path / "checkpoints", "") if self.checkpoint_path(step).is_dir()]
+
+    # Config and environment
+
+    def write_config(self, text: str) -> None:
+        """The resolved recipe as TOML text."""
+        self._write(self.config_path, text)
+
+    def write_environment(self, extra: Mapping[str, Any]) -> None:
+        """Versions by allow-list, hardware, and what the caller knows (seeds, devices). Never the environment variables."""
+        hardware = {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory()}
+        found: dict[str, Any] = {
+            "format": FORMAT,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "packages": _versions(),
+            **extra,
+            "hardware": hardware | dict(extra.get("hardware", {})),
+        }
+        self._write(self.environment_path, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
+
+    def environment(self) -> dict[str, Any]:
+        """What `write_environment` wrote; empty if it did not get to that."""
+        if not self.environment_path.exists():
+            return {}
+        with told(self.environment_path, "read"):
+            found = parsed(self.environment_path.read_bytes())
+        if found is None:
+            raise RunDirectoryError(f"{self.environment_path} is not a JSON object; the file is damaged")
+        return found
+
+    def _write(self, path: Path, text: str) -> None:
+        with told(path, "write"), beside(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+def _steps(folder: Path, ending: str) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = (_STEP.fullmatch(name.removesuffix(ending)) for name in names if name.endswith(ending))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    """The processor's name; what Linux calls it, since `platform` often knows only the architecture."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def unused_name(parent: Path, stem: str, number: int) -> str:
+    """`stem-N` for the first N from `number` on that no file in `parent` has."""
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return f"{stem}-{number}"

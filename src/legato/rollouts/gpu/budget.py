@@ -1,0 +1,69 @@
+"""How much memory keys and values may take, and what is done when there is less."""
+
+from typing import Any
+
+import torch
+
+from legato.policy.policy import Policy
+from legato.rollouts.gpu.slots import Room
+
+LATER = 16
+"""Bytes training will still ask for with every trained weight: a float32 gradient, master and two moments."""
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can be allocated on the device; None: not counted."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def allowed(policy: Policy, share: float) -> int | None:
+    """Bytes for keys and values: a share of what is free and training will not ask for."""
+    free = free_bytes(policy.device)
+    if free is None:
+        return None
+    later = LATER * sum(weight.numel() for weight in policy.parameters().values())
+    return max(0, int((free - later) * share))
+
+
+def bytes_per_token(policy: Policy) -> int:
+    """Keys and values of one token in all layers, as the configuration has it; a store that is filled knows better."""
+    config: Any = policy.body.config.get_text_config()
+    # Layers may differ in their heads; a configuration of such layers does not answer for all of them.
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    widths = [
+        (getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
+        * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
+        for one in layers
+    ]
+    return int(2 * sum(widths) * policy.model.get_input_embeddings().weight.element_size())
+
+
+def fitting(room: Room, per_token: int, most: int | None) -> Room:
+    """The room with as many slots as fit in so many bytes, one at least."""
+    if most is None:
+        return room
+    fits = next((slots for slots in range(room.slots, 1, -1) if room.within(slots).tokens * per_token <= most), 1)
+    return room.within(fits)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out. An error inside a capture ends it with another error, which hides the first."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def nothing_fits(room: Room, per_token: int, device: torch.device) -> str:
+    """What to tell where not even one sequence can be decoded."""
+    needed, free = room.within(1).tokens * per_token / 2**20, free_bytes(device)
+    there = "" if free is None else f", {free / 2**20:.1f} MiB are free"
+    return (
+        f"out of memory with one sequence at a time: keys and values of {room.prompt_tokens} prompt and"
+        f" {room.response_tokens} response tokens need {needed:.1f} MiB beside what a pass needs{there};"
+        " lower policy.max_prompt_tokens or rollouts.max_response_tokens, or take a smaller model"
+    )

@@ -1,0 +1,196 @@
+"""The memory of the GPU engine: keys and values of prompts and of responses, and what each response is at.
+
+A response has a *slot*; responses of one prompt share the prompt's keys and values (an *entry*). One slot more than asked
+for is a dump: rows that only fill up a bucket write there. All tensors keep their address until the store grows, so that
+captured graphs stay right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from legato.core.device import sent
+from legato.policy.experts.routers import Routers
+from legato.policy.layout.attention import Heads
+from legato.rollouts.sampling import Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How much fits."""
+
+    slots: int
+    prompts: int
+    prompt_tokens: int
+    response_tokens: int
+
+    def holds(self, other: "Room") -> bool:
+        return all(getattr(self, field.name) >= getattr(other, field.name) for field in fields(self))
+
+    def joined(self, other: "Room") -> "Room":
+        """What holds both."""
+        return Room(**{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)})
+
+    def within(self, slots: int) -> "Room":
+        """The same with at most so many slots; a prompt without a slot needs no entry."""
+        slots = min(self.slots, slots)
+        return Room(
+            slots=slots,
+            prompts=min(self.prompts, slots),
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose keys and values have a place, the dump's included."""
+        return (self.slots + 1) * self.response_tokens + self.prompts * self.prompt_tokens
+
+
+Tables = dict[int, Tensor]
+"""layer -> [entries or slots, key heads, columns, width]"""
+
+
+class Store:
+    """Keys and values per layer, made when a layer first shows its shape, and the state of every slot."""
+
+    def __init__(self, room: Room, device: torch.device, routers: Routers | None = None) -> None:
+        self.device, self.routers = device, routers
+        """Whose choices are kept; None: nobody's."""
+        self.prompt_keys: Tables = {}
+        self.prompt_values: Tables = {}
+        self.keys: Tables = {}
+        self.values: Tables = {}
+        self.prompt_routes: Tables = {}
+        self.routes: Tables = {}
+        """router -> [entries or slots, 1, columns, K]: the experts of the token whose key stands in that column."""
+        for number in range(0 if routers is None else len(routers.modules)):
+            assert routers is not None
+            self.prompt_routes[number], self.routes[number] = (
+                torch.zeros(rows, 1, columns, routers.active, dtype=routers.index, device=device)
+                for rows, columns in ((room.prompts, room.prompt_tokens), (room.slots + 1, room.response_tokens))
+            )
+        self._begin(room)
+
+    def _begin(self, room: Room) -> None:
+        self.room, count, device = room, room.slots + 1, self.device
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.ending: Tensor | None = None
+        """[prompts, N]: the last hidden state of each prompt, for responses that begin later than its first ones."""
+        self.prompt_length = whole(room.prompts)
+        self.length = whole(count)
+        """Response tokens whose keys and values are stored."""
+        self.base = whole(count)
+        """The prompt's length: the position of the first response token."""
+        self.token = whole(count)
+        """The token to be read next."""
+        self.seed = whole(count)
+        self.written = whole(count)
+        """Response tokens chosen."""
+        self.limit = whole(count)
+        """The most a response may have."""
+        self.done = torch.ones(count, dtype=torch.bool, device=device)
+        self.tokens = whole(count, room.response_tokens)
+        self.logprobs = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
+        self.kept = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
+
+    @property
+    def dump(self) -> int:
+        return self.room.slots
+
+    def _kinds(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+        """The tables of keys and values, each with its rows and columns."""
+        return (
+            (self.prompt_keys, room.prompts, room.prompt_tokens),
+            (self.prompt_values, room.prompts, room.prompt_tokens),
+            (self.keys, room.slots + 1, room.response_tokens),
+            (self.values, room.slots + 1, room.response_tokens),
+        )
+
+    def _routes_of(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+        return (
+            (self.prompt_routes, room.prompts, room.prompt_tokens),
+            (self.routes, room.slots + 1, room.response_tokens),
+        )
+
+    def show(self, heads: Heads) -> None:
+        """Make the tables of a layer that is seen for the first time."""
+        _, key_heads, _, width = heads.key.shape
+        for tables, rows, columns in self._kinds(self.room):
+            if heads.layer not in tables:
+                tables[heads.layer] = heads.key.new_zeros(rows, key_heads, columns, width)
+
+    def grow(self, room: Room) -> None:
+        """Another room between two calls, keys and values kept. Table by table: old and new never lie in memory whole."""
+        for tables, rows, columns in (*self._kinds(room), *self._routes_of(room)):
+            for layer in list(tables):
+                old = tables[layer]
+                new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+                rows_kept, columns_kept = min(rows, len(old)), min(columns, old.shape[2])
+                new[:rows_kept, :, :columns_kept] = old[:rows_kept, :, :columns_kept]
+                tables[layer] = new
+                del old
+        self._begin(room)
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Over all layers, keys and values; None while no layer has been seen."""
+        found = [
+            table[0, :, 0].numel() * table.element_size()
+            for tables in (self.keys, self.values, self.routes)
+            for table in tables.values()
+        ]
+        return sum(found) if self.keys else None
+
+    def keep_ending(self, hidden: Tensor, entries: Tensor) -> None:
+        """Note the last hidden state of prompts."""
+        if self.ending is None:
+            self.ending = hidden.new_zeros(self.room.prompts, hidden.shape[1])
+        self.ending[entries] = hidden
+
+    def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limit: int) -> None:
+        """Give slots to responses that have not begun."""
+        self.base[slots], self.seed[slots] = lengths, seeds
+        # Filled and not assigned: a number that is assigned is copied to the device, and the host waits for that.
+        for table, value in ((self.length, 0), (self.written, 0), (self.limit, limit), (self.done, False)):
+            table.index_fill_(0, slots, value)
+
+    def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:
+        """Note what was chosen for the rows still writing, and which of them end with it."""
+        tokens = choice.tokens
+        self.tokens[slots, place] = torch.where(alive, tokens, self.tokens[slots, place])
+        self.logprobs[slots, place] = torch.where(alive, choice.logprobs, self.logprobs[slots, place])
+        if choice.kept_logmass is not None:
+            self.kept[slots, place] = torch.where(alive, choice.kept_logmass.float(), self.kept[slots, place])
+        self.token[slots] = torch.where(alive, tokens, self.token[slots])
+        written = torch.where(alive, place + 1, self.written[slots])
+        self.written[slots] = written
+        ended = (tokens.unsqueeze(1) == ends).any(1) | (written >= self.limit[slots])
+        self.done[slots] = ~alive | ended
+
+
+def numbers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers of the host on the device. From pinned memory, so that the host need not wait for what is under way."""
+    return sent(torch.tensor(values, dtype=torch.int64), device)
+
+
+def blocks(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:
+    """Rows grouped by prompt into `count` blocks of at most `per_block`: (prompt of each block, its rows), -1 where none."""
+    members: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if prompt >= 0:
+            members.setdefault(prompt, []).append(row)
+    owners, rows = [], []
+    for prompt, listed in members.items():
+        for start in range(0, len(listed), per_block):
+            part = listed[start : start + per_block]
+            owners.append(prompt)
+            rows.append(part + [-1] * (per_block - len(part)))
+    missing = count - len(owners)
+    assert missing >= 0, "more blocks than rows"
+    return owners + [-1] * missing, rows + [[-1] * per_block] * missing

@@ -1,0 +1,1 @@
+"""The engine that samples from the weights being trained, in plain PyTorch."""

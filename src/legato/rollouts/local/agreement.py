@@ -1,0 +1,34 @@
+"""Whether an engine says of its own words what the policy says of them; looked at on a few tokens before it is trusted."""
+
+from dataclasses import replace
+
+import torch
+
+from legato.policy.model.selfcheck import tolerance
+from legato.policy.policy import Policy
+from legato.rollouts.engine import Engine, Limits, Request
+from legato.rollouts.prompts import prompt_texts
+from legato.rollouts.sampling import Sampling
+
+_TOKENS = 4
+
+
+def disagreement(engine: Engine, policy: Policy) -> str | None:
+    """None where the log-probs agree, otherwise what is wrong: an error, or how far they lie apart."""
+    prompts = [torch.tensor([1, 2, 3, 4]) % policy.vocabulary, torch.tensor([5, 6]) % policy.vocabulary]
+    requests = [Request(prompt=prompt, seeds=(0,)) for prompt in prompts]
+    try:
+        found = engine.generate(requests, Sampling(), Limits(max_response_tokens=_TOKENS, end_tokens=()))
+        tokens = torch.stack([row[0].tokens for row in found])
+        texts = replace(
+            prompt_texts(prompts),
+            tokens=tokens,
+            lengths=torch.full((len(tokens),), _TOKENS),
+            mask=torch.ones_like(tokens, dtype=torch.bool),
+        )
+        right = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
+    except (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no words'}"
+    gap = float((torch.stack([row[0].logprobs for row in found]) - right).abs().max())
+    allowed = tolerance(policy.model.get_input_embeddings().weight.dtype)
+    return None if gap <= allowed else f"its log-probs are off by {gap:.2g}"

@@ -1,0 +1,33 @@
+"""Decoding without a memory: every token is a forward pass over all that came before. Right for any model, and slow."""
+
+import torch
+from torch import Tensor
+
+from legato.policy.head.head import Head
+from legato.policy.policy import Policy
+
+
+class Recompute:
+    """Rows of text that grow by a token at a time; padding comes last, so causality hides it."""
+
+    def __init__(self, policy: Policy, prompts: list[Tensor], owner: Tensor) -> None:
+        self.policy = policy
+        self.texts = [prompts[number].tolist() for number in owner.tolist()]
+
+    def first(self) -> Tensor:
+        """[n, V] of the next token of each row."""
+        device = self.policy.device
+        width = max(map(len, self.texts))
+        tokens = torch.tensor([text + [text[0]] * (width - len(text)) for text in self.texts], device=device)
+        last = torch.tensor([len(text) - 1 for text in self.texts], device=device)
+        output = self.policy.body.get_decoder()(input_ids=tokens, use_cache=False)
+        return Head.of(self.policy.body).exact(output.last_hidden_state[torch.arange(len(last), device=device), last])
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """[n, V] after one more token of each row."""
+        for text, token in zip(self.texts, tokens.tolist(), strict=True):
+            text.append(token)
+        return self.first()
+
+    def keep(self, rows: Tensor) -> None:
+        self.texts = [self.texts[row] for row in rows.tolist()]

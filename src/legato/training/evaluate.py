@@ -1,0 +1,68 @@
+"""How good the policy is on problems: sampled and greedy accuracy, pass@k and avg@n with intervals."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.errors import InputError
+from legato.rollouts.engine import Request
+from legato.rollouts.randomness import seed_of
+from legato.rollouts.sampling import Sampling
+from legato.training.collect import Collector
+
+
+def pass_at(successes: int, trials: int, k: int) -> float:
+    """The unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k)."""
+    if not 1 <= k <= trials:
+        raise InputError(f"pass@{k} of {trials} samples is not defined; k from 1 to the number of samples is")
+    if trials - successes < k:
+        return 1.0
+    return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A rollout on an evaluation problem and its score."""
+
+    rollout: Rollout
+    score: Score | Unscorable
+
+    @property
+    def accuracy(self) -> float:
+        """An evaluation counts what could not be judged as not solved; it is not trained on."""
+        return 0.0 if isinstance(self.score, Unscorable) else self.score.accuracy
+
+
+def answer(
+    collector: Collector, problems: Sequence[Problem], sampling: Sampling, samples: int, seed: int
+) -> list[list[Answered]]:
+    """For each problem its scored samples; the seeds do not depend on the step, so evaluations compare like with like."""
+    prompts = [collector.rendering.prompt(problem) for problem in problems]
+    requests = [
+        Request(prompt=prompt, seeds=tuple(seed_of("evaluation", seed, problem.key, k) for k in range(samples)))
+        for prompt, problem in zip(prompts, problems, strict=True)
+    ]
+    responses = (collector.evaluator or collector.engine).generate(requests, sampling, collector.limits)
+    rollouts = [
+        collector.rollout(problem, prompt, response, k)
+        for problem, prompt, row in zip(problems, prompts, responses, strict=True)
+        for k, response in enumerate(row)
+    ]
+    scored = [Answered(rollout=r, score=s) for r, s in zip(rollouts, collector.judge(rollouts), strict=True)]
+    return [scored[place * samples : (place + 1) * samples] for place in range(len(problems))]
+
+
+def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[str, float]:
+    """`eval/accuracy_<name>` with its 95 % interval, and the mean length."""
+    means = [sum(a.accuracy for a in row) / len(row) for row in answered]
+    one = all(len(row) == 1 for row in answered) and all(mean in (0.0, 1.0) for mean in means)
+    low, high = wilson(sum(means), len(means)) if one else of_means(means)
+    lengths = [len(a.rollout.tokens) for row in answered for a in row]
+    return {
+        f"eval/accuracy_{name}": sum(means) / len(means),
+        f"eval/accuracy_{name}_low": low,
+        f"eval/accuracy_{name}_high": high,
+        f"eval/length_{name}": sum(lengths) / len(lengths),
+    }

@@ -1,0 +1,1 @@
+"""What a step needs of memory, and whether it fits."""

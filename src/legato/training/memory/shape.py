@@ -1,0 +1,110 @@
+"""What of a model's configuration decides its memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from legato.errors import InputError
+
+_WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
+"""Families whose queries and keys have no norm of their own. An unknown one is taken to have them: too much is safer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What of a model's configuration decides its memory."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    width: int
+    """Of a head."""
+    intermediate: int
+    """Of the SwiGLU of a layer without experts, and of one shared by all tokens beside them."""
+    vocabulary: int
+    tied: bool
+    """Whether embedding and head are one matrix."""
+    head_norms: bool
+    """Whether queries and keys have norms of their own."""
+    sparse_layers: int = 0
+    """How many of the layers have experts."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """From a configuration of transformers; ValueError where it is not that of a decoder we know the parts of."""
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        lacking = [
+            name
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+            if not isinstance(getattr(config, name, None), int)
+        ]
+        if lacking:
+            raise InputError(f"the configuration {type(config).__name__} has no {lacking[0]}; memory cannot be estimated")
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+        intermediate = _first(config, "intermediate_size") or 4 * hidden
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            key_heads=_first(config, "num_key_value_heads") or heads,
+            width=_first(config, "head_dim") or hidden // heads,
+            intermediate=intermediate,
+            vocabulary=config.vocab_size,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            head_norms=getattr(config, "model_type", None) not in _WITHOUT_HEAD_NORMS,
+            sparse_layers=_sparse_layers(config) if experts else 0,
+            experts=experts,
+            experts_per_token=_first(config, "num_experts_per_tok") if experts else 0,
+            expert_intermediate=(_first(config, "moe_intermediate_size") or intermediate) if experts else 0,
+            shared_intermediate=_first(config, "shared_expert_intermediate_size") if experts else 0,
+        )
+
+    @property
+    def query(self) -> int:
+        """Numbers of all queries of a token."""
+        return self.heads * self.width
+
+    @property
+    def key(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.key_heads * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Weights of a model like Llama, Qwen3 or Qwen3-MoE; biases, where there are any, are too few to matter."""
+        attention = 2 * self.hidden * (self.query + self.key)
+        norms = 2 * self.hidden + (2 * self.width if self.head_norms else 0)
+        dense = 3 * self.hidden * self.intermediate
+        sparse = self.hidden * (3 * (self.experts * self.expert_intermediate + self.shared_intermediate) + self.experts)
+        layers = self.layers * (attention + norms) + (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
+        return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    def adapters(self, rank: int) -> int:
+        """Weights of adapters on linear layers, routers and experts; an expert's gate and up share one of twice the rank."""
+        attention = 4 * self.hidden + 2 * self.query + 2 * self.key
+        dense = 3 * (self.hidden + self.intermediate)
+        sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
+        if self.shared_intermediate:
+            sparse += 3 * (self.hidden + self.shared_intermediate)
+        of_layers = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
+        return rank * (self.layers * attention + of_layers)
+
+    @property
+    def largest(self) -> int:
+        """Weights of the largest matrix, whose gradient is a tensor of its own before it is added up."""
+        return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
+
+
+def _first(config: Any, *names: str) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in found if isinstance(value, int) and value > 0), 0)
+
+
+def _sparse_layers(config: Any) -> int:
+    every, plain = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
+    return sum((layer + 1) % every == 0 and layer not in plain for layer in range(config.num_hidden_layers))

@@ -1,0 +1,383 @@
+"""The step: prompts -> rollouts -> rewards -> advantages -> ratios -> objective -> update -> diagnostics."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from legato.algorithms.algorithm import Algorithm
+from legato.core.batch import Batch, collate
+from legato.core.rollout import Group
+from legato.core.scope import Scope
+from legato.core.sums import Histogram, Sums, Total, fetched
+from legato.core.world import OneProcess, World
+from legato.diagnostics.metrics.repetition import repetition
+from legato.objectives.slots import State
+from legato.policy.model.reference import Reference
+from legato.policy.policy import Policy
+from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
+from legato.training.collect import Collector, Tally
+from legato.training.details import details
+from legato.training.optimizer import Optimizer
+from legato.training.plan import Update, plan
+from legato.training.probe import Floor, UnsafeAnchorError, probe
+from legato.training.tables import Tables, needs, needs_router_shift
+from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """The numbers of a step."""
+
+    seed: int = 0
+    prompts_per_step: int = 32
+    updates_per_step: int = 4
+    epochs_per_step: int = 1
+    anchor: str = "auto"
+    """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
+    accept_unsafe_anchor: bool = False
+    """Whether 'sampler' is kept where the first probe finds it unsafe; else the step raises UnsafeAnchorError."""
+    update_passes: str = "auto"
+    """'one', 'two', or 'auto': by how many tokens had no gradient the last times."""
+    skip_silent_rows: bool = True
+    """Leave out rows that cannot have a gradient whatever the policy says; the gradient is the same either way."""
+    tokens_per_pack: int = 16384
+    probe_every_steps: int = 100
+    """0: once, before the first update."""
+    minimum_scored: float = 0.5
+    """Below this share of scored rollouts a step is not trained on."""
+    routing_replay: str = "off"
+    """'R2': the routes of the old-policy pass are forced in every pass of an update; 'R3': those of the engine."""
+    load_balance: float = 0.0
+    """The coefficient of the load-balance loss of the routers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a step did."""
+
+    step: int
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    floor: Floor | None
+    """What the probe measured, where this step had one."""
+    unscorable: Mapping[str, int]
+    """Reasons and how often."""
+    sums: Sums = field(default_factory=Sums)
+    """What the metrics of the updates were made of."""
+    details: tuple[dict[str, Any], ...] = ()
+    """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the updates read of the rollouts, a row each; some on the device."""
+
+    def histograms(self) -> dict[str, dict[str, list[float]]]:
+        """Edges and counts of every quantity that has a distribution."""
+        return {key: piece.bars() for key, piece in self.sums.items() if isinstance(piece, Histogram)}
+
+
+def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:
+    """What of a run is about experts, and means nothing in a dense model."""
+    found = []
+    if settings.routing_replay != "off":
+        found.append(f"training.routing_replay = {settings.routing_replay!r}")
+    if settings.load_balance:
+        found.append(f"training.load_balance = {settings.load_balance:g}")
+    if needs_router_shift(algorithm):
+        found.append(f"algorithm {algorithm.name} with the part router-shift")
+    return found
+
+
+class Trainer:
+    """Runs steps. What it must remember between them is in `state` and in the parts it was given."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        algorithm: Algorithm,
+        collector: Collector,
+        optimizer: Optimizer,
+        settings: TrainingSettings,
+        reference: Reference | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.policy, self.algorithm, self.collector, self.optimizer = policy, algorithm, collector, optimizer
+        self.settings, self.reference = settings, reference
+        self.world = OneProcess() if world is None else world
+        for option in routing_options(algorithm, settings):
+            policy.known_routers(option)
+        self.steps_done = 0
+        self.state: State = algorithm.initial()
+        self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
+        self.probed = False
+        """Whether the sampler was measured as it is going to be; until then every step measures it."""
+        self.skipped: dict[int, float] = {}
+        """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
+        self.look: Callable[[Look], None] | None = None
+        """Called in every update with what the objective read and decided; it changes nothing of the training."""
+
+    def step(self, detailed: int | None = None) -> StepReport:
+        """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
+        started = time.perf_counter()
+        groups, tally = self.collector.next(self.settings.prompts_per_step)
+        rolled = time.perf_counter()
+        if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
+            return self._idle(tally, rolled - started)
+        batch = collate(groups, self.policy.dtype)
+        tables = Tables.of(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
+        updates = self._plan(batch)
+        floor = self._probe(tables)
+        tables = self._anchored(tables, updates)
+        silent = self._silent(tables)
+        anchored = time.perf_counter()
+        done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
+        # Here the host waits for the device, once a step.
+        read = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in done])
+        dead, savable, norms = read.t().tolist()
+        reports, without = [report for report, _ in done], [int(count) for count in dead]
+        self._note_savable(updates, reports, savable)
+        self.collector.version += 1
+        self.steps_done += 1
+        own = fetched([report.sums for report in reports])
+        sums = sum(own, start=Sums())
+        times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
+        return StepReport(
+            step=self.steps_done,
+            metrics={
+                **_summed(sums, own, reports, without, norms, self.optimizer.lr),
+                **_adapted(self.state),
+                **_seen(tally),
+                "rollouts/repetition": repetition(batch.tokens, batch.lengths),
+                **_timed(times, tally),
+            },
+            groups=tuple(groups),
+            floor=floor,
+            unscorable=dict(tally.reasons),
+            sums=sums,
+            details=() if detailed is None else self._details(tables, reports, detailed),
+            tensors=tables.evidence(),
+        )
+
+    def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
+        seen = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
+        return details(tables, seen, self.policy.tokenizer, most)
+
+    def _idle(self, tally: Tally, seconds: float) -> StepReport:
+        """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
+        self.steps_done += 1
+        # Where dynamic sampling found every answer right there was no update to lose.
+        applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
+        metrics = {**_seen(tally), **applied, **_timed({"rollouts": seconds}, tally)}
+        return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
+
+    def _plan(self, batch: Batch) -> list[Update]:
+        return plan(
+            batch,
+            updates=self.settings.updates_per_step,
+            epochs=self.settings.epochs_per_step,
+            tokens_per_pack=self.settings.tokens_per_pack,
+            seed=self.settings.seed + 1_000_003 * self.steps_done,
+            packing=self.policy.packing,
+        )
+
+    def _probe(self, tables: Tables) -> Floor | None:
+        every = self.settings.probe_every_steps
+        if self.probed and (every == 0 or self.steps_done % every):
+            return None
+        floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack, self.state)
+        asked = self.settings.anchor
+        if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
+            raise UnsafeAnchorError(floor)
+        self.probed = self.probed or self.collector.engine.settled
+        if asked == "auto":
+            # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
+            safe = floor.sampler_is_safe and self.policy.routers is None
+            self.anchor_choice = "sampler" if safe else "recompute"
+        if self.state:
+            self.state = self.algorithm.calibrated(self.state, noise=floor.noise(self.anchor_choice == "sampler"))
+        return floor
+
+    def _anchored(self, tables: Tables, updates: list[Update]) -> Tables:
+        """Old and reference log-probs and old values, then advantages; the other way round where those need none of it."""
+        algorithm, epochs = self.algorithm, self.settings.epochs_per_step
+        early = not estimator_reads_anchor(algorithm)
+        silent = None
+        if early:
+            tables = tables.with_advantages(algorithm)
+            if algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1:
+                silent = self._silent(tables)
+        assert self.anchor_choice is not None
+        tables = anchor(
+            tables,
+            self.policy,
+            self.reference,
+            updates,
+            choice=self.anchor_choice,
+            skip_first=first_update_anchors_itself(algorithm, epochs),
+            silent=silent,
+            replay=self.settings.routing_replay,
+            shift=needs_router_shift(algorithm),
+        )
+        return tables if early else tables.with_advantages(algorithm)
+
+    def _silent(self, tables: Tables) -> torch.Tensor | None:
+        skip = self.settings.skip_silent_rows and not self.settings.load_balance
+        return silent_rows(self.algorithm, tables) if skip else None
+
+    def _update(
+        self, tables: Tables, update: Update, silent: torch.Tensor | None, *, marked: bool
+    ) -> tuple[Report, torch.Tensor]:
+        algorithm = self.algorithm
+        if "uniform" in needs(algorithm):
+            tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
+        counts = self.world.sum(count_update(algorithm, tables, update))
+        passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
+        report = update_gradient(
+            self.policy,
+            algorithm,
+            tables,
+            update,
+            counts,
+            self.state,
+            passes=passes,
+            silent=silent,
+            load_balance=self.settings.load_balance,
+            marked=marked,
+            look=self.look,
+        )
+        self.collector.engine.before_update()
+        norm, _ = self.optimizer.step()
+        # An update whose rows were all left out beforehand measured nothing.
+        if self.state and report.sums:
+            self.state = algorithm.advance(self.state, report.sums, first=update.is_first)
+        return report, norm
+
+    def _note_savable(self, updates: list[Update], reports: list[Report], savable: list[float]) -> None:
+        for update, report, share in zip(updates, reports, savable, strict=True):
+            if report.rows > report.silent:
+                before = self.skipped.get(update.index)
+                self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
+
+    def _cheaper(self, index: int) -> int:
+        """Two passes where enough tokens had no gradient the last times; the first update of a step never clips."""
+        return 2 if self.skipped.get(index, 0.0) > BREAK_EVEN else 1
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside weights and optimizer."""
+        return {
+            "steps_done": self.steps_done,
+            "state": read_state(self.state),
+            "anchor_choice": self.anchor_choice,
+            "probed": self.probed,
+            "skipped": {str(index): share for index, share in self.skipped.items()},
+            "collector": self.collector.state(),
+        }
+
+    def sampler_state(self) -> dict[str, torch.Tensor]:
+        """What the engine remembers beside the weights."""
+        return self.collector.engine.state()
+
+    def load_sampler(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `sampler_state` gave."""
+        self.collector.engine.load(state)
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what `memory` gave."""
+        self.steps_done = int(memory["steps_done"])
+        # A part that came with a change of the algorithm begins; one that went is forgotten.
+        self.state = {name: memory["state"].get(name, first) for name, first in self.algorithm.initial().items()}
+        self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
+        self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
+        self.collector.load(memory["collector"])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _seen(tally: Tally) -> dict[str, float]:
+    """Metrics of everything that was sampled, dropped groups included."""
+    mean = _mean(tally.rewards)
+    lengths = [float(length) for length in tally.lengths]
+    metrics = {
+        "reward/mean": mean,
+        "reward/deviation": math.sqrt(_mean([(r - mean) ** 2 for r in tally.rewards])) if tally.rewards else math.nan,
+        "accuracy/mean": _mean(tally.accuracy),
+        "length/mean": _mean(lengths),
+        "length/max": max(lengths, default=math.nan),
+        "length/truncated": tally.truncated / max(1, len(lengths)),
+        "groups/zero_variance": tally.flat / max(1, tally.groups),
+        "groups/all_right": tally.all_right / max(1, tally.groups),
+        "groups/all_wrong": tally.all_wrong / max(1, tally.groups),
+        "groups/rounds": float(tally.rounds),
+        "groups/too_few_scored": float(tally.too_few),
+        "rollouts/unscorable": tally.unscorable / max(1, tally.rollouts),
+        "prompts/too_long": float(tally.too_long),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
+
+
+def _summed(
+    sums: Sums, own: list[Sums], reports: list[Report], without: list[int], norms: list[float], lr: float
+) -> dict[str, float]:
+    """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`.
+
+    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
+    """
+    metrics = _report(sums, len(reports))
+    for number, pieces in enumerate(own):
+        found = _report(pieces, 1)
+        metrics |= {f"{key}@{number}": found[key] for key in PER_UPDATE if key in found}
+    rows = sum(report.rows for report in reports)
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return metrics | {
+        "gradient/norm": _mean(finite),
+        "gradient/norm_max": max(finite, default=math.nan),
+        "optimizer/lr": lr,
+        "update/applied": len(finite) / len(norms),
+        "update/silent_rows": sum(report.silent for report in reports) / rows,
+        "update/skipped_rows": sum(r.silent + (n if r.passes == 2 else 0) for r, n in zip(reports, without, strict=True))
+        / rows,
+        "update/two_pass": sum(report.passes == 2 for report in reports) / len(reports),
+    }
+
+
+def read_state(state: State) -> dict[str, dict[str, float]]:
+    """The state of adaptive parts as numbers; float64 both ways, so that nothing is rounded."""
+    return {name: {key: float(value) for key, value in values.items()} for name, values in state.items()}
+
+
+def _adapted(state: State) -> dict[str, float]:
+    """Where the adaptive parts stand after the step."""
+    return {f"state/{name}.{key}": value for name, held in read_state(state).items() for key, value in held.items()}
+
+
+PER_UPDATE = (
+    "clip/sequences",
+    "clip/tokens",
+    "clip/outside_sequences",
+    "clip/beyond_positive",
+    "clip/beyond_negative",
+    "ratio/sequence_mean",
+    "ratio/sequence_std",
+    "ratio/sequence_max",
+    "loss/total",
+    "router/flip_mean",
+    "router/shift_mean",
+)
+
+
+def _report(sums: Sums, updates: int) -> dict[str, float]:
+    """Totals are per update: the sum over the updates of a step would grow with their number."""
+    totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
+    return {key: value / updates if key in totals else value for key, value in sums.report().items()}
+
+
+def _timed(seconds: Mapping[str, float], tally: Tally) -> dict[str, float]:
+    total = sum(seconds.values())
+    found = {f"time/{name}_seconds": value for name, value in seconds.items()}
+    return found | {"time/step_seconds": total, "tokens/per_second": sum(tally.lengths) / total if total else math.nan}

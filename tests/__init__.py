@@ -1,0 +1,1 @@
+"""Tests and what they share; helpers are imported as `tests.proof`, `tests.policy` and so on."""
