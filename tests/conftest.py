@@ -22,8 +22,8 @@ DOORS = {"legato.api", "legato.algorithms.override", "legato.cli.main", "legato.
 HOME = Path(legato.__file__).parent
 # Found as files: walking the packages would import them before the hook is there.
 MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) for path in HOME.glob("*/**/[!_]*.py")}
-# Kernels are read by Triton as source and take no checks.
-MODULES = {name for name in MODULES if not name.startswith("legato.policy.kernels.")}
+# Triton reads kernels as source, and the cost of the health watch is measured: neither takes checks.
+MODULES = {name for name in MODULES if not name.startswith(("legato.policy.kernels.", "legato.health."))}
 
 if find_spec("pydantic") is None:
     # A machine without pydantic runs everything up to `training`; the rooms above stay unopened there.

@@ -23,7 +23,7 @@ from legato.core.sums import (
     Sums,
     Total,
     _carried,
-    _tensors,
+    tensors_of,
 )
 
 
@@ -162,7 +162,7 @@ def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
         )
         for part in values.split([1, 40, 59])
     ]
-    tensors = [tensor for sums in many for piece in sums.values() for tensor in _tensors(piece)]
+    tensors = [tensor for sums in many for piece in sums.values() for tensor in tensors_of(piece)]
     assert len({tensor.dtype for tensor in tensors}) > 1
     for before, after in zip(many, _carried(many, tensors), strict=True):
         assert before.report() == after.report() and list(before) == list(after)

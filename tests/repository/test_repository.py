@@ -15,11 +15,11 @@ def test_every_source_file_says_what_it_is() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-def test_no_room_reaches_for_processes_or_pickles() -> None:
+def test_only_training_knows_of_ranks_and_nobody_of_pickles() -> None:
     """import-linter cannot name a sub-package of torch."""
-    forbidden = re.compile(r"torch\.distributed|import pickle|torch\.load|torch\.save")
     for path in SOURCES:
-        assert not forbidden.search(path.read_text()), path
+        assert not re.search(r"import pickle|torch\.load|torch\.save", path.read_text()), path
+        assert "training" in path.parts or "torch.distributed" not in path.read_text(), path
 
 
 def test_architecture_is_under_150_lines() -> None:

@@ -7,8 +7,9 @@ counts of a histogram); pieces merge exactly, and only the merged piece becomes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import operator
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -34,11 +35,17 @@ class Piece:
         raise NotImplementedError
 
 
+def tensors_of(piece: Piece) -> tuple[Tensor, ...]:
+    """What a piece is made of, in the order of its fields."""
+    names: tuple[str, ...] = type(piece).__match_args__  # type: ignore[attr-defined]
+    return tuple(map(getattr, [piece] * len(names), names))
+
+
 @dataclass(frozen=True, slots=True)
 class _Additive(Piece):
     def merge(self, other: Piece) -> Piece:
         assert type(other) is type(self)
-        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return type(self)(*map(operator.add, tensors_of(self), tensors_of(other)))
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:
@@ -272,10 +279,6 @@ def _lower_edges(bins: Tensor) -> Tensor:
     return torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32).view(torch.float32)
 
 
-def _tensors(piece: Piece) -> list[Tensor]:
-    return [getattr(piece, field.name) for field in fields(piece)]  # type: ignore[arg-type]
-
-
 class Sums(Mapping[str, Piece]):
     """Pieces by metric key. `a + b` merges; keys present on one side only are taken over."""
 
@@ -292,6 +295,14 @@ class Sums(Mapping[str, Piece]):
 
     def __len__(self) -> int:
         return len(self._pieces)
+
+    # The mixins of Mapping would look every key up again.
+
+    def items(self) -> ItemsView[str, Piece]:
+        return self._pieces.items()
+
+    def values(self) -> ValuesView[Piece]:
+        return self._pieces.values()
 
     def __repr__(self) -> str:
         return f"Sums({', '.join(self._pieces)})"
@@ -314,8 +325,14 @@ class Sums(Mapping[str, Piece]):
 
 def fetched(many: Sequence[Sums]) -> list[Sums]:
     """The same with all tensors on the host, in one transfer."""
-    tensors = [tensor for sums in many for piece in sums.values() for tensor in _tensors(piece)]
-    return _carried(many, tensors) if any(tensor.device.type != "cpu" for tensor in tensors) else list(many)
+    tensors: list[Tensor] = []
+    away = False
+    for sums in many:
+        for piece in sums.values():
+            for tensor in tensors_of(piece):
+                tensors.append(tensor)
+                away = away or tensor.device.type != "cpu"
+    return _carried(many, tensors) if away else list(many)
 
 
 def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
@@ -331,6 +348,6 @@ def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
     numbers = iter(range(len(tensors)))
 
     def here(piece: Piece) -> Piece:
-        return type(piece)(*(arrived[next(numbers)] for _ in _tensors(piece)))
+        return type(piece)(*(arrived[next(numbers)] for _ in tensors_of(piece)))
 
     return [Sums({key: here(piece) for key, piece in sums.items()}) for sums in many]

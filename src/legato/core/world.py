@@ -1,19 +1,39 @@
-"""How many processes there are, for code that must not care. Counts are summed over all of them before anything is split."""
+"""How many processes there are, for code that must not care: sums over all of them, and choices they agree on.
 
-from typing import Protocol, runtime_checkable
+Two rules keep ranks together. Tables, plans and states are equal on all ranks. And no rank decides alone what depends on
+time, signals, memory or measurements: it asks `agree`, so that one process is the special case of one rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from legato.core.counts import Counts
+from legato.core.sums import Sums
 
 
 @runtime_checkable
 class World(Protocol):
-    """Sums over all ranks."""
+    """The processes of a run. Every method is called by all ranks, in the same order."""
 
     rank: int
     size: int
 
-    def sum(self, counts: Counts) -> Counts:
+    def sum_counts(self, counts: Counts) -> Counts:
         """The counts of the whole update."""
+
+    def sum_metrics(self, sums: Sums) -> Sums:
+        """Metrics of all ranks, merged in the order of ranks; a rank may lack keys."""
+
+    def sum_table(self, table: Tensor) -> Tensor:
+        """The sum of one table per rank; exact where each entry is nonzero on one rank only."""
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        """One JSON value per rank, in the order of ranks."""
+
+    def agree(self, choice: int) -> int:
+        """The largest choice of any rank: a signal, a fallback, an alarm on one rank becomes everybody's."""
 
 
 class OneProcess:
@@ -22,5 +42,17 @@ class OneProcess:
     rank = 0
     size = 1
 
-    def sum(self, counts: Counts) -> Counts:
+    def sum_counts(self, counts: Counts) -> Counts:
         return counts
+
+    def sum_metrics(self, sums: Sums) -> Sums:
+        return sums
+
+    def sum_table(self, table: Tensor) -> Tensor:
+        return table
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        return [value]
+
+    def agree(self, choice: int) -> int:
+        return choice

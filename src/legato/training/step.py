@@ -233,7 +233,7 @@ class Trainer:
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
-        counts = self.world.sum(count_update(algorithm, tables, update))
+        counts = self.world.sum_counts(count_update(algorithm, tables, update))
         passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
         report = update_gradient(
             self.policy,
