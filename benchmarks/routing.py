@@ -23,6 +23,7 @@ import torch
 
 import legato
 from legato.core.batch import Batch
+from legato.core.texts import Texts
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape, character_tokenizer
 from legato.policy.policy import Policy
@@ -94,17 +95,19 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
     rows = work.prompts * work.samples
     rewards = torch.rand(rows, generator=source, dtype=torch.float64)
     return Batch(
-        prompts=torch.randint(2, vocabulary, (work.prompts, work.prompt_tokens), generator=source),
-        prompt_lengths=torch.full((work.prompts,), work.prompt_tokens),
-        group=torch.arange(work.prompts).repeat_interleave(work.samples),
-        tokens=torch.randint(2, vocabulary, (rows, work.tokens), generator=source),
-        lengths=torch.full((rows,), work.tokens),
-        mask=torch.ones(rows, work.tokens, dtype=torch.bool),
+        texts=Texts(
+            prompts=torch.randint(2, vocabulary, (work.prompts, work.prompt_tokens), generator=source),
+            prompt_lengths=torch.full((work.prompts,), work.prompt_tokens),
+            tokens=torch.randint(2, vocabulary, (rows, work.tokens), generator=source),
+            lengths=torch.full((rows,), work.tokens),
+            mask=torch.ones(rows, work.tokens, dtype=torch.bool),
+            group=torch.arange(work.prompts).repeat_interleave(work.samples),
+            temperature=torch.ones(rows),
+        ),
         turn=torch.zeros(rows, work.tokens, dtype=torch.int64),
         version=torch.zeros(rows, work.tokens, dtype=torch.int64),
         sampler_logprobs=torch.full((rows, work.tokens), -4.0),
         kept_logmass=None,
-        temperature=torch.ones(rows),
         rewards=rewards,
         accuracy=rewards,
         components={},
@@ -116,7 +119,7 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
 def update_sides(policy: Policy, work: Work) -> tuple[dict[str, Callable[[], None]], Tables]:
     """An update on each side, after the policy has moved a little; and the tables of the last."""
     algorithm, batch = legato.algorithm("grpo"), batch_of(work, policy.vocabulary)
-    (update,) = plan(batch, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=True)
+    (update,) = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=True)
     tables = {}
     for replay in ("off", "R2"):
         fresh = Tables.of(batch, policy.device).with_routes(policy.routers, replay)
@@ -145,7 +148,7 @@ def _update(policy: Policy, algorithm: Any, tables: Tables, update: Update) -> C
 
 
 def engine_sides(policy: Policy, work: Work) -> dict[str, Callable[[], None]]:
-    prompts = batch_of(work, policy.vocabulary).prompts
+    prompts = batch_of(work, policy.vocabulary).texts.prompts
     requests = [
         Request(prompt=prompt, seeds=tuple(range(number * work.samples, (number + 1) * work.samples)))
         for number, prompt in enumerate(prompts)

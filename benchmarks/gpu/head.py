@@ -87,7 +87,8 @@ class OurHead:
 
 def _as_pack(counts: tuple[int, ...]) -> Any:
     """Responses of these lengths as a pack: what the policy looks at to decide how many rows to hold logits for."""
-    from legato.policy.layout.packs import Texts, pack
+    from legato.core.texts import Texts
+    from legato.policy.layout.packs import pack
 
     rows, widest = len(counts), max(counts)
     lengths = torch.tensor(counts)

@@ -12,7 +12,7 @@ once and cut to every length.
 
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,7 @@ from benchmarks.gpu import trl as gpu_trl
 from benchmarks.gpu import update as gpu_update
 from benchmarks.gpu import work as work
 from benchmarks.gpu.measure import Bench, Part, words
-from legato.core.outcome import Coefficients
-from legato.policy.layout.packs import Pack, Texts, pack
-from legato.policy.policy import Channels
+from legato.core.texts import Texts
 from legato.rollouts.engine import Limits
 from legato.rollouts.sampling import Sampling
 
@@ -82,26 +80,21 @@ def gap(first: Tensor, second: Tensor) -> dict[str, float]:
     }
 
 
-def scored(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
+def scored(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
     """[B, T] log-probs without a gradient, as the anchor is computed."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
-    for packed in packs:
-        table[packed.rows] = policy.score(texts, packed.rows).logprobs.cpu()
+    for rows in parts:
+        table[rows] = policy.score(texts, rows).logprobs.cpu()
     return table
 
 
-def learned(policy: Any, texts: Texts, packs: list[Pack]) -> Tensor:
-    """[B, T] log-probs as an update computes them. It asks for no gradient in the end, so nothing is learnt."""
+def learned(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
+    """[B, T] log-probs as an update computes them. Nothing goes backward, so nothing is learnt."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
-    for packed in packs:
-
-        def respond(part: range, channels: Channels, packed: Pack = packed) -> Coefficients:
-            table[packed.rows[part.start : part.stop]] = channels.logprobs.detach().cpu()
-            return Coefficients(logprobs=torch.zeros_like(channels.logprobs))
-
-        policy.learn(packed, respond)
-        for parameter in policy.parameters().values():
-            parameter.grad = None
+    for rows in parts:
+        with policy.accumulate_gradient(texts, rows) as forward:
+            for piece in forward.pieces():
+                table[piece.rows] = piece.channels.logprobs.cpu()
     return table
 
 
@@ -137,11 +130,11 @@ def numerics_part(bench: Bench) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for length in lengths_of(bench):
         texts = texts_of(prompts, tokens[:, :length])
-        together = gpu_saved.packs_of(texts, 64 if bench.tiny else TOKENS_PER_PACK)
-        alone = [pack(texts, torch.tensor([row])) for row in range(len(tokens))]
+        together = gpu_saved.cut(texts, 64 if bench.tiny else TOKENS_PER_PACK)
+        alone = [torch.tensor([row]) for row in range(len(tokens))]
         base = scored(policy, texts, together)
         with rounded_logits():
-            rounded = [scored(policy, texts, packs) for packs in (together, alone)]
+            rounded = [scored(policy, texts, parts) for parts in (together, alone)]
         table[str(length)] = {
             "same path": gap(learned(policy, texts, together), base),
             "different packs": gap(scored(policy, texts, alone), base),

@@ -1,17 +1,19 @@
 """B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import update as gpu_update
 from benchmarks.gpu import work as work
 from benchmarks.gpu.measure import Bench, Part
 from legato.core.outcome import Coefficients
-from legato.policy.layout.packs import Pack, Texts, pack
-from legato.training.plan import packs
+from legato.core.texts import Texts
+from legato.training.plan import micro_batches
 
 RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 32768
 CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
@@ -36,22 +38,20 @@ def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int,
     )
 
 
-def packs_of(texts: Texts, most: int) -> list[Pack]:
-    """As the trainer cuts an update: whole groups, at most so many tokens a pack, evenly filled."""
-    return [pack(texts, rows) for rows in packs(texts, texts.group.unique().tolist(), most)]
+def cut(texts: Texts, most: int) -> tuple[Tensor, ...]:
+    """As the trainer cuts an update: whole groups, at most so many tokens a micro-batch, evenly filled."""
+    return micro_batches(texts, texts.group.unique().tolist(), most)
 
 
-def learn_all(policy: Any, packs: list[Pack]) -> None:
-    """Forward and backward of every pack with coefficients of alternating sign; the gradient is dropped."""
-
-    def respond(part: range, channels: Any) -> Coefficients:
-        signs = torch.where(torch.arange(len(part), device=channels.logprobs.device) % 2 == 0, 1e-3, -1e-3)
-        return Coefficients(
-            logprobs=signs.unsqueeze(1).to(channels.logprobs.dtype).expand_as(channels.logprobs).contiguous()
-        )
-
-    for packed in packs:
-        policy.learn(packed, respond)
+def learn_all(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> None:
+    """Forward and backward of every micro-batch with coefficients of alternating sign; the gradient is dropped."""
+    for rows in parts:
+        with policy.accumulate_gradient(texts, rows) as forward:
+            for piece in forward.pieces():
+                logprobs = piece.channels.logprobs
+                signs = torch.where(torch.arange(len(logprobs), device=logprobs.device) % 2 == 0, 1e-3, -1e-3)
+                field = signs.unsqueeze(1).to(logprobs.dtype).expand_as(logprobs).contiguous()
+                piece.backward(Coefficients(logprobs=field))
     for parameter in policy.parameters().values():
         parameter.grad = None
 
@@ -67,9 +67,11 @@ def shared_part(prompt: int, group: int) -> Part:
         rows = torch.arange(min(4, sizes[3]))
         gap = float((policy.score(on, rows).logprobs - policy.score(off, rows).logprobs).abs().max())
         most = 256 if bench.tiny else TOKENS_PER_PACK
-        packed = {"shared": packs_of(on, most), "apart": packs_of(off, most)}
+        sides = {"shared": (on, cut(on, most)), "apart": (off, cut(off, most))}
         rounds = {"warm": 1, "samples": 1, "seconds": 5.0} if bench.tiny else {"warm": 2, "samples": 7, "seconds": 25.0}
-        found = bench.interleaved({name: lambda p=p: learn_all(policy, p) for name, p in packed.items()}, **rounds)
+        found = bench.interleaved(
+            {name: lambda side=side: learn_all(policy, *side) for name, side in sides.items()}, **rounds
+        )
         length, answer = sizes[0], sizes[1]
         return {
             "prompt": length,

@@ -47,7 +47,7 @@ Logprobs = list[list[list[float]]]
 
 def scored(policy: Any, given: Work) -> Logprobs:
     """What the policy says of the fixed responses, a group at a time."""
-    from legato.policy.layout.packs import Texts
+    from legato.core.texts import Texts
 
     found = []
     for prompt, group in zip(given.prompts, given.responses, strict=True):

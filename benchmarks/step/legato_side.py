@@ -18,12 +18,13 @@ import legato
 from benchmarks.step import work as work
 from legato.config.load import load
 from legato.core.rollout import Problem, Rollout
-from legato.policy.layout.packs import Texts, pack
+from legato.core.texts import Texts
 from legato.policy.model.smollm2 import smollm2_folder
 from legato.policy.model.tiny import ALPHABET, END, PAD, UNKNOWN, TinyShape, tiny_model
 from legato.run import wire
 from legato.tasks.source import Pool
-from legato.training.step import StepReport, Trainer
+from legato.training.report import StepReport
+from legato.training.step import Trainer
 
 VOCABULARY = 49152
 """SmolLM2's: the head is what a small model with a real vocabulary spends its time on."""
@@ -150,18 +151,21 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
         {"prompt": prompt, "tokens": tokens, "old": old.contiguous(), "advantages": advantages},
         given["batch"],
     )
-    with policy.reading(pack(texts, rows)) as channels:
-        outcome = legato.loss(
-            trainer.algorithm,
-            logprobs=channels.logprobs,
-            old_logprobs=old,
-            advantages=advantages,
-            mask=mask,
-            group=texts.group,
-        )
-        outcome.loss.backward()
+    losses = []
+    with policy.accumulate_gradient(texts, rows) as forward:
+        for piece in forward.pieces():  # one: the group is small
+            outcome = legato.loss(
+                trainer.algorithm,
+                logprobs=piece.channels.logprobs,
+                old_logprobs=old,
+                advantages=advantages,
+                mask=mask,
+                group=texts.group,
+            )
+            losses.append(outcome.loss.item())
+            piece.backward(outcome.field)
     gradients = {name: work.fingerprint(name, p.grad) for name, p in policy.parameters().items() if p.grad is not None}
-    return {"loss": outcome.loss.item(), "gradients": gradients}
+    return {"loss": sum(losses), "gradients": gradients}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from legato.core.texts import Texts
 from legato.core.threads import one_thread
-from legato.policy.layout.packs import Pack, Texts, pack
+from legato.policy.layout.packs import Pack, pack
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import legato
-from legato.policy.layout.packs import Texts, pack
+from legato.core.texts import Texts
 from legato.policy.policy import Policy
 from tests.policy.exact import exact
 
@@ -121,11 +121,11 @@ def test_the_gradient_of_every_parameter_is_the_librarys(dtype: torch.dtype, pac
         temperature=torch.ones(8),
     )
     policy = Policy(model=model, tokenizer=None, name="minimal", packing=packing)
-    with policy.reading(pack(texts, torch.arange(8))) as channels:
-        outcome = legato.loss(
-            "gspo", logprobs=channels.logprobs, old_logprobs=old, advantages=advantage, mask=mask, group=group
-        )
-        outcome.loss.backward()
+    with policy.accumulate_gradient(texts, torch.arange(8)) as forward:
+        for piece in forward.pieces():  # one: the vocabulary is small
+            logprobs = piece.channels.logprobs
+            outcome = legato.loss("gspo", logprobs=logprobs, old_logprobs=old, advantages=advantage, mask=mask, group=group)
+            piece.backward(outcome.field)
     assert close(loss.detach(), outcome.loss.detach(), EXACT[dtype])
     assert any(parameter.grad.abs().max() > 1e-3 for parameter in model.parameters())
     for gradient, parameter in zip(gradients, model.parameters(), strict=True):

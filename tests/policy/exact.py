@@ -4,7 +4,7 @@ Transformers computes norms, routers and eager softmaxes in float32 whatever the
 two ways of computing one number may be held to 1e-12. The attention is written out once more, from the definition.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from legato.policy.layout.packs import Texts
-from legato.policy.policy import Policy
+from legato.core.outcome import Coefficients
+from legato.core.texts import Texts
+from legato.policy.experts.routing import Directions, Traffic
+from legato.policy.policy import Channels, Piece, Policy
 
 VOCABULARY = 41
 
@@ -233,3 +235,24 @@ def ragged(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 9) -> T
         group=order,
         temperature=0.5 + torch.rand(rows, generator=generator, dtype=torch.float64),
     )
+
+
+def accumulate(
+    policy: Policy,
+    texts: Texts,
+    rows: Tensor,
+    coefficients_of: Callable[[Piece], Coefficients],
+    directions: Directions | None = None,
+) -> tuple[Channels, Traffic | None]:
+    """Add the gradient of some rows; what the pieces read as one table, and where routers sent the tokens."""
+    seen = []
+    with policy.accumulate_gradient(texts, rows, directions) as forward:
+        for piece in forward.pieces():
+            seen.append(piece.channels)
+            piece.backward(coefficients_of(piece))
+    return Channels.join(seen), forward.traffic
+
+
+def ones(piece: Piece) -> Coefficients:
+    """Coefficients whose gradient is that of minus the sum of all log-probs."""
+    return Coefficients(logprobs=torch.ones_like(piece.channels.logprobs))

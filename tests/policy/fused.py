@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.layout.packs import Pack, Texts
+from legato.core.texts import Texts
+from legato.policy.layout.packs import Pack
 from legato.policy.layout.spans import Spans, Uses
 from legato.policy.policy import Policy
 

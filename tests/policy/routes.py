@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from legato.policy.layout.packs import Texts
+from legato.core.texts import Texts
 from legato.policy.policy import Policy
 from tests.policy import exact
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from legato.policy.layout.packs import Texts
+from legato.core.texts import Texts
 from legato.policy.model.load import Loading, load_policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local.engine import LocalEngine

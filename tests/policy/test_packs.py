@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.policy.layout.packs import Texts, pack
+from legato.core.texts import Texts
+from legato.policy.layout.packs import pack
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy, ValueHead
-from tests.policy.exact import FAMILIES, VOCABULARY, Words, family, plain_tables, policy_of, ragged
+from tests.policy.exact import FAMILIES, VOCABULARY, Words, accumulate, family, ones, plain_tables, policy_of, ragged
 
 
 def inside(texts: Texts) -> Tensor:
@@ -159,11 +160,11 @@ def test_log_probs_are_float32_for_16_bit_models_and_float64_for_64_bit_ones() -
     assert half.dtype == torch.float32 and found.logprobs.dtype == torch.float32 and found.entropy.dtype == torch.float32
 
 
-def test_reading_leaves_the_model_as_its_users_know_it() -> None:
+def test_a_pass_leaves_the_model_as_its_users_know_it() -> None:
     model = family("qwen3")
     policy = policy_of(model)
     before = model.config._attn_implementation
-    with pytest.raises(RuntimeError, match="inside"), policy.reading(pack(ragged(), torch.arange(3))):
+    with pytest.raises(RuntimeError, match="inside"), policy.accumulate_gradient(ragged(), torch.arange(3)):
         raise RuntimeError("inside")
     assert model.config._attn_implementation == before
 
@@ -177,8 +178,8 @@ def test_dropout_and_router_jitter_are_off_in_every_pass() -> None:
     for packing in (True, False):
         policy.packing = packing
         first = policy.score(texts, rows).logprobs
-        with policy.reading(pack(texts, rows)) as again:
-            assert torch.equal(first, again.logprobs.detach())
+        again, _ = accumulate(policy, texts, rows, ones)
+        assert torch.equal(first, again.logprobs)
 
 
 def test_entropies_lie_between_0_and_that_of_equal_chances() -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from legato.core.outcome import Coefficients
+from legato.core.texts import Texts
 from legato.policy.experts.routers import Routers, find
 from legato.policy.experts.routing import Directions, Record
-from legato.policy.layout.packs import Texts
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Policy
-from tests.policy.exact import Words, family, policy_of, ragged
+from tests.policy.exact import Words, accumulate, family, ones, policy_of, ragged
 from tests.policy.routes import FAMILIES, as_published, chosen_by, family_gates, overheard, plain_logits, present, sets
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def test_a_record_holds_every_token_that_was_read_by_its_place_in_the_texts(pack
     policy.shared_prompts = shared
     record = table_of(policy, texts)
     for rows in (torch.arange(0, 12, 2), torch.arange(1, 12, 2)):
-        _, traffic = policy.scored(texts, rows, Directions())
+        traffic = policy.score(texts, rows, Directions()).traffic
         assert traffic is not None
         record.note(traffic)
     wide, deep = texts.prompts.shape[1], texts.tokens.shape[1]
@@ -177,16 +177,10 @@ def test_layers_computed_again_in_the_backward_are_recorded_once(packing: bool, 
     again = exact_policy("qwen3-moe", gradient_checkpointing=True, **changes)
     texts, rows, found = ragged(), torch.arange(12), []
     for one in (policy, again):
-        seen: list[Channels] = []
-
-        def respond(part: range, channels: Channels, seen: list[Channels] = seen) -> Coefficients:
-            seen.append(channels)
-            return Coefficients(logprobs=torch.ones_like(channels.logprobs))
-
         with overheard(one.model) as passed:
-            traffic = one.learn(one.pack(texts, rows), respond, Directions())
+            channels, traffic = accumulate(one, texts, rows, ones, Directions())
         assert traffic is not None and len(passed) == (4 if one is again else 2)
-        found.append((seen[0].routed, traffic))
+        found.append((channels.routed, traffic))
     (left, going), (right, gone) = found
     assert left is not None and right is not None
     assert torch.equal(left.experts, right.experts) and torch.equal(going.experts, gone.experts)
@@ -197,7 +191,7 @@ def test_nothing_is_looked_at_where_nobody_asks() -> None:
     policy = exact_policy("qwen3-moe")
     assert policy.routers is not None
     policy.score(ragged(), torch.arange(12))
-    with policy._tapped(policy.pack(ragged(), torch.arange(12)), Directions()) as tap:
+    with policy._tap(policy.pack(ragged(), torch.arange(12)), Directions()) as tap:
         assert tap is not None and all(len(router._forward_hooks) == 1 for router in policy.routers.modules)
     assert all(len(router._forward_hooks) == 0 for router in policy.routers.modules)
 
@@ -205,19 +199,19 @@ def test_nothing_is_looked_at_where_nobody_asks() -> None:
 def test_a_record_of_other_tokens_is_not_used_and_counted() -> None:
     policy, texts = exact_policy("qwen3-moe"), ragged()
     record = table_of(policy, texts)
-    _, traffic = policy.scored(texts, torch.arange(12), Directions())
+    traffic = policy.score(texts, torch.arange(12), Directions()).traffic
     assert traffic is not None
     record.note(traffic)
     record.experts.copy_((record.experts + 1) % 4)
-    _, used = policy.scored(texts, torch.arange(12), Directions(replay=record))
+    used = policy.score(texts, torch.arange(12), Directions(replay=record)).traffic
     assert used is not None and float(used.missing) == 0
     # Five of the tokens that are read get the record of another token; none of them is forced.
     record.tokens[traffic.source[:5]] += 1
-    moved, partly = policy.scored(texts, torch.arange(12), Directions(replay=record))
-    assert partly is not None and float(partly.missing) == 5
+    moved = policy.score(texts, torch.arange(12), Directions(replay=record))
+    assert moved.traffic is not None and float(moved.traffic.missing) == 5
     record.tokens.fill_(-1)
-    free, none = policy.scored(texts, torch.arange(12), Directions(replay=record))
-    assert none is not None and float(none.missing) == len(traffic.tokens)
+    free = policy.score(texts, torch.arange(12), Directions(replay=record))
+    assert free.traffic is not None and float(free.traffic.missing) == len(traffic.tokens)
     plain = policy.score(texts, torch.arange(12)).logprobs
     assert torch.equal(free.logprobs, plain) and not torch.equal(moved.logprobs, plain)
 

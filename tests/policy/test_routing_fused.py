@@ -1,7 +1,6 @@
 """Routers in fused layers, which go past the forward of a layer but not past its mixture of experts."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from legato.core.outcome import Coefficients
 from legato.policy.experts.routing import Balance, Directions, Record, Routed, Traffic
 from legato.policy.layers.fused import why_not
 from legato.policy.model.load import Loading, load_policy
-from legato.policy.policy import Policy
-from tests.policy.exact import Words
+from legato.policy.policy import Piece, Policy
+from tests.policy.exact import Words, accumulate
 from tests.policy.fused import install, texts
 from tests.policy.routes import as_published, sets
 
@@ -30,24 +29,22 @@ Learnt = tuple[Tensor, Routed | None, Traffic | None, dict[str, Tensor]]
 
 def learnt(policy: Policy, directions: Directions) -> Learnt:
     """Log-probs, what was recorded, and the gradient of a fixed mixture of the log-probs."""
-    weight, seen = torch.randn(5, 6, generator=torch.Generator().manual_seed(3)), list[Any]()
+    weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
 
-    def respond(part: range, channels: Any) -> Coefficients:
-        seen.append(channels)
-        return Coefficients(logprobs=weight[part.start : part.stop] * (channels.logprobs.detach() != 0))
+    def respond(piece: Piece) -> Coefficients:
+        return Coefficients(logprobs=weight[piece.rows] * (piece.channels.logprobs != 0))
 
     policy.model.zero_grad()
-    traffic = policy.learn(policy.pack(texts(), ROWS), respond, directions)
-    (channels,) = seen
+    channels, traffic = accumulate(policy, texts(), ROWS, respond, directions)
     slopes = {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
-    return channels.logprobs.detach(), channels.routed, traffic, slopes
+    return channels.logprobs, channels.routed, traffic, slopes
 
 
 def told(policy: Policy) -> dict[str, Directions]:
     """Every thing a pass can be told; the routes that are forced are nobody's own."""
     assert policy.routers is not None
     record = Record.empty(texts(), policy.routers, policy.device)
-    _, traffic = policy.scored(texts(), ROWS, Directions())
+    traffic = policy.score(texts(), ROWS, Directions()).traffic
     assert traffic is not None
     record.note(traffic)
     record.experts.copy_((record.experts + 1) % policy.routers.experts)

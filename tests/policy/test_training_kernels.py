@@ -18,6 +18,8 @@ from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, tu
 from legato.policy.kernels.sums import sum_uses  # noqa: E402
 from legato.policy.layout.spans import Spans, Uses, moved  # noqa: E402
 from legato.policy.model.load import Loading, load_policy  # noqa: E402
+from legato.policy.policy import Piece  # noqa: E402
+from tests.policy.exact import accumulate  # noqa: E402
 from tests.policy.fused import install, texts  # noqa: E402
 
 pytestmark = [
@@ -249,15 +251,12 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
     rows, weight = torch.arange(5), torch.randn(5, 6)
 
     def learnt() -> tuple[Tensor, dict[str, Tensor]]:
-        seen: list[Tensor] = []
-
-        def respond(part: range, channels: Any) -> Coefficients:
-            seen.append(channels.logprobs.detach())
-            return Coefficients(logprobs=weight[part.start : part.stop] * (channels.logprobs.detach() != 0))
+        def respond(piece: Piece) -> Coefficients:
+            return Coefficients(logprobs=weight[piece.rows] * (piece.channels.logprobs != 0))
 
         policy.model.zero_grad()
-        policy.learn(policy.pack(texts(), rows), respond)
-        return torch.cat(seen), {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
+        channels, _ = accumulate(policy, texts(), rows, respond)
+        return channels.logprobs, {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
 
     right, slopes = learnt()
     asked = install(monkeypatch)

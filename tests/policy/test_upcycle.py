@@ -23,7 +23,7 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from tests.policy.exact import VOCABULARY, Words, plain_tables, ragged
+from tests.policy.exact import VOCABULARY, Words, accumulate, ones, plain_tables, ragged
 
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -330,8 +330,7 @@ def test_copies_part_when_they_are_trained(experts: int, active: int) -> None:
     first = [router.detach().clone() for router in routers]
     assert before.distance == 0
     assert 0.9 < before.entropy <= 1
-    with policy.reading(policy.pack(texts, torch.arange(16))) as channels:
-        channels.logprobs.sum().backward()
+    accumulate(policy, texts, torch.arange(16), ones)
     gradients = [layer.mlp.experts.down_proj.grad for layer in policy.body.model.layers]
     for gradient in gradients:
         assert float((gradient[0] - gradient[1]).norm()) > 1e-3 * float(gradient.norm())

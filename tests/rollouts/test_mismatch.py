@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from legato.core.texts import Texts
 from legato.policy.layout.attention import Heads
-from legato.policy.layout.packs import Texts
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.local.engine import LocalEngine

@@ -122,7 +122,7 @@ def test_a_batch_holds_the_routes_by_place_and_knows_where_there_are_none() -> N
     found[1] = changed(found[1], 0, routes=None)
     batch = collate(found)
     assert batch.routes is not None and isinstance(made.routers, Routers)
-    wide, deep, first = batch.prompts.shape[1], batch.tokens.shape[1], batch.prompts.numel()
+    wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
     for row in range(4):
         rollout = found[row // 2].members[row % 2].rollout
         head, tail = row // 2 * wide, first + row * deep

@@ -19,7 +19,8 @@ from legato.records.directory import RunDirectory
 from legato.run import execute
 from legato.run.train import resume
 from legato.run.wire import Given
-from legato.training.step import StepReport, Trainer
+from legato.training.report import StepReport
+from legato.training.step import Trainer
 from tests.proof.runs import cut, differences, light, outcome, state
 
 

@@ -84,13 +84,13 @@ def updated(
 def routes_of(policy: Policy, batch: Batch) -> Routes:
     """What an engine that is the policy itself would have recorded, every row alone."""
     texts = Tables.of(batch, CPU).texts
-    wide, deep, first = batch.prompts.shape[1], batch.tokens.shape[1], batch.prompts.numel()
-    tokens = torch.full((first + batch.tokens.numel(),), -1)
+    wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
+    tokens = torch.full((first + batch.texts.tokens.numel(),), -1)
     experts = torch.zeros(len(tokens), 2, 2, dtype=torch.uint8)
     for row in present(texts):
-        group = int(batch.group[row])
-        places = [group * wide + p for p in range(int(batch.prompt_lengths[group]))]
-        places += [first + row * deep + t for t in range(int(batch.lengths[row]) - 1)]
+        group = int(batch.texts.group[row])
+        places = [group * wide + p for p in range(int(batch.texts.prompt_lengths[group]))]
+        places += [first + row * deep + t for t in range(int(batch.texts.lengths[row]) - 1)]
         experts[places] = chosen_by(plain_logits(policy, texts, row)).to(torch.uint8)
         tokens[places] = whole(texts, row)[:-1]
     return Routes(tokens=tokens, experts=experts, count=4)

@@ -31,17 +31,11 @@ def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 
     rewards = torch.rand(rows, generator=generator, dtype=torch.float64)
     rewards[each : 2 * each] = 0.25
     return Batch(
-        prompts=texts.prompts,
-        prompt_lengths=texts.prompt_lengths,
-        group=texts.group,
-        tokens=texts.tokens,
-        lengths=texts.lengths,
-        mask=mask,
+        texts=replace(texts, mask=mask),
         turn=torch.where(mask, (torch.arange(longest) >= 4).long().expand(rows, -1), -1),
         version=torch.zeros_like(texts.tokens),
         sampler_logprobs=torch.where(mask, -4 * torch.rand(mask.shape, generator=generator, dtype=torch.float64), torch.nan),
         kept_logmass=None,
-        temperature=texts.temperature,
         rewards=rewards,
         accuracy=(rewards > 0.4).double(),
         components={},
@@ -127,8 +121,8 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
         algorithm,
         logprobs=logprobs,
         advantages=advantages[:, 0] if advantages.shape[1] == 1 else advantages,
-        mask=tables.batch.mask[index],
-        group=tables.batch.group[index],
+        mask=tables.texts.mask[index],
+        group=tables.texts.group[index],
         state=algorithm.initial() or None,
         **given,
     )
@@ -146,7 +140,7 @@ def size_of(gradient: Mapping[str, Tensor]) -> float:
 
 
 def one_update(batch: Batch, tokens_per_pack: int = WHOLE, packing: bool = True) -> Update:
-    (update,) = plan(batch, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
+    (update,) = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
     return update
 
 

@@ -8,7 +8,7 @@ import torch
 import legato
 from legato.core.rollout import Score
 from legato.training.probe import band, probe
-from legato.training.step import StepReport, read_state
+from legato.training.report import StepReport, read_state
 from tests.policy.exact import family, policy_of
 from tests.training.test_probe import heard
 from tests.training.test_trainer import Trainer, apart, run, trainer, weights
@@ -124,7 +124,7 @@ def test_the_noise_is_that_of_what_the_band_bounds() -> None:
     policy = policy_of(family("qwen3"))
     tables = heard(policy, 5e-4)
     scaled = {"objective.trust.auto-clip.scale": "sqrt-length", "objective.trust.auto-clip.reference_length": 4.0}
-    lengths = tables.batch.mask.sum(1).double()
+    lengths = tables.texts.mask.sum(1).double()
     lengths = lengths[lengths > 0]
     found = probe(policy, legato.algorithm("gspo-auto", scaled), tables, 40).noise(True)
     assert found == pytest.approx(5e-4 * float((lengths / 4).mean().sqrt()), rel=1e-6)

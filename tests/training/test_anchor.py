@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import legato
-from legato.policy.layout.packs import pack
 from legato.policy.model.reference import Reference
 from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.policy import Policy
@@ -29,7 +28,11 @@ def float32_policy(experts: int = 0, packing: bool = True) -> Policy:
 
 def float32_batch():  # type: ignore[no-untyped-def]
     batch = batch_by_hand(groups=6, each=4)
-    return replace(batch, sampler_logprobs=batch.sampler_logprobs.float(), temperature=batch.temperature.float())
+    return replace(
+        batch,
+        sampler_logprobs=batch.sampler_logprobs.float(),
+        texts=replace(batch.texts, temperature=batch.texts.temperature.float()),
+    )
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -37,21 +40,22 @@ def float32_batch():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("tokens_per_pack", [20, 60, 10**6])
 def test_anchored_in_the_same_packs_the_first_ratio_is_exactly_1(tokens_per_pack: int, experts: int, packing: bool) -> None:
     policy, batch = float32_policy(experts, packing), float32_batch()
-    updates = plan(batch, updates=2, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
+    updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
     tables = anchor(Tables.of(batch, CPU), policy, None, updates, choice="recompute", skip_first=False)
     assert tables.old_logprobs is not None
     for update in updates:
-        for rows in update.packs:
-            with policy.reading(pack(tables.texts, rows)) as channels:
-                new = channels.logprobs
-                assert new.requires_grad
-                assert torch.equal(new.detach(), tables.old_logprobs[rows, : new.shape[1]])
+        for rows in update.micro_batches:
+            with policy.accumulate_gradient(tables.texts, rows) as forward:
+                assert forward.hidden.requires_grad
+                for piece in forward.pieces():
+                    new = piece.channels.logprobs
+                    assert torch.equal(new, tables.old_logprobs[piece.rows, : new.shape[1]])
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_first_update_reports_ratios_of_exactly_1_and_clips_nothing(passes: int) -> None:
     policy, batch, value = float32_policy(), float32_batch(), legato.algorithm("gspo")
-    updates = plan(batch, updates=2, epochs=1, tokens_per_pack=40, seed=0, packing=True)
+    updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=40, seed=0, packing=True)
     tables = Tables.of(batch, CPU).with_advantages(value)
     silent = silent_rows(value, tables)
     tables = anchor(tables, policy, None, updates, choice="recompute", skip_first=False, silent=silent)
@@ -68,7 +72,7 @@ def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(n
     value = legato.algorithm(name)
     assert first_update_anchors_itself(value, epochs=1)
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=8)
-    updates = plan(batch, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
+    updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     every = prepared(policy, value, batch, updates)
     later = prepared(policy, value, batch, updates, skip_first=True)
     for update in updates:
@@ -81,13 +85,13 @@ def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(n
 
 def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first() -> None:
     value, policy, batch = legato.algorithm("gspo"), policy_of(family("qwen3")), batch_by_hand()
-    updates = plan(batch, updates=3, epochs=1, tokens_per_pack=30, seed=0, packing=True)
+    updates = plan(batch.texts, updates=3, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     with torch.no_grad():
         before, _, _ = plain_tables(policy, Tables.of(batch, CPU).texts, range(len(batch)))
     tables = prepared(policy, value, batch, updates, skip_first=True, move=1e-2)
     assert tables.old_logprobs is not None and tables.anchored is not None
     rows = torch.cat([update.rows for update in updates[1:]])
-    gap = (tables.old_logprobs - before)[rows][batch.mask[rows]]
+    gap = (tables.old_logprobs - before)[rows][batch.texts.mask[rows]]
     assert float(gap.abs().max()) < 1e-12
     assert not bool(tables.anchored[updates[0].rows].any())
 
@@ -124,15 +128,15 @@ def test_the_reference_stays_where_the_policy_began() -> None:
 
 def test_the_sampler_as_anchor_is_the_word_of_the_engine() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand()
-    updates = plan(batch, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
+    updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     tables = anchor(Tables.of(batch, CPU), policy, None, updates, choice="sampler", skip_first=True)
     assert tables.old_logprobs is not None and tables.anchored is not None and bool(tables.anchored.all())
-    assert torch.equal(tables.old_logprobs[batch.mask], batch.sampler_logprobs[batch.mask])
+    assert torch.equal(tables.old_logprobs[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask])
 
 
 def test_silent_rows_are_anchored_in_no_pack_and_change_no_other() -> None:
     value, policy, batch = legato.algorithm("gspo"), policy_of(family("qwen3")), batch_by_hand()
-    updates = plan(batch, updates=1, epochs=1, tokens_per_pack=30, seed=0, packing=True)
+    updates = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     tables = Tables.of(batch, CPU).with_advantages(value)
     silent = silent_rows(value, tables)
     assert silent is not None
@@ -158,8 +162,9 @@ def test_rows_are_silent_only_where_nothing_can_pull_at_them() -> None:
 
 def test_the_staleness_of_a_response_does_not_depend_on_how_long_its_neighbours_are() -> None:
     batch = batch_by_hand()
-    inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+    inside = torch.arange(batch.texts.tokens.shape[1]) < batch.texts.lengths[:, None]
     fresh = replace(batch, version=torch.where(inside, 9, 0))
     value = legato.algorithm("gspo", {"filters.staleness.most": 1})
     tables = Tables.of(fresh, CPU).with_advantages(value)
-    assert tables.keep is not None and tables.keep[batch.lengths > 0].tolist() == [[1.0]] * int((batch.lengths > 0).sum())
+    written = batch.texts.lengths > 0
+    assert tables.keep is not None and tables.keep[written].tolist() == [[1.0]] * int(written.sum())

@@ -264,8 +264,8 @@ def test_collating_pads_at_the_end_and_numbers_groups_from_0() -> None:
     this = collector()
     this.next(1)
     batch = collate(this.next(2)[0])
-    assert batch.group.tolist() == [0] * 4 + [1] * 4 and batch.lengths.tolist() == [2] * 8
-    assert batch.mask.all() and batch.turn.tolist() == [[0, 0]] * 8 and batch.sampler_logprobs.dtype == torch.float32
+    assert batch.texts.group.tolist() == [0] * 4 + [1] * 4 and batch.texts.lengths.tolist() == [2] * 8
+    assert batch.texts.mask.all() and batch.turn.tolist() == [[0, 0]] * 8 and batch.sampler_logprobs.dtype == torch.float32
     assert batch.rewards.tolist() == [0.0, 1.0, 0.0, 1.0] * 2 and batch.rewards.dtype == torch.float64
 
 

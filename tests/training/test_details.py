@@ -7,7 +7,7 @@ import pytest
 
 from legato.policy.model.tiny import character_tokenizer
 from legato.training.details import pieces
-from legato.training.step import StepReport
+from legato.training.report import StepReport
 from tests.training.test_trainer import trainer
 
 

@@ -10,12 +10,12 @@ from legato.algorithms.catalogue import entry
 from legato.core.batch import collate
 from legato.core.outcome import Coefficients
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.core.texts import Texts
 from legato.policy.head.head import Head
-from legato.policy.layout.packs import Texts
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape
-from legato.policy.policy import Channels, Policy
+from legato.policy.policy import Piece, Policy
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import local_engine
@@ -29,6 +29,7 @@ from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 from legato.training.probe import probe
 from legato.training.step import Trainer, TrainingSettings
 from legato.training.tables import Tables
+from tests.policy.exact import accumulate, ones
 from tests.proof.waits import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -125,10 +126,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         policy = load_policy("tiny", Loading(dtype="float32", gradient_checkpointing=checkpointing))
         groups, _ = collector(policy).next(4)
         texts = Tables.of(collate(groups), policy.device).texts
-        from legato.policy.layout.packs import pack
-
-        with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
-            channels.logprobs.sum().backward()
+        accumulate(policy, texts, torch.arange(len(texts)), ones)
         gradients.append({name: p.grad for name, p in policy.parameters().items()})
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-4), name
@@ -185,7 +183,7 @@ def test_graphs_see_the_weights_of_the_next_update() -> None:
     groups, _ = made.collector.next(4)
     batch = collate(groups)
     scored = made.policy.score(Tables.of(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
-    assert torch.allclose(scored[batch.mask], batch.sampler_logprobs[batch.mask], atol=1e-4)
+    assert torch.allclose(scored[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask], atol=1e-4)
 
 
 def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> None:
@@ -244,18 +242,16 @@ def ragged() -> Texts:
 def learnt(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs as the update sees them, and the gradient of a fixed mixture of them."""
     weight = torch.randn(texts.tokens.shape, generator=torch.Generator().manual_seed(1)).to(policy.device)
-    seen = []
 
-    def respond(part: range, channels: Channels) -> Coefficients:
-        seen.append(channels.logprobs.detach())
-        width = channels.logprobs.shape[1]
-        return Coefficients(logprobs=weight[part.start : part.stop, :width] * (channels.logprobs.detach() != 0))
+    def respond(piece: Piece) -> Coefficients:
+        logprobs = piece.channels.logprobs
+        return Coefficients(logprobs=weight[piece.rows, : logprobs.shape[1]] * (logprobs != 0))
 
     policy.model.zero_grad()
     for parameter in policy.model.parameters():
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-    policy.learn(policy.pack(texts, torch.arange(len(texts.tokens))), respond)
-    return torch.cat(seen), {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    seen, _ = accumulate(policy, texts, torch.arange(len(texts)), respond)
+    return seen.logprobs, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
 WAYS: dict[str, dict[str, object]] = {
@@ -319,8 +315,8 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     groups, _ = made.collector.next(8)
     batch = collate(groups, made.policy.dtype)
     tables = Tables.of(batch, made.policy.device)
-    updates = made._plan(batch)
-    tables = made._anchored(tables, updates)
+    updates = made._plan(batch.texts)
+    tables = made._score_old_policy(tables.with_advantages(made.algorithm), updates)
     silent = made._silent(tables)
     torch.cuda.synchronize()
     with no_waiting():

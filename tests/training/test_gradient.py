@@ -102,7 +102,7 @@ def difference(
 ) -> float:
     """The largest difference over all updates of a step and all parameters, from a gradient that is there at all."""
     batch = batch_by_hand(seed)
-    step = plan(batch, updates=updates, epochs=1, tokens_per_pack=tokens_per_pack, seed=2, packing=policy.packing)
+    step = plan(batch.texts, updates=updates, epochs=1, tokens_per_pack=tokens_per_pack, seed=2, packing=policy.packing)
     tables = prepared(policy, value, batch, step, move=3e-3, old_from=1e-2)
     worst = 0.0
     for update in step:
@@ -173,9 +173,9 @@ def test_the_gradient_of_gspo_is_that_of_the_paper_written_out() -> None:
     advantages = tables.advantages[:, 0]
     assert torch.allclose(advantages, apart.reshape(-1), rtol=1e-4, atol=1e-9)
     terms, clipped = [], 0
-    present = [row for row in range(len(batch)) if batch.mask[row].any()]
+    present = [row for row in range(len(batch)) if batch.texts.mask[row].any()]
     for row in present:
-        here = batch.mask[row]
+        here = batch.texts.mask[row]
         s = (new[row, here] - tables.old_logprobs[row, here]).mean().exp()
         a = advantages[row]
         terms.append(torch.minimum(s * a, s.clamp(1 - 2e-2, 1 + 3e-2) * a))
@@ -196,7 +196,7 @@ def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out(
     assert tables.old_logprobs is not None and tables.ref_logprobs is not None and tables.advantages is not None
     total, present = torch.zeros((), dtype=torch.float64), 0
     for row in range(len(batch)):
-        here = batch.mask[row]
+        here = batch.texts.mask[row]
         if here.any():
             present += 1
             w = (new[row, here] - tables.old_logprobs[row, here]).exp()

@@ -33,7 +33,7 @@ def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequen
         with overheard(policy.model) as found:
             policy.model(input_ids=whole(texts, row)[:-1][None], use_cache=False)
         start = int(texts.prompt_lengths[texts.group[row]]) - 1
-        every.append(torch.stack(found, 1)[start:][tables.batch.mask[row, : texts.lengths[row]]])
+        every.append(torch.stack(found, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])
     logits = torch.cat(every)
     shares = torch.zeros(2, 4, dtype=torch.float64)
     for token in chosen_by(logits).tolist():
@@ -84,12 +84,12 @@ def test_the_shares_of_the_balance_are_of_the_experts_that_were_used() -> None:
     tables = tables_of(policy, value, batch, [update], replay="R2")
     assert tables.old_experts is not None
     counts = torch.stack(
-        [torch.bincount(tables.old_experts[batch.mask][:, m].flatten().long(), minlength=4) for m in (0, 1)]
+        [torch.bincount(tables.old_experts[batch.texts.mask][:, m].flatten().long(), minlength=4) for m in (0, 1)]
     )
     moved(policy, 0.1)
-    _, traffic = policy.scored(tables.texts, update.rows, replace(directions_of(tables), count=True))
+    traffic = policy.score(tables.texts, update.rows, replace(directions_of(tables), count=True)).traffic
     assert traffic is not None and traffic.choices is not None
     assert torch.equal(traffic.choices, counts.double())
-    _, live = policy.scored(tables.texts, update.rows, replace(directions_of(tables), replay=None, count=True))
+    live = policy.score(tables.texts, update.rows, replace(directions_of(tables), replay=None, count=True)).traffic
     assert live is not None and live.choices is not None
     assert not torch.equal(live.choices, counts.double())

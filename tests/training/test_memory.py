@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from legato.core.outcome import Coefficients
-from legato.policy.layout.packs import Pack, Texts, pack
+from legato.core.texts import Texts
+from legato.policy.layout.packs import Pack, pack
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
-from legato.policy.policy import Channels, Policy
+from legato.policy.policy import Policy
 from legato.training.memory.fit import fit
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
+from tests.policy.exact import accumulate, ones
 from tests.training.held import peak
 
 VOCABULARY = 64
@@ -219,15 +220,12 @@ def test_an_update_holds_at_its_peak_what_the_model_says(kind: str, vocabulary: 
     loading = Loading(device="cpu", gradient_checkpointing=checkpointing)
     policy = load_policy(automatic.from_config(config, dtype=dtype), loading, tokenizer=Words())
     policy.logits_at_once = tokens * vocabulary
-    packed = pack(texts(4, 60, 8, 60), torch.arange(rows))
-
-    def respond(_: range, channels: Channels) -> Coefficients:
-        return Coefficients(logprobs=torch.ones_like(channels.logprobs))
-
+    given = texts(4, 60, 8, 60)
+    packed = pack(given, torch.arange(rows))
     memory = packed_demand(policy, packed, dtype, head_tokens=tokens).memory(checkpointing=checkpointing)
     kept = memory.activations_checkpointed if checkpointing else memory.activations
     estimated = kept + max(memory.head, memory.layer) + memory.gradients
-    assert estimated == pytest.approx(peak(lambda: policy.learn(packed, respond)), rel=0.15)
+    assert estimated == pytest.approx(peak(lambda: accumulate(policy, given, torch.arange(rows), ones)), rel=0.15)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,7 +1,7 @@
 """The probe measures the noise of log s and says whether the engine's word may be the anchor."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,15 @@ from torch import Tensor
 import legato
 from legato.core.batch import Batch
 from legato.core.mask import Mask
-from legato.core.outcome import Coefficients
+from legato.core.texts import Texts
 from legato.diagnostics.metrics.run import RUN_METRICS
 from legato.policy.experts.routing import Directions
-from legato.policy.layout.packs import Pack, Texts
 from legato.policy.model.load import Loading, load_policy
-from legato.policy.policy import Channels, Policy
+from legato.policy.policy import Channels, Forward, Piece, Policy
 from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measured, probe
 from legato.training.tables import Tables
 from tests.policy.exact import family, policy_of
 from tests.training.steps import batch_by_hand
-
-Respond = Callable[[range, Channels], Coefficients]
 
 CPU = torch.device("cpu")
 
@@ -32,7 +29,7 @@ def heard(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4)
     """A batch whose engine reported the trainer's own log-probs and so much more."""
     batch = batch_by_hand(groups=groups, each=each)
     exact = policy.score(Tables.of(batch, CPU).texts, torch.arange(len(batch))).logprobs
-    return Tables.of(replace(batch, sampler_logprobs=torch.where(batch.mask, exact + noise, torch.nan)), CPU)
+    return Tables.of(replace(batch, sampler_logprobs=torch.where(batch.texts.mask, exact + noise, torch.nan)), CPU)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +61,16 @@ def test_one_response_that_is_off_is_enough() -> None:
 
 def test_noise_that_cancels_within_a_response_is_no_noise_of_log_s() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
-    signs = torch.where(batch.mask, (batch.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
-    signs = torch.where(batch.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
+    signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
+    signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
     floor = probe(policy, legato.algorithm("gspo"), heard(policy, 0.02 * signs), 40)
     assert floor.engine.max < 1e-9
 
 
 def test_noise_that_cancels_within_a_response_is_noise_to_a_ratio_per_token() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
-    signs = torch.where(batch.mask, (batch.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
-    signs = torch.where(batch.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
+    signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
+    signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
     # Every ratio would start 0.18 off, of a band of 0.2.
     assert not probe(policy, legato.algorithm("grpo"), heard(policy, 0.18 * signs), 40).sampler_is_safe
 
@@ -145,23 +142,30 @@ def test_the_probe_leaves_no_gradient_behind_and_none_changed() -> None:
         assert weight.grad is not None and torch.equal(weight.grad, before[name])
 
 
+def alter_pieces(patch: pytest.MonkeyPatch, change: Callable[[Piece], Tensor]) -> None:
+    """From here on passes with a gradient have other log-probs."""
+    pieces = Forward.pieces
+
+    def altered(self: Forward) -> Iterator[Piece]:
+        for piece in pieces(self):
+            piece.channels = replace(piece.channels, logprobs=change(piece))
+            yield piece
+
+    patch.setattr(Forward, "pieces", altered)
+
+
 def disturbed(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
     """A policy one of whose paths is off by so much in every token: 'learn', 'alone' or 'score' (both scorings)."""
-    score, learn = Policy.score, Policy.learn
+    score = Policy.score
 
     def scored(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
         channels = score(self, texts, rows, directions)
         hit = where == "score" or (where == "alone" and len(rows) == 1)
         return replace(channels, logprobs=channels.logprobs + size) if hit else channels
 
-    def learned(self: Policy, packed: Pack, respond: Respond, directions: Directions | None = None) -> None:
-        def told(part: range, channels: Channels) -> Coefficients:
-            return respond(part, replace(channels, logprobs=channels.logprobs + size))
-
-        learn(self, packed, told if where == "learn" else respond, directions)
-
     patch.setattr(Policy, "score", scored)
-    patch.setattr(Policy, "learn", learned)
+    if where == "learn":
+        alter_pieces(patch, lambda piece: piece.channels.logprobs + size)
 
 
 @pytest.mark.parametrize(
@@ -190,23 +194,19 @@ def test_what_is_off_shows_in_its_own_figures_and_in_no_other(
 def test_one_token_that_differs_in_one_bit_is_told() -> None:
     policy = policy_of(family("qwen3"))
     tables = heard(policy, 0.0)
-    learn = Policy.learn
 
-    def learned(self: Policy, packed: Pack, respond: Respond, directions: Directions | None = None) -> None:
-        def told(part: range, channels: Channels) -> Coefficients:
-            found = channels.logprobs.detach().clone()
-            if 0 in packed.rows[part.start : part.stop]:
-                row = packed.rows[part.start : part.stop].tolist().index(0)
-                column = int(tables.batch.mask[0].nonzero()[0])
-                found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
-            return respond(part, replace(channels, logprobs=found + 0 * channels.logprobs))
-
-        learn(self, packed, told, directions)
+    def change(piece: Piece) -> Tensor:
+        found = piece.channels.logprobs.clone()
+        if 0 in piece.rows:
+            row = piece.rows.tolist().index(0)
+            column = int(tables.texts.mask[0].nonzero()[0])
+            found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Policy, "learn", learned)
+        alter_pieces(patch, change)
         floor = probe(policy, legato.algorithm("gspo"), tables, 40)
-    assert floor.same_tokens == pytest.approx(1 / int(tables.batch.mask.sum()))
+    assert floor.same_tokens == pytest.approx(1 / int(tables.texts.mask.sum()))
     assert 0 < floor.same.max < 1e-14 and floor.same.clipped == 0.0
     assert "warning" in floor.lines("sampler")[-1]
 
@@ -251,12 +251,12 @@ def slowly(name: str, drift: list[list[float | None]], turns: list[list[int]]) -
 def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> None:
     batch = batch_by_hand(groups=6, each=4)
     generator = torch.Generator().manual_seed(11)
-    drift = size * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64)
-    mask = Mask(batch.mask, torch.float64)
+    drift = size * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64)
+    mask = Mask(batch.texts.mask, torch.float64)
     found = measured(legato.algorithm(name), mask, batch.turn, mask.select(drift))
     listed = [
         [x if inside else None for x, inside in zip(row, seen, strict=True)]
-        for row, seen in zip(drift.tolist(), batch.mask.tolist(), strict=True)
+        for row, seen in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
     ]
     ratio, bounded, clipped = slowly(name, listed, batch.turn.tolist())
     assert found.ratio == pytest.approx(ratio, rel=1e-9)
@@ -267,8 +267,8 @@ def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> No
 def test_the_rates_of_the_slow_loop_are_not_all_alike() -> None:
     batch = batch_by_hand(groups=6, each=4)
     generator = torch.Generator().manual_seed(11)
-    mask = Mask(batch.mask, torch.float64)
-    drift = mask.select(0.3 * torch.randn(batch.mask.shape, generator=generator, dtype=torch.float64))
+    mask = Mask(batch.texts.mask, torch.float64)
+    drift = mask.select(0.3 * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64))
     rates = {name: measured(legato.algorithm(name), mask, batch.turn, drift).clipped for name in ("gspo", "grpo", "gmpo")}
     assert len(set(rates.values())) == 3 and all(rate is not None and rate > 0 for rate in rates.values())
 
@@ -294,8 +294,8 @@ def test_without_a_band_there_is_no_rate_and_no_trust_in_the_engine(name: str) -
 
 def test_a_clip_of_tokens_measures_the_engine_by_tokens() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
-    signs = torch.where(batch.mask, (batch.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
-    signs = torch.where(batch.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
+    signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
+    signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
     floor = probe(policy, legato.algorithm("gmpo"), heard(policy, 0.3 * signs), 40)
     assert floor.unit == "tokens" and floor.engine.max < 1e-9 and floor.engine.clipped == 0.0
     assert floor.engine.bounded == pytest.approx(0.3) and not floor.sampler_is_safe
@@ -304,7 +304,7 @@ def test_a_clip_of_tokens_measures_the_engine_by_tokens() -> None:
 def test_a_product_of_ratios_is_measured_as_the_product() -> None:
     policy = policy_of(family("qwen3"))
     tables = heard(policy, 0.02)
-    longest = int(tables.batch.mask.sum(1).max())
+    longest = int(tables.texts.mask.sum(1).max())
     floor = probe(policy, legato.algorithm("seq-product"), tables, 40)
     assert floor.engine.bounded == pytest.approx(0.02 * longest, rel=1e-6) and 0.02 < 0.2 / 3 < 0.02 * longest
     assert not floor.sampler_is_safe

@@ -29,7 +29,8 @@ from tests.training.steps import batch_by_hand, furthest, in_one_graph, moved, o
 
 def test_the_first_update_under_r2_changes_no_bit() -> None:
     value, batch = legato.algorithm("grpo"), batch_by_hand()
-    batch = replace(batch, sampler_logprobs=batch.sampler_logprobs.float(), temperature=batch.temperature.float())
+    texts = replace(batch.texts, temperature=batch.texts.temperature.float())
+    batch = replace(batch, sampler_logprobs=batch.sampler_logprobs.float(), texts=texts)
     for dtype in (torch.float32, torch.bfloat16):
         for name in FAMILIES:
             policy = load_policy(as_published(name, dtype), Loading(dtype="float32", device="cpu"), tokenizer=Words())
@@ -93,7 +94,7 @@ def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() ->
             for layer in policy.body.model.layers
         ]
         packed = policy.pack(tables.texts, update.rows)
-        policy.scored(tables.texts, update.rows, replace(directions_of(tables), record=False))
+        policy.score(tables.texts, update.rows, replace(directions_of(tables), record=False))
         for handle in handles:
             handle.remove()
     recorded = tables.replay.experts[packed.source]
@@ -138,7 +139,7 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
         old = plain_tables(policy, tables.texts, rows)[0].detach()
     assert tables.old_logprobs is not None and tables.ref_logprobs is not None
-    inside = batch.mask
+    inside = batch.texts.mask
     if not skip_first:
         assert torch.allclose(tables.old_logprobs[inside], old[inside], atol=1e-12)
     assert torch.allclose(tables.ref_logprobs[inside], unforced[inside], atol=1e-12)
@@ -157,12 +158,12 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
 def test_records_that_are_missing_fall_through_and_are_counted() -> None:
     value, policy, batch = gspo(), exact_policy(), batch_by_hand()
     routes = routes_of(policy, batch)
-    routes.tokens[batch.prompts.numel() :] = -1
+    routes.tokens[batch.texts.prompts.numel() :] = -1
     batch = replace(batch, routes=routes)
     update = one_update(batch)
     tables = tables_of(policy, value, batch, [update], replay="R3")
     numbers = updated(policy, value, tables, update)[1].sums.report()
-    prompts, responses = int(batch.prompt_lengths.sum()), int((batch.lengths - 1).clamp(min=0).sum())
+    prompts, responses = int(batch.texts.prompt_lengths.sum()), int((batch.texts.lengths - 1).clamp(min=0).sum())
     assert numbers["router/replay_missing"] == pytest.approx(responses / (prompts + responses))
 
 

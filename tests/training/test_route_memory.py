@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from legato.core.outcome import Coefficients
 from legato.policy.experts.routing import Directions
 from legato.policy.model.load import Loading, load_policy
-from legato.policy.policy import Channels
 from legato.training.memory.model import Demand
 from legato.training.memory.shape import Shape
-from tests.policy.exact import Words, ragged
+from tests.policy.exact import Words, accumulate, ones, ragged
 from tests.policy.routes import as_published
 from tests.training.held import peak
 from tests.training.routed import exact_policy, gspo, routes_of, tables_of
@@ -27,14 +25,14 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
     held: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
     if tables.replay is not None:
         held += [tables.replay.experts, tables.replay.tokens]
-    written = batch.tokens.numel()
+    written = batch.texts.tokens.numel()
     demand = Demand(
         shape=Shape.of(policy.body.config),
         size=8,
         tokens_per_pack=0,
         routed=written,
         engine_routes=True,
-        replayed=0 if replay == "off" else written + batch.prompts.numel(),
+        replayed=0 if replay == "off" else written + batch.texts.prompts.numel(),
     )
     assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in held)
 
@@ -45,11 +43,7 @@ def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch
     policy = load_policy(model, Loading(device="cpu"), tokenizer=Words())
     texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)
     packed = policy.pack(texts, rows)
-
-    def respond(_: range, channels: Channels) -> Coefficients:
-        return Coefficients(logprobs=torch.ones_like(channels.logprobs))
-
-    plain, looked_at = (peak(lambda told=told: policy.learn(packed, respond, told)) for told in (None, Directions()))
+    plain, looked_at = (peak(lambda told=told: accumulate(policy, texts, rows, ones, told)) for told in (None, Directions()))
     read = len(packed.read)
     demand = Demand(
         shape=Shape.of(policy.body.config), size=dtype.itemsize, tokens_per_pack=len(packed.tokens), routed_at_once=read

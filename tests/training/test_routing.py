@@ -23,7 +23,7 @@ def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:
     value, batch = gspo(), batch_by_hand()
     for packing in (True, False):
         policy = exact_policy(packing=packing)
-        step = plan(batch, updates=2, epochs=1, tokens_per_pack=20, seed=2, packing=packing)
+        step = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=20, seed=2, packing=packing)
         for skip_first in (False, True):
             tables = tables_of(policy, value, batch, step, skip_first=skip_first)
             for update in step:
@@ -44,10 +44,10 @@ def by_loops(policy: Policy, tables: Tables, before: dict[int, Tensor]) -> dict[
     assert tables.old_logprobs is not None
     chosen = [[0] * 4, [0] * 4]
     for row in present(texts):
-        start = int(batch.prompt_lengths[batch.group[row]]) - 1
+        start = int(batch.texts.prompt_lengths[batch.texts.group[row]]) - 1
         now = plain_logits(policy, texts, row)
-        for t in range(int(batch.lengths[row])):
-            if not batch.mask[row, t]:
+        for t in range(int(batch.texts.lengths[row])):
+            if not batch.texts.mask[row, t]:
                 continue
             old_sets, new_sets = (set_of(logits[start + t]) for logits in (before[row], now))
             here, gap = [], 0.0
@@ -141,20 +141,20 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
     assert (tables.old_logprobs is tables.sampler_logprobs) is (choice == "sampler")
     before = {row: plain_logits(policy, tables.texts, row).log_softmax(-1) for row in present(tables.texts)}
     moved(policy, 0.03)
-    gamma = torch.ones(batch.mask.shape, dtype=torch.float64)
+    gamma = torch.ones(batch.texts.mask.shape, dtype=torch.float64)
     for row, old in before.items():
-        start = int(batch.prompt_lengths[batch.group[row]]) - 1
+        start = int(batch.texts.prompt_lengths[batch.texts.group[row]]) - 1
         new, experts = plain_logits(policy, tables.texts, row).log_softmax(-1), chosen_by(old)
         shift = router_shift(old.gather(-1, experts), new.gather(-1, experts))
-        gamma[row, : batch.lengths[row]] = shift[start:]
-    assert 0.0 < float((gamma[batch.mask] < 0.8).double().mean()) < 1.0
+        gamma[row, : batch.texts.lengths[row]] = shift[start:]
+    assert 0.0 < float((gamma[batch.texts.mask] < 0.8).double().mean()) < 1.0
     expected = shifted(policy, value, tables, update, gamma)
     found, report = updated(policy, value, tables, update, passes=passes)
     assert furthest(found, expected) < 1e-10 < size_of(expected)
     assert furthest(expected, shifted(policy, value, tables, update, torch.ones_like(gamma))) > 1e-6
     numbers = report.sums.report()
-    assert numbers["router/shift_mean"] == pytest.approx(float(gamma[batch.mask].mean()), abs=1e-9)
-    assert numbers["router/floored"] == pytest.approx(float((gamma[batch.mask] < 0.8).double().mean()))
+    assert numbers["router/shift_mean"] == pytest.approx(float(gamma[batch.texts.mask].mean()), abs=1e-9)
+    assert numbers["router/floored"] == pytest.approx(float((gamma[batch.texts.mask] < 0.8).double().mean()))
 
 
 def shifted(policy: Policy, value: Algorithm, tables: Tables, update: Update, gamma: Tensor) -> dict[str, Tensor]:
@@ -167,8 +167,8 @@ def shifted(policy: Policy, value: Algorithm, tables: Tables, update: Update, ga
         logprobs=logprobs,
         old_logprobs=tables.old_logprobs[rows],
         advantages=tables.advantages[rows, 0],
-        mask=tables.batch.mask[rows],
-        group=tables.batch.group[rows],
+        mask=tables.texts.mask[rows],
+        group=tables.texts.group[rows],
         router_shift=gamma[rows],
     )
     outcome.loss.backward()

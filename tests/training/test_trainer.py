@@ -22,7 +22,8 @@ from legato.tasks.source import Pool
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
-from legato.training.step import StepReport, Trainer, TrainingSettings
+from legato.training.report import StepReport
+from legato.training.step import Trainer, TrainingSettings
 from legato.training.tables import needs
 
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]

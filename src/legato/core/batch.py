@@ -1,4 +1,4 @@
-"""The scored rollouts of a step as tables: one row per rollout, `[B, T]` per token, padded at the end."""
+"""The scored rollouts of a step as tables: one row per rollout, `[B, T]` per token, padded at the end; on the host."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,33 +8,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from legato.core.rollout import Group, Rollout, Routes, Scored
+from legato.core.texts import Texts
 from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """An example: two groups of two rollouts, responses of 2, 3, 1 and 3 tokens.
+    """The texts of a step, and what engine and rewards said of them."""
 
-    group    0 0 1 1
-    lengths  2 3 1 3
-    mask     1 1 0 / 1 1 1 / 1 0 0 / 1 1 1
-    """
-
-    prompts: Tensor
-    """[G, P], padded at the end."""
-    prompt_lengths: Tensor
-    group: Tensor
-    """[B], dense from 0: the row of `prompts`."""
-    tokens: Tensor
-    lengths: Tensor
-    """[B]: from the first sampled token to the last, tool tokens inside included."""
-    mask: Tensor
-    """[B, T] bool: what the policy wrote."""
+    texts: Texts
     turn: Tensor
     version: Tensor
     sampler_logprobs: Tensor
     kept_logmass: Tensor | None
-    temperature: Tensor
     rewards: Tensor
     """[B] float64"""
     accuracy: Tensor
@@ -45,7 +31,7 @@ class Batch:
     """Of the engine: prompts [G, P] flattened, then responses [B, T]; None where no rollout has any."""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.texts)
 
 
 def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batch:
@@ -63,17 +49,19 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         kept = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(dtype)
     names = sorted({name for score in scores for name in score.components})
     return Batch(
-        prompts=_table(prompts),
-        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-        group=torch.tensor([number for number, _ in members]),
-        tokens=_table([rollout.tokens for rollout in rollouts]),
-        lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]),
-        mask=_table([rollout.mask for rollout in rollouts]),
+        texts=Texts(
+            prompts=_table(prompts),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            tokens=_table([rollout.tokens for rollout in rollouts]),
+            lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]),
+            mask=_table([rollout.mask for rollout in rollouts]),
+            group=torch.tensor([number for number, _ in members]),
+            temperature=torch.tensor([rollout.temperature for rollout in rollouts], dtype=dtype),
+        ),
         turn=_table([rollout.turn for rollout in rollouts], padding=-1),
         version=_table([rollout.version for rollout in rollouts]),
         sampler_logprobs=_table([rollout.sampler_logprobs for rollout in rollouts]).to(dtype),
         kept_logmass=kept,
-        temperature=torch.tensor([rollout.temperature for rollout in rollouts], dtype=dtype),
         rewards=torch.tensor([score.reward for score in scores], dtype=torch.float64),
         accuracy=torch.tensor([score.accuracy for score in scores], dtype=torch.float64),
         components={

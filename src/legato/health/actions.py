@@ -17,7 +17,7 @@ from legato.health.rule import Finding
 from legato.health.rules import MARGIN
 from legato.health.watch import REST, Watch, worst
 from legato.records.directory import RunDirectory
-from legato.training.step import StepReport
+from legato.training.report import StepReport
 
 GO_ON = "continue"
 """The file in a run directory whose appearance ends a pause."""

@@ -23,7 +23,7 @@ from legato.health.rule import Finding
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError, parsed, write_records
 from legato.records.rollouts import records
-from legato.training.step import StepReport
+from legato.training.report import StepReport
 
 METRICS_KEPT = 60
 """Steps whose metrics are kept: as far back as the rules look."""

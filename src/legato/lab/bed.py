@@ -19,8 +19,8 @@ from legato.policy.policy import Policy
 from legato.run import wire
 from legato.run.target import Target, find
 from legato.training.plan import plan
-from legato.training.step import StepReport, Trainer
-from legato.training.tables import Tables
+from legato.training.report import StepReport
+from legato.training.step import Trainer
 from legato.training.update import Look
 
 DEFAULT = Path(__file__).parent / "default.toml"
@@ -148,18 +148,17 @@ def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> 
 def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | None = None) -> tuple[Tensor, Tensor]:
     """[B, T] log-probs and entropies of responses under the policy as it is, float64; at another temperature if given."""
     batch = collate(groups, policy.dtype)
-    tables = Tables.of(batch, policy.device)
-    texts = tables.texts
+    texts = batch.texts
     if temperature is not None:
         texts = replace(texts, temperature=torch.full_like(texts.temperature, temperature))
-    shape = batch.tokens.shape
+    shape = texts.tokens.shape
     logprobs, entropy = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    updates = plan(batch, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=policy.packing)
-    for pack in updates[0].packs:
-        channels = policy.score(texts, pack)
+    updates = plan(texts, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=policy.packing)
+    for rows in updates[0].micro_batches:
+        channels = policy.score(texts, rows)
         width = channels.logprobs.shape[1]
-        logprobs[pack, :width] = channels.logprobs.cpu().double()
-        entropy[pack, :width] = channels.entropy.cpu().double()
+        logprobs[rows, :width] = channels.logprobs.cpu().double()
+        entropy[rows, :width] = channels.entropy.cpu().double()
     return logprobs, entropy
 
 

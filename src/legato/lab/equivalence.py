@@ -47,7 +47,7 @@ def equivalence(target: Target, *, steps: int, say: Say) -> Account:
     bed = make_bed(target, say, steps=steps)
     prompts = max(8, bed.resolved.config.training.prompts_per_step)
     first = bed.groups(prompts)
-    tokens = collate(first).mask
+    tokens = collate(first).texts.mask
     at_start = channels_of(bed.policy, first)
     course: list[dict[str, float]] = []
     before = likelihoods(at_start[0], at_start[0], tokens)
@@ -65,13 +65,13 @@ def equivalence(target: Target, *, steps: int, say: Say) -> Account:
         last = bed.groups(prompts)
         at_end = channels_of(bed.policy, last)
     assert pair is not None
-    ends = _ends(course, before, likelihoods(at_end[0], channels_of(bed.policy, last)[0], collate(last).mask))
+    ends = _ends(course, before, likelihoods(at_end[0], channels_of(bed.policy, last)[0], collate(last).texts.mask))
     return _account(bed, pair, course, ends)
 
 
 def _pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor]) -> Pair:
     new, full = channels_of(policy, groups)
-    heated = collate(groups).temperature[0].item() * OTHER_TEMPERATURE
+    heated = collate(groups).texts.temperature[0].item() * OTHER_TEMPERATURE
     hotter = channels_of(policy, groups, heated)[0]
     return Pair(old=at_start[0], new=new, mask=tokens, full_old=at_start[1], full_new=full, new_hotter=hotter)
 

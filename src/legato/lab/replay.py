@@ -16,7 +16,7 @@ from legato.lab.bed import Bed, Observed, Say, bed_of
 from legato.records.directory import RunDirectory
 from legato.run.target import find
 from legato.training import checkpoint
-from legato.training.step import StepReport
+from legato.training.report import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Replayed:
 
     def group_of(self) -> torch.Tensor:
         """[B]: which group each row belongs to."""
-        return collate(self.report.groups).group
+        return collate(self.report.groups).texts.group
 
 
 def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Replayed:

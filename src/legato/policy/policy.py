@@ -1,6 +1,13 @@
-"""The model being trained: packs in, log-probs, entropies and values out."""
+"""The model being trained. Two verbs: score some rows, and accumulate the gradient of some rows.
 
-from collections.abc import Callable, Iterator
+channels = policy.score(texts, rows)                                    no gradient
+with policy.accumulate_gradient(texts, rows) as forward:                the body goes forward
+    for piece in forward.pieces():                                      the head goes forward for a few rows
+        piece.backward(coefficients_of(piece.rows, piece.channels))     and backward
+                                                                        leaving the block, the body goes backward
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,26 +17,62 @@ from torch import Tensor, nn
 
 from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
+from legato.core.texts import Texts
 from legato.errors import InputError
 from legato.policy.experts.routers import Routers, find
 from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
 from legato.policy.head.head import Head
-from legato.policy.layers.fused import Parts, Projected, through, why_not
+from legato.policy.layers.fused import Parts, Projected, walk, why_not
 from legato.policy.layers.layer import learned
 from legato.policy.layout import attention
-from legato.policy.layout.packs import Pack, Texts, pack
+from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """What an objective may differentiate, `[R, width]` of a pack; 0 where no token of the policy stands."""
+    """What an objective may differentiate, `[R, width]` of some rows; 0 where no token of the policy stands."""
 
     logprobs: PerToken
     entropy: PerToken
     values: PerToken | None = None
     routed: Routed | None = None
-    """What the routers gave, where the pass was asked; it carries no gradient."""
+    """What the routers gave at these tokens, where the pass was asked; it carries no gradient."""
+    traffic: Traffic | None = None
+    """Where the routers sent every token that was read, prompts included; of a whole pass, where it was asked."""
+
+    def detach(self) -> "Channels":
+        """The same numbers without a gradient."""
+        values = None if self.values is None else self.values.detach()
+        return replace(self, logprobs=self.logprobs.detach(), entropy=self.entropy.detach(), values=values)
+
+    def widen(self, width: int) -> "Channels":
+        """The same rows in a wider table."""
+
+        def pad(table: Tensor) -> Tensor:
+            return nn.functional.pad(table, (0, width - table.shape[1]))
+
+        return replace(
+            self,
+            logprobs=pad(self.logprobs),
+            entropy=pad(self.entropy),
+            values=None if self.values is None else pad(self.values),
+            routed=None if self.routed is None else self.routed.widened(width),
+        )
+
+    @staticmethod
+    def join(parts: "Sequence[Channels]") -> "Channels":
+        """The channels of several runs of rows as one table; they are equally wide."""
+        if len(parts) == 1:
+            return parts[0]
+        values = [part.values for part in parts if part.values is not None]
+        routed = [part.routed for part in parts if part.routed is not None]
+        return Channels(
+            logprobs=torch.cat([part.logprobs for part in parts]),
+            entropy=torch.cat([part.entropy for part in parts]),
+            values=torch.cat(values) if values else None,
+            routed=Routed.joined(routed) if routed else None,
+        )
 
 
 class ValueHead(nn.Module):
@@ -159,61 +202,34 @@ class Policy:
         """Some rows of a table as this policy lays them out; on the host."""
         return pack(texts, rows, shared=self.shared_prompts)
 
-    @contextmanager
-    def reading(self, packed: Pack) -> Iterator[Channels]:
-        """The channels of a pack, for as long as their backward may need the pack (gradient checkpointing recomputes)."""
-        packed = packed.to(self.device)
-        with self._laid_out(packed) as hidden:
-            yield self._channels(hidden, packed, range(len(packed.counts)))
-
     def score(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
-        """The channels of some rows without a gradient."""
-        return self.scored(texts, rows, directions)[0]
-
-    def scored(self, texts: Texts, rows: Tensor, directions: Directions | None) -> tuple[Channels, Traffic | None]:
-        """The same, and which way the tokens went."""
+        """The channels of some rows without a gradient, with what the routers did where the directions ask for it."""
         packed = self.pack(texts, rows).to(self.device)
-        with torch.no_grad(), self._tapped(packed, directions) as tap, self._laid_out(packed) as hidden:
+        with torch.no_grad(), self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
             parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
-            channels = joined([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
+            channels = Channels.join([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
             if tap is None or not tap.directions.record:
-                return channels, None
+                return channels
             routed, traffic = tap.found()
-            return replace(channels, routed=routed), traffic
-
-    def learn(
-        self, packed: Pack, respond: Callable[[range, Channels], Coefficients], directions: Directions | None = None
-    ) -> Traffic | None:
-        """Add the gradient of a pack. `respond` is given the channels of some of its rows and says their coefficients.
-
-        The head goes forward and backward a few whole rows at a time, so that logits are held for those only and computed
-        once; the body goes forward and backward once.
-        """
-        packed = packed.to(self.device)
-        with self._tapped(packed, directions) as tap, self._laid_out(packed) as hidden:
-            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.found()
-            gradients = []
-            for part, state in _runs(hidden, packed, self._parts(packed)):
-                leaf = state.detach().requires_grad_()
-                channels = self._channels(leaf, packed, part)
-                if routed is not None:
-                    channels = replace(channels, routed=routed.rows(part))
-                field = respond(part, channels)
-                field.tie(
-                    channels.logprobs.new_zeros(()),
-                    logprobs=channels.logprobs,
-                    entropy=channels.entropy if field.entropy is not None else None,
-                    values=channels.values if field.values is not None else None,
-                ).backward()  # type: ignore[no-untyped-call]
-                gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-            # With the whole body frozen there is nothing behind the hidden states.
-            if hidden.requires_grad:
-                hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
-        return traffic
+            return replace(channels, routed=routed, traffic=traffic)
 
     @contextmanager
-    def _tapped(self, packed: Pack, directions: Directions | None) -> Iterator[Tap | None]:
-        """The routers looked at and told, where there are any; until the backward is over."""
+    def accumulate_gradient(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> "Iterator[Forward]":
+        """Add the gradient of some rows to the parameters, as a sequence: see the head of this file.
+
+        The body goes forward once on entering and backward once on leaving, if a piece went backward and nothing was
+        raised. Layouts and taps at routers live until then: gradient checkpointing computes layers again.
+        """
+        packed = self.pack(texts, rows).to(self.device)
+        with self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
+            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.found()
+            forward = Forward(policy=self, rows=rows, packed=packed, hidden=hidden, routed=routed, traffic=traffic)
+            yield forward
+            forward.finish()
+
+    @contextmanager
+    def _tap(self, packed: Pack, directions: Directions | None) -> Iterator[Tap | None]:
+        """Hooks at the routers, where there are any and directions for them; until the backward is over."""
         if directions is None or self.routers is None:
             yield None
             return
@@ -222,13 +238,14 @@ class Policy:
             yield tap
 
     @contextmanager
-    def _laid_out(self, packed: Pack) -> Iterator[Tensor]:
+    def _hidden_states(self, packed: Pack) -> Iterator[Tensor]:
         """[K, N]: the last hidden state wherever the pack wants logits."""
         if not self.packing:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
-            yield packed.reads.take(_through_pack(self.body.get_decoder(), packed))
+            with walk(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
+                yield packed.reads.take(hidden)
         else:
             with self.attending(packed):
                 hidden = self.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
@@ -283,8 +300,76 @@ class Policy:
         return hidden
 
 
-def _through_pack(decoder: Any, packed: Pack) -> Tensor:
-    """[N, H]: the last hidden state of a pack's tokens, layer by layer through fused parts with their gradients."""
+class Piece:
+    """A few rows of a pass with a gradient: their logits are held from here to their backward, and no longer."""
+
+    def __init__(self, rows: Tensor, attached: Channels) -> None:
+        self.rows = rows
+        """Their row numbers, on the host."""
+        self.channels = attached.detach()
+        """What an objective reads."""
+        self._attached: Channels | None = attached
+
+    def backward(self, coefficients: Coefficients) -> None:
+        """The head's part of the gradient: `coefficients` are minus the derivative of the loss by each channel."""
+        assert self._attached is not None, "a piece goes backward once, before the next piece is computed"
+        channels, self._attached = self._attached, None
+        coefficients.tie(
+            channels.logprobs.new_zeros(()),
+            logprobs=channels.logprobs,
+            entropy=channels.entropy if coefficients.entropy is not None else None,
+            values=channels.values if coefficients.values is not None else None,
+        ).backward()  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Give the logits back. A piece that never went backward has no gradient."""
+        self._attached = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Forward:
+    """A pass with a gradient whose body has gone forward."""
+
+    policy: Policy
+    rows: Tensor
+    packed: Pack
+    hidden: Tensor
+    """[K, N]: the last hidden state wherever the pack wants logits."""
+    routed: Routed | None
+    traffic: Traffic | None
+    """Where the routers sent the tokens, where asked."""
+    _leaves: list[Tensor] = field(default_factory=list)
+
+    def pieces(self) -> Iterator[Piece]:
+        """All rows, a few whole rows at a time, so that logits are held for those only and computed once."""
+        for part, state in _runs(self.hidden, self.packed, self.policy._parts(self.packed)):
+            # A leaf of its own: the head's backward ends there, and the body's begins when every piece is through.
+            leaf = state.detach().requires_grad_()
+            self._leaves.append(leaf)
+            channels = self.policy._channels(leaf, self.packed, part)
+            if self.routed is not None:
+                channels = replace(channels, routed=self.routed.rows(part))
+            piece = Piece(self.rows[part.start : part.stop], channels)
+            del channels
+            yield piece
+            piece.release()
+
+    def finish(self) -> None:
+        """The backward of the body, from what the pieces left at the hidden states; then the pass is let go."""
+        hidden, leaves = self.hidden, self._leaves
+        # Whoever holds the pass for its traffic holds no activations of it.
+        del self.hidden, self.packed, self.routed, self._leaves
+        # With the whole body frozen there is nothing behind the hidden states.
+        if not hidden.requires_grad or all(leaf.grad is None for leaf in leaves):
+            return
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        if unread := len(hidden) - sum(map(len, gradients)):
+            gradients.append(hidden.new_zeros(unread, hidden.shape[1]))
+        hidden.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+
+
+def _fused_parts(packed: Pack) -> Parts:
+    """What layers are made of for the tokens of a pack, with gradients."""
     from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn
 
     spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
@@ -304,8 +389,7 @@ def _through_pack(decoder: Any, packed: Pack) -> Tensor:
     def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
         return learned(layer, residual, update, cosine, sine, spans)
 
-    parts = Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned, whole=whole)
-    return through(decoder, packed.tokens, packed.positions, parts)
+    return Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned, whole=whole)
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,17 +431,3 @@ def _runs(hidden: Tensor, packed: Pack, parts: list[range]) -> Iterator[tuple[ra
 def _spread(values: Tensor, place: Tensor, shape: tuple[int, int]) -> Tensor:
     """[K] to [rows, width], 0 elsewhere."""
     return values.new_zeros(shape[0] * shape[1]).index_copy(0, place, values).reshape(shape)
-
-
-def joined(parts: list[Channels]) -> Channels:
-    """The channels of several runs of rows as one table; they are equally wide."""
-    if len(parts) == 1:
-        return parts[0]
-    values = [part.values for part in parts if part.values is not None]
-    routed = [part.routed for part in parts if part.routed is not None]
-    return Channels(
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        entropy=torch.cat([part.entropy for part in parts]),
-        values=torch.cat(values) if values else None,
-        routed=Routed.joined(routed) if routed else None,
-    )

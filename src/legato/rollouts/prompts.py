@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from legato.policy.layout.packs import Texts
+from legato.core.texts import Texts
 
 
 def prompt_texts(prompts: list[Tensor]) -> Texts:

@@ -24,7 +24,8 @@ from legato.training import checkpoint
 from legato.training.collect import ExhaustedError
 from legato.training.evaluate import accuracy_metrics, answer
 from legato.training.probe import Floor, UnsafeAnchorError
-from legato.training.step import StepReport, Trainer
+from legato.training.report import StepReport
+from legato.training.step import Trainer
 
 _HISTOGRAMS_EVERY = 10
 STOPPED_BY_WATCH = 3

@@ -31,7 +31,7 @@ from legato.run.origin import prepare
 from legato.run.watcher import Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
-from legato.training.step import StepReport
+from legato.training.report import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The anchor of a step: the policy as it was before the first update, scored in the very packs of the updates.
+"""The anchor of a step: the policy as it was before the first update, scored in the very micro-batches of the updates.
 
-Scored in the same packs by the same code, the old log-probs equal the first update's new ones to the bit, so that s = 1.
+Scored in the same micro-batches by the same code, the old log-probs equal the first update's new ones to the bit: s = 1.
 """
 
 from collections.abc import Sequence
@@ -57,45 +57,46 @@ def anchor(
     `silent` [B] are rows without any signal, which nothing needs to know about. The old policy is scored for its routes
     also where the engine's log-probs are the anchor: to replay them (R2), or to weigh with their `shift`.
     """
-    batch = tables.batch
-    packs = [pack for update in updates if update.epoch == 0 for pack in update.packs]
-    later = [pack for update in updates if update.epoch == 0 and update.index > 0 for pack in update.packs]
+    first_epoch = [update for update in updates if update.epoch == 0]
+    everything = [rows for update in first_epoch for rows in update.micro_batches]
+    later = [rows for update in first_epoch if update.index > 0 for rows in update.micro_batches]
     wanted = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
     if choice == "sampler" and not wanted:
-        anchored = torch.ones(len(batch), dtype=torch.bool)
+        anchored = torch.ones(len(tables.batch), dtype=torch.bool)
         tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=tables.sampler_experts)
     else:
-        chosen = later if skip_first and policy.value_head is None and choice != "sampler" else packs
-        tables = _recomputed(tables, policy, _loud(chosen, silent), replay)
+        chosen = later if skip_first and policy.value_head is None and choice != "sampler" else everything
+        tables = _score_old_policy(tables, policy, _without(silent, chosen), replay)
         if choice == "sampler":
             tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
-        found = _recomputed(tables, reference, packs, "off")
-        tables = replace(tables, ref_logprobs=found.old_logprobs)
+        scored = _score_old_policy(tables, reference, everything, "off")
+        tables = replace(tables, ref_logprobs=scored.old_logprobs)
     return tables
 
 
-def _loud(packs: Sequence[Tensor], silent: Tensor | None) -> list[Tensor]:
-    kept = packs if silent is None else [pack[~silent[pack]] for pack in packs]
-    return [pack for pack in kept if len(pack)]
+def _without(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    kept = micro_batches if silent is None else [rows[~silent[rows]] for rows in micro_batches]
+    return [rows for rows in kept if len(rows)]
 
 
-def _recomputed(tables: Tables, policy: Policy | Reference, packs: Sequence[Tensor], replay: str) -> Tables:
-    batch, device = tables.batch, tables.device
-    old = torch.zeros(batch.tokens.shape, dtype=_logprob_dtype(policy), device=device)
+def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches: Sequence[Tensor], replay: str) -> Tables:
+    """The tables with the log-probs of a policy as the old ones, of the rows of some micro-batches."""
+    texts, device = tables.texts, tables.device
+    old = torch.zeros(texts.tokens.shape, dtype=_logprob_dtype(policy), device=device)
     values = torch.zeros_like(old) if isinstance(policy, Policy) and policy.value_head is not None else None
-    anchored = torch.zeros(len(batch), dtype=torch.bool)
+    anchored = torch.zeros(len(texts), dtype=torch.bool)
     routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
-    for pack in packs:
-        anchored[pack] = True
-        rows = sent(pack, device)
-        channels = policy.score(tables.texts, pack) if routes is None else routes.scored(pack, rows)
+    for rows in micro_batches:
+        anchored[rows] = True
+        place = sent(rows, device)
+        channels = policy.score(texts, rows) if routes is None else routes.score(rows, place)
         width = channels.logprobs.shape[1]
-        old[rows, :width] = channels.logprobs
+        old[place, :width] = channels.logprobs
         if values is not None and channels.values is not None:
-            values[rows, :width] = channels.values
+            values[place, :width] = channels.values
     tables = replace(tables, old_logprobs=old, anchored=anchored, old_values=values)
-    return tables if routes is None else routes.kept(tables)
+    return tables if routes is None else routes.add_to(tables)
 
 
 class _Routes:
@@ -104,23 +105,24 @@ class _Routes:
     def __init__(self, tables: Tables, policy: Policy, replay: str) -> None:
         assert policy.routers is not None
         self.texts, self.policy = tables.texts, policy
-        shape = (*tables.batch.tokens.shape, *policy.routers.shape)
+        shape = (*tables.texts.tokens.shape, *policy.routers.shape)
         self.experts = torch.zeros(shape, dtype=policy.routers.index, device=tables.device)
         self.logprobs = torch.zeros(shape, dtype=policy.dtype, device=tables.device)
         self.record = Record.empty(tables.texts, policy.routers, tables.device) if replay == "R2" else None
         self.directions = Directions(replay=tables.replay if replay == "R3" else None)
 
-    def scored(self, pack: Tensor, rows: Tensor) -> Channels:
-        channels, traffic = self.policy.scored(self.texts, pack, self.directions)
-        assert channels.routed is not None and traffic is not None
+    def score(self, rows: Tensor, place: Tensor) -> Channels:
+        """The channels of some rows; `place`: the same rows on the device."""
+        channels = self.policy.score(self.texts, rows, self.directions)
+        assert channels.routed is not None and channels.traffic is not None
         width = channels.routed.experts.shape[1]
-        self.experts[rows, :width] = channels.routed.experts
-        self.logprobs[rows, :width] = channels.routed.logprobs
+        self.experts[place, :width] = channels.routed.experts
+        self.logprobs[place, :width] = channels.routed.logprobs
         if self.record is not None:
-            self.record.note(traffic)
+            self.record.note(channels.traffic)
         return channels
 
-    def kept(self, tables: Tables) -> Tables:
+    def add_to(self, tables: Tables) -> Tables:
         return replace(
             tables,
             old_experts=self.experts,

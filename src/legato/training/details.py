@@ -38,19 +38,20 @@ def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, 
     """
     assert tables.advantages is not None
     batch, advantages = tables.batch, tables.advantages.cpu()
-    lengths = batch.lengths.tolist()
+    texts = batch.texts
+    lengths = texts.lengths.tolist()
     shown = [max(0, min(length, most - before)) for length, before in zip(lengths, _before(lengths), strict=True)]
     asked = sum(count > 0 for count in shown)
     found: list[dict[str, Any]] = [
-        {"advantage": _short(_mean(advantages[row], batch.mask[row]))} for row in range(len(lengths))
+        {"advantage": _short(_mean(advantages[row], texts.mask[row]))} for row in range(len(lengths))
     ]
     seen = _fetched(marks, asked)
     for row in range(asked):
         here = slice(0, shown[row])
-        inside = batch.mask[row, here]
+        inside = texts.mask[row, here]
         index, coefficients, log_ratio = seen.get(row, (None, None, None))
         found[row]["details"] = {
-            "pieces": pieces(batch.tokens[row, here].tolist(), tokenizer),
+            "pieces": pieces(texts.tokens[row, here].tolist(), tokenizer),
             "logprobs": _numbers(batch.sampler_logprobs[row, here], inside),
             "log_ratios": None if log_ratio is None else _numbers(log_ratio[here], inside),
             "advantages": None if advantages.shape[1] == 1 else _numbers(advantages[row, here], inside),

@@ -59,7 +59,7 @@ def corrections() -> dict[str, Correction]:
 def scored(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
     """Rollouts with the trainer's own log-probs of them, in packs as an update has them."""
     batch = collate(groups, policy.dtype)
-    updates = plan(batch, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=policy.packing)
+    updates = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=policy.packing)
     return anchor(Tables.of(batch, policy.device), policy, None, updates, choice="recompute", skip_first=False)
 
 

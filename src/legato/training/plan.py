@@ -1,4 +1,4 @@
-"""How a step is cut: whole groups into updates, rows of an update into packs. Fixed before anything is computed."""
+"""How a step is cut: whole groups into updates, an update into micro-batches. Fixed before anything is computed."""
 
 import random
 from collections.abc import Sequence
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.core.batch import Batch
-from legato.policy.layout.packs import Texts
+from legato.core.texts import Texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer step: which rows, in which packs."""
+    """One optimizer step: which rows, in which micro-batches."""
 
     index: int
     """k: the number of the update within its pass over the step, from 0."""
     epoch: int
-    packs: tuple[Tensor, ...]
-    """Row numbers of each pack; together the rows of the update."""
+    micro_batches: tuple[Tensor, ...]
+    """Row numbers of each micro-batch, which is laid out as one pack; together the rows of the update."""
 
     @property
     def is_first(self) -> bool:
@@ -28,31 +27,32 @@ class Update:
 
     @property
     def rows(self) -> Tensor:
-        return torch.cat(self.packs).sort().values
+        return torch.cat(self.micro_batches).sort().values
 
 
-def plan(batch: Batch, *, updates: int, epochs: int, tokens_per_pack: int, seed: int, packing: bool) -> list[Update]:
+def plan(texts: Texts, *, updates: int, epochs: int, tokens_per_pack: int, seed: int, packing: bool) -> list[Update]:
     """Groups dealt at random, sizes within one, each response once per epoch."""
-    count = len(batch.prompts)
+    count = len(texts.prompts)
     found = []
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(f"updates {seed} {epoch}").shuffle(order)
         for index in range(min(updates, count)):
             groups = sorted(order[index::updates])
-            found.append(Update(index=index, epoch=epoch, packs=packs(batch, groups, tokens_per_pack, shared=packing)))
+            cut = micro_batches(texts, groups, tokens_per_pack, shared=packing)
+            found.append(Update(index=index, epoch=epoch, micro_batches=cut))
     return found
 
 
-def packs(batch: Batch | Texts, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
+def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
     """Rows of the groups in packs of at most so many tokens; a row longer than that is a pack of its own.
 
     As many packs as first fit by decreasing size needs, then evenly filled. A group stays together, so that its prompt is
     computed once, unless it is larger than a pack. Unshared (padded rows) a row costs its own prompt, and rows of like
     length stand together.
     """
-    rows = {group: (batch.group == group).nonzero().squeeze(1).tolist() for group in groups}
-    prompt, response = batch.prompt_lengths.tolist(), (batch.lengths - 1).clamp(min=0).tolist()
+    rows = {group: (texts.group == group).nonzero().squeeze(1).tolist() for group in groups}
+    prompt, response = texts.prompt_lengths.tolist(), (texts.lengths - 1).clamp(min=0).tolist()
     pieces: list[tuple[int, list[int]]] = []
     for group in groups:
         members, size = list[int](), prompt[group]

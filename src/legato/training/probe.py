@@ -19,7 +19,6 @@ from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts, Tally
 from legato.core.device import sent
 from legato.core.mask import Mask
-from legato.core.outcome import Coefficients
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
@@ -28,8 +27,8 @@ from legato.objectives.adaptive import AutoClip
 from legato.objectives.clips import TokenLogClip
 from legato.objectives.slots import Context, Region, State, TokenTrust, Trust
 from legato.policy.experts.routing import Directions
-from legato.policy.policy import Channels, Policy
-from legato.training.plan import packs
+from legato.policy.policy import Policy
+from legato.training.plan import micro_batches
 from legato.training.tables import Tables
 
 ROWS = 64
@@ -168,15 +167,15 @@ def _bounds(part: Trust, state: State) -> list[float]:
 
 def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int, state: State | None = None) -> Floor:
     """Score the first responses in packs of the run's size, twice, and alone, and lay the engine's word beside them."""
-    batch, device = tables.batch, tables.device
+    texts, device = tables.texts, tables.device
     state = algorithm.initial() if state is None else state
-    groups = sorted(set(batch.group[:ROWS].tolist()))
-    rows = torch.isin(batch.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
-    parts = [p[torch.isin(p, rows)] for p in packs(batch, groups, tokens_per_pack, shared=policy.packing)]
-    together = _scored(policy, tables, parts)[rows]
-    learning = _learning(policy, tables, parts)[rows]
-    alone = _scored(policy, tables, [row.reshape(1) for row in rows])[rows]
-    mask = Mask(batch.mask[rows].to(device), together.dtype)
+    groups = sorted(set(texts.group[:ROWS].tolist()))
+    rows = torch.isin(texts.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
+    cut = [part[torch.isin(part, rows)] for part in micro_batches(texts, groups, tokens_per_pack, shared=policy.packing)]
+    together = _score(policy, tables, cut)[rows]
+    learning = _score_with_gradient(policy, tables, cut)[rows]
+    alone = _score(policy, tables, [row.reshape(1) for row in rows])[rows]
+    mask = Mask(texts.mask[rows].to(device), together.dtype)
     turn = tables.turn[rows]
 
     def gap(left: Tensor, right: Tensor) -> Gap:
@@ -257,32 +256,26 @@ def _clips_responses(algorithm: Algorithm) -> bool:
     return objective.ratio.level == "sequence" and not any(isinstance(part, TokenTrust) for part in objective.trust)
 
 
-def _scored(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
+def _score(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     """[B, T]: log-probs without a gradient."""
     table = _table(policy, tables)
     for rows in parts:
         if len(rows):
-            found = policy.score(tables.texts, rows, _forced(tables)).logprobs
-            table[sent(rows, tables.device), : found.shape[1]] = found
+            logprobs = policy.score(tables.texts, rows, _forced(tables)).logprobs
+            table[sent(rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
-def _learning(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
-    """[B, T]: log-probs as an update computes them, with coefficients of 0, so that no gradient comes of it."""
+def _score_with_gradient(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
+    """[B, T]: log-probs as an update computes them; nothing goes backward, so no gradient comes of it."""
     table = _table(policy, tables)
-    fresh = [weight for weight in policy.parameters().values() if weight.grad is None]
     for rows in parts:
-        placed = sent(rows, tables.device)
-
-        def respond(part: range, channels: Channels, placed: Tensor = placed) -> Coefficients:
-            found = channels.logprobs.detach()
-            table[placed[part.start : part.stop], : found.shape[1]] = found
-            return Coefficients(logprobs=torch.zeros_like(found))
-
-        if len(rows):
-            policy.learn(policy.pack(tables.texts, rows), respond, _forced(tables))
-    for weight in fresh:
-        weight.grad = None
+        if not len(rows):
+            continue
+        with policy.accumulate_gradient(tables.texts, rows, _forced(tables)) as forward:
+            for piece in forward.pieces():
+                logprobs = piece.channels.logprobs
+                table[sent(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
@@ -292,4 +285,4 @@ def _forced(tables: Tables) -> Directions | None:
 
 
 def _table(policy: Policy, tables: Tables) -> Tensor:
-    return torch.zeros(tables.batch.tokens.shape, dtype=policy.dtype, device=tables.device)
+    return torch.zeros(tables.texts.tokens.shape, dtype=policy.dtype, device=tables.device)

@@ -1,18 +1,18 @@
-"""The step: prompts -> rollouts -> rewards -> advantages -> ratios -> objective -> update -> diagnostics."""
+"""The step, in this order: collect groups; collate; plan the updates; probe the noise when due; score the old policy;
+compute advantages; for each update: forward, objective, backward, optimizer; report.
+"""
 
-import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.batch import Batch, collate
-from legato.core.rollout import Group
+from legato.core.batch import collate
 from legato.core.scope import Scope
-from legato.core.sums import Histogram, Sums, Total, fetched
+from legato.core.sums import Sums, fetched
+from legato.core.texts import Texts
 from legato.core.world import OneProcess, World
 from legato.diagnostics.metrics.repetition import repetition
 from legato.objectives.slots import State
@@ -24,6 +24,17 @@ from legato.training.details import details
 from legato.training.optimizer import Optimizer
 from legato.training.plan import Update, plan
 from legato.training.probe import Floor, UnsafeAnchorError, probe
+from legato.training.report import (
+    Clock,
+    StepReport,
+    UpdateNumbers,
+    fetch_numbers,
+    read_state,
+    rollout_metrics,
+    state_metrics,
+    time_metrics,
+    update_metrics,
+)
 from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
 
@@ -53,29 +64,6 @@ class TrainingSettings:
     """'R2': the routes of the old-policy pass are forced in every pass of an update; 'R3': those of the engine."""
     load_balance: float = 0.0
     """The coefficient of the load-balance loss of the routers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What a step did."""
-
-    step: int
-    metrics: Mapping[str, float]
-    groups: tuple[Group, ...]
-    floor: Floor | None
-    """What the probe measured, where this step had one."""
-    unscorable: Mapping[str, int]
-    """Reasons and how often."""
-    sums: Sums = field(default_factory=Sums)
-    """What the metrics of the updates were made of."""
-    details: tuple[dict[str, Any], ...] = ()
-    """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the updates read of the rollouts, a row each; some on the device."""
-
-    def histograms(self) -> dict[str, dict[str, list[float]]]:
-        """Edges and counts of every quantity that has a distribution."""
-        return {key: piece.bars() for key, piece in self.sums.items() if isinstance(piece, Histogram)}
 
 
 def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:
@@ -121,61 +109,62 @@ class Trainer:
 
     def step(self, detailed: int | None = None) -> StepReport:
         """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
-        started = time.perf_counter()
+        clock = Clock()
         groups, tally = self.collector.next(self.settings.prompts_per_step)
-        rolled = time.perf_counter()
+        clock.end("rollouts")
         if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
-            return self._idle(tally, rolled - started)
+            return self._idle(tally, clock)
         batch = collate(groups, self.policy.dtype)
         tables = Tables.of(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
-        updates = self._plan(batch)
+        updates = self._plan(batch.texts)
         floor = self._probe(tables)
-        tables = self._anchored(tables, updates)
+        # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
+        scores_first = estimator_reads_anchor(self.algorithm)
+        tables = tables if scores_first else tables.with_advantages(self.algorithm)
+        tables = self._score_old_policy(tables, updates)
+        tables = tables.with_advantages(self.algorithm) if scores_first else tables
         silent = self._silent(tables)
-        anchored = time.perf_counter()
+        clock.end("anchor")
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
-        # Here the host waits for the device, once a step.
-        read = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in done])
-        dead, savable, norms = read.t().tolist()
-        reports, without = [report for report, _ in done], [int(count) for count in dead]
-        self._note_savable(updates, reports, savable)
+        numbers = fetch_numbers(done)
+        self._note_savable(updates, numbers)
         self.collector.version += 1
         self.steps_done += 1
-        own = fetched([report.sums for report in reports])
+        own = fetched([report.sums for report, _ in done])
+        clock.end("update")
         sums = sum(own, start=Sums())
-        times = {"rollouts": rolled - started, "anchor": anchored - rolled, "update": time.perf_counter() - anchored}
         return StepReport(
             step=self.steps_done,
             metrics={
-                **_summed(sums, own, reports, without, norms, self.optimizer.lr),
-                **_adapted(self.state),
-                **_seen(tally),
-                "rollouts/repetition": repetition(batch.tokens, batch.lengths),
-                **_timed(times, tally),
+                **update_metrics(sums, own, numbers, self.optimizer.lr),
+                **state_metrics(self.state),
+                **rollout_metrics(tally),
+                "rollouts/repetition": repetition(batch.texts.tokens, batch.texts.lengths),
+                **time_metrics(clock.seconds, tally),
             },
             groups=tuple(groups),
             floor=floor,
             unscorable=dict(tally.reasons),
             sums=sums,
-            details=() if detailed is None else self._details(tables, reports, detailed),
+            details=() if detailed is None else self._details(tables, [report for report, _ in done], detailed),
             tensors=tables.evidence(),
         )
 
     def _details(self, tables: Tables, reports: list[Report], most: int) -> tuple[dict[str, Any], ...]:
-        seen = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
-        return details(tables, seen, self.policy.tokenizer, most)
+        marks = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
+        return details(tables, marks, self.policy.tokenizer, most)
 
-    def _idle(self, tally: Tally, seconds: float) -> StepReport:
+    def _idle(self, tally: Tally, clock: Clock) -> StepReport:
         """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
         self.steps_done += 1
         # Where dynamic sampling found every answer right there was no update to lose.
         applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
-        metrics = {**_seen(tally), **applied, **_timed({"rollouts": seconds}, tally)}
+        metrics = {**rollout_metrics(tally), **applied, **time_metrics(clock.seconds, tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
 
-    def _plan(self, batch: Batch) -> list[Update]:
+    def _plan(self, texts: Texts) -> list[Update]:
         return plan(
-            batch,
+            texts,
             updates=self.settings.updates_per_step,
             epochs=self.settings.epochs_per_step,
             tokens_per_pack=self.settings.tokens_per_pack,
@@ -200,17 +189,14 @@ class Trainer:
             self.state = self.algorithm.calibrated(self.state, noise=floor.noise(self.anchor_choice == "sampler"))
         return floor
 
-    def _anchored(self, tables: Tables, updates: list[Update]) -> Tables:
-        """Old and reference log-probs and old values, then advantages; the other way round where those need none of it."""
+    def _score_old_policy(self, tables: Tables, updates: list[Update]) -> Tables:
+        """The tables with log-probs of the old and the reference policy, and old values."""
         algorithm, epochs = self.algorithm, self.settings.epochs_per_step
-        early = not estimator_reads_anchor(algorithm)
-        silent = None
-        if early:
-            tables = tables.with_advantages(algorithm)
-            if algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1:
-                silent = self._silent(tables)
+        # Rows that certainly have no gradient are not scored, where nothing but their own update would read the scores.
+        alone = algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1
+        silent = self._silent(tables) if tables.advantages is not None and alone else None
         assert self.anchor_choice is not None
-        tables = anchor(
+        return anchor(
             tables,
             self.policy,
             self.reference,
@@ -221,7 +207,6 @@ class Trainer:
             replay=self.settings.routing_replay,
             shift=needs_router_shift(algorithm),
         )
-        return tables if early else tables.with_advantages(algorithm)
 
     def _silent(self, tables: Tables) -> torch.Tensor | None:
         skip = self.settings.skip_silent_rows and not self.settings.load_balance
@@ -230,6 +215,7 @@ class Trainer:
     def _update(
         self, tables: Tables, update: Update, silent: torch.Tensor | None, *, marked: bool
     ) -> tuple[Report, torch.Tensor]:
+        """Forward, objective and backward over the micro-batches, then the optimizer. Also returns the gradient's norm."""
         algorithm = self.algorithm
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
@@ -255,11 +241,12 @@ class Trainer:
             self.state = algorithm.advance(self.state, report.sums, first=update.is_first)
         return report, norm
 
-    def _note_savable(self, updates: list[Update], reports: list[Report], savable: list[float]) -> None:
-        for update, report, share in zip(updates, reports, savable, strict=True):
-            if report.rows > report.silent:
+    def _note_savable(self, updates: list[Update], numbers: list[UpdateNumbers]) -> None:
+        """What a first pass would have saved, for the choice of one or two passes in the steps to come."""
+        for update, found in zip(updates, numbers, strict=True):
+            if found.report.rows > found.report.silent:
                 before = self.skipped.get(update.index)
-                self.skipped[update.index] = share if before is None else 0.8 * before + 0.2 * share
+                self.skipped[update.index] = found.savable if before is None else 0.8 * before + 0.2 * found.savable
 
     def _cheaper(self, index: int) -> int:
         """Two passes where enough tokens had no gradient the last times; the first update of a step never clips."""
@@ -292,92 +279,3 @@ class Trainer:
         self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
         self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
         self.collector.load(memory["collector"])
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def _seen(tally: Tally) -> dict[str, float]:
-    """Metrics of everything that was sampled, dropped groups included."""
-    mean = _mean(tally.rewards)
-    lengths = [float(length) for length in tally.lengths]
-    metrics = {
-        "reward/mean": mean,
-        "reward/deviation": math.sqrt(_mean([(r - mean) ** 2 for r in tally.rewards])) if tally.rewards else math.nan,
-        "accuracy/mean": _mean(tally.accuracy),
-        "length/mean": _mean(lengths),
-        "length/max": max(lengths, default=math.nan),
-        "length/truncated": tally.truncated / max(1, len(lengths)),
-        "groups/zero_variance": tally.flat / max(1, tally.groups),
-        "groups/all_right": tally.all_right / max(1, tally.groups),
-        "groups/all_wrong": tally.all_wrong / max(1, tally.groups),
-        "groups/rounds": float(tally.rounds),
-        "groups/too_few_scored": float(tally.too_few),
-        "rollouts/unscorable": tally.unscorable / max(1, tally.rollouts),
-        "prompts/too_long": float(tally.too_long),
-        "tokens/response": sum(lengths),
-    }
-    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
-
-
-def _summed(
-    sums: Sums, own: list[Sums], reports: list[Report], without: list[int], norms: list[float], lr: float
-) -> dict[str, float]:
-    """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`.
-
-    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
-    """
-    metrics = _report(sums, len(reports))
-    for number, pieces in enumerate(own):
-        found = _report(pieces, 1)
-        metrics |= {f"{key}@{number}": found[key] for key in PER_UPDATE if key in found}
-    rows = sum(report.rows for report in reports)
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    return metrics | {
-        "gradient/norm": _mean(finite),
-        "gradient/norm_max": max(finite, default=math.nan),
-        "optimizer/lr": lr,
-        "update/applied": len(finite) / len(norms),
-        "update/silent_rows": sum(report.silent for report in reports) / rows,
-        "update/skipped_rows": sum(r.silent + (n if r.passes == 2 else 0) for r, n in zip(reports, without, strict=True))
-        / rows,
-        "update/two_pass": sum(report.passes == 2 for report in reports) / len(reports),
-    }
-
-
-def read_state(state: State) -> dict[str, dict[str, float]]:
-    """The state of adaptive parts as numbers; float64 both ways, so that nothing is rounded."""
-    return {name: {key: float(value) for key, value in values.items()} for name, values in state.items()}
-
-
-def _adapted(state: State) -> dict[str, float]:
-    """Where the adaptive parts stand after the step."""
-    return {f"state/{name}.{key}": value for name, held in read_state(state).items() for key, value in held.items()}
-
-
-PER_UPDATE = (
-    "clip/sequences",
-    "clip/tokens",
-    "clip/outside_sequences",
-    "clip/beyond_positive",
-    "clip/beyond_negative",
-    "ratio/sequence_mean",
-    "ratio/sequence_std",
-    "ratio/sequence_max",
-    "loss/total",
-    "router/flip_mean",
-    "router/shift_mean",
-)
-
-
-def _report(sums: Sums, updates: int) -> dict[str, float]:
-    """Totals are per update: the sum over the updates of a step would grow with their number."""
-    totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
-    return {key: value / updates if key in totals else value for key, value in sums.report().items()}
-
-
-def _timed(seconds: Mapping[str, float], tally: Tally) -> dict[str, float]:
-    total = sum(seconds.values())
-    found = {f"time/{name}_seconds": value for name, value in seconds.items()}
-    return found | {"time/step_seconds": total, "tokens/per_second": sum(tally.lengths) / total if total else math.nan}

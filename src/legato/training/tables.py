@@ -12,11 +12,11 @@ from legato.core.batch import Batch
 from legato.core.mask import Mask
 from legato.core.segments import renumbered
 from legato.core.signals import RouterSignals, Signals
+from legato.core.texts import Texts
 from legato.diagnostics.metrics.routing import router_shift
 from legato.errors import InputError
 from legato.policy.experts.routers import Routers
 from legato.policy.experts.routing import Record, Routed
-from legato.policy.layout.packs import Texts
 from legato.policy.policy import Channels
 from legato.rollouts.randomness import seed_of, uniform
 
@@ -26,9 +26,9 @@ class Tables:
     """[B, T] tables on the policy's device. `old_logprobs` is None where the first update takes its own as anchor."""
 
     batch: Batch
-    texts: Texts
-    """On the host: packs are built there."""
+    """On the host: rows are laid out there."""
     mask: Tensor
+    """Like the three below a copy of the batch's on the device: every update reads it, and must not wait for a transfer."""
     sampler_logprobs: Tensor
     kept_logmass: Tensor | None
     turn: Tensor
@@ -58,23 +58,17 @@ class Tables:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> "Tables":
-        texts = Texts(
-            prompts=batch.prompts,
-            prompt_lengths=batch.prompt_lengths,
-            tokens=batch.tokens,
-            lengths=batch.lengths,
-            mask=batch.mask,
-            group=batch.group,
-            temperature=batch.temperature,
-        )
         return cls(
             batch=batch,
-            texts=texts,
-            mask=batch.mask.to(device),
+            mask=batch.texts.mask.to(device),
             sampler_logprobs=batch.sampler_logprobs.to(device),
             kept_logmass=None if batch.kept_logmass is None else batch.kept_logmass.to(device),
             turn=batch.turn.to(device),
         )
+
+    @property
+    def texts(self) -> Texts:
+        return self.batch.texts
 
     @property
     def device(self) -> torch.device:
@@ -82,8 +76,8 @@ class Tables:
 
     def evidence(self) -> dict[str, Tensor]:
         """What tells how a step came about, without copies."""
-        batch = self.batch
-        found = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask, "group": batch.group}
+        batch, texts = self.batch, self.texts
+        found = {"tokens": texts.tokens, "lengths": texts.lengths, "mask": texts.mask, "group": texts.group}
         found |= {"rewards": batch.rewards, "sampler_logprobs": batch.sampler_logprobs, "rollout_id": batch.rollout_id}
         known = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "advantages": self.advantages}
         return found | {name: tensor for name, tensor in known.items() if tensor is not None}
@@ -98,12 +92,12 @@ class Tables:
 
     def with_advantages(self, algorithm: Algorithm) -> "Tables":
         """rewards -> advantages, and what the filters keep, over the whole step."""
-        batch = self.batch
+        batch, texts = self.batch, self.texts
         estimate = algorithm.advantage.estimate(
             Scores(
                 rewards=batch.rewards,
-                group=batch.group,
-                mask=Mask(batch.mask, torch.float64),
+                group=texts.group,
+                mask=Mask(texts.mask, torch.float64),
                 values=_exact(self.old_values),
                 turn=batch.turn,
                 components=torch.stack(list(batch.components.values()), 1) if batch.components else None,
@@ -113,10 +107,10 @@ class Tables:
         )
         device, dtype = self.device, batch.sampler_logprobs.dtype
         found = estimate.advantages.to(dtype)
-        found = found.unsqueeze(1) if found.dim() == 1 else torch.where(batch.mask, found, 0.0)
+        found = found.unsqueeze(1) if found.dim() == 1 else torch.where(texts.mask, found, 0.0)
         samples = Samples(
             accuracy=batch.accuracy,
-            group=batch.group,
+            group=texts.group,
             truncated=batch.truncated,
             version_lag=_lag(batch),
         )
@@ -154,7 +148,7 @@ class Tables:
     def with_uniform(self, seed: int, update: int) -> "Tables":
         """One number per token for random selections, from (seed, update, row)."""
         seeds = torch.tensor([seed_of("selection", seed, update, row) for row in self.batch.rollout_id.tolist()])
-        places = torch.arange(self.batch.tokens.shape[1])
+        places = torch.arange(self.texts.tokens.shape[1])
         table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
         return replace(self, extra={**self.extra, "uniform": table.to(self.device)})
 
@@ -168,7 +162,7 @@ class Tables:
     ) -> Signals:
         """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
         assert self.advantages is not None
-        width = self.batch.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
+        width = self.texts.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
         device = self.device
         mask = self.mask[rows, :width]
         dtype = self.batch.sampler_logprobs.dtype
@@ -238,8 +232,9 @@ class Tables:
 
 def _lag(batch: Batch) -> Tensor:
     """[B]: versions between a response's oldest token and the newest of the step; padding has none."""
-    newest = torch.where(batch.mask, batch.version, 0).max()
-    return newest - torch.where(batch.mask, batch.version, newest).min(1).values
+    mask = batch.texts.mask
+    newest = torch.where(mask, batch.version, 0).max()
+    return newest - torch.where(mask, batch.version, newest).min(1).values
 
 
 def _exact(table: Tensor | None) -> Tensor | None:

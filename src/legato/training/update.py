@@ -1,9 +1,9 @@
-"""An update: the gradient of the objective over all its packs.
+"""An update: the gradient of the objective over all its micro-batches.
 
-One pass: forward with gradient, coefficients, backward, pack by pack. Two passes: forward without gradient over all rows,
-coefficients once for the whole update, then forward and backward of the rows that have any. Both give the gradient of the
-same loss; which is cheaper depends on how many rows the trust region leaves without a gradient (break-even at a third).
-Rows that cannot have a gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
+One pass: forward, objective, backward, micro-batch by micro-batch. Two passes: score all rows, objective once for the whole
+update, then forward and backward of the rows that have a coefficient. Both give the gradient of the same loss; which is
+cheaper depends on how many rows the trust region leaves without a gradient (break-even at a third). Rows that cannot have a
+gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from legato.core.sums import Mean, Sums, Total
 from legato.diagnostics.metrics.measure import measure
 from legato.objectives.slots import State
 from legato.policy.experts.routing import Balance, Directions, Traffic
-from legato.policy.policy import Channels, Policy, joined
+from legato.policy.policy import Channels, Policy
 from legato.training.details import Marks
 from legato.training.plan import Update
 from legato.training.tables import Tables, needs_router_shift
@@ -91,9 +91,8 @@ def update_gradient(
     called once with what the objective read and decided.
     """
     rows = update.rows
-    packs = [p if silent is None else p[~silent[p]] for p in update.packs]
-    packs = [p for p in packs if len(p)]
-    left_out = len(rows) - sum(map(len, packs))
+    parts = [part if silent is None else part[~silent[part]] for part in update.micro_batches]
+    parts = [part for part in parts if len(part)]
     two = passes == 2 or algorithm.scope is Scope.UPDATE or load_balance > 0
     work = _Work(
         policy=policy,
@@ -107,26 +106,26 @@ def update_gradient(
         load_balance=load_balance,
     )
     sums, dead, marks = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device), None
-    if packs:
-        signals, outcome, more = (_two_passes if two else _one_pass)(work, packs)
-        sums, dead = measure(signals, outcome) + more, ~_alive(outcome.field)
-        marks = Marks.of(torch.cat(packs), signals, outcome) if marked else None
+    if parts:
+        signals, outcome, routing = (_two_passes if two else _one_pass)(work, parts)
+        sums, dead = measure(signals, outcome) + routing, ~_alive(outcome.field)
+        marks = Marks.of(torch.cat(parts), signals, outcome) if marked else None
         if look is not None:
-            look(Look(update=update, rows=torch.cat(packs), signals=signals, outcome=outcome))
-    lengths = tables.mask[sent(torch.cat(packs), tables.device)].sum(1) if packs else dead
+            look(Look(update=update, rows=torch.cat(parts), signals=signals, outcome=outcome))
+    lengths = tables.mask[sent(torch.cat(parts), tables.device)].sum(1) if parts else dead
     return Report(
         sums=sums,
         rows=len(rows),
-        silent=left_out,
+        silent=len(rows) - sum(map(len, parts)),
         without_gradient=dead.sum(),
-        savable=(lengths * dead).sum() / max(1, sum(_computed(policy, tables, rows) for rows in packs)),
+        savable=(lengths * dead).sum() / max(1, sum(_tokens_read(policy, tables, part) for part in parts)),
         passes=2 if two else 1,
         marks=marks,
     )
 
 
-def _computed(policy: Policy, tables: Tables, rows: Tensor) -> int:
-    """How many tokens the body reads for a pack of these rows."""
+def _tokens_read(policy: Policy, tables: Tables, rows: Tensor) -> int:
+    """How many tokens the body reads for a micro-batch of these rows."""
     texts, groups = tables.texts, tables.texts.group[rows]
     prompts = texts.prompt_lengths[torch.unique(groups) if policy.packing and policy.shared_prompts else groups]
     return int(prompts.sum() + texts.lengths[rows].sum())
@@ -165,59 +164,70 @@ class _Work:
         replay = tables.replay if tables.replay is None or tables.replay.of_sampler or not own else None
         return Directions(old=None if own else tables.old_experts, replay=replay, count=self.load_balance > 0)
 
-    def outcome(self, rows: Tensor, channels: Channels, measured: bool = True) -> tuple[Signals, Outcome]:
-        """The objective on some rows of the update, and what it read; `measured`: with what only measures read."""
+    def signals(self, rows: Tensor, channels: Channels) -> Signals:
+        """What the objective reads of some rows of the update."""
         device = self.tables.device
         groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
-        own = self.tables.anchors_itself(rows)
-        if not measured and not needs_router_shift(self.algorithm):
-            channels = replace(channels, routed=None)
-        signals = self.tables.signals(sent(rows, device), groups, channels, own, self.first)
-        return signals, self.algorithm.evaluate(signals, self.counts, self.state)
+        return self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
+
+    def evaluate(self, signals: Signals) -> Outcome:
+        return self.algorithm.evaluate(signals, self.counts, self.state)
+
+    @property
+    def width(self) -> int:
+        """Of tables that hold any row of the step."""
+        return int(self.tables.texts.lengths.max())
 
 
-def _one_pass(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
-    """What the objective read and decided over all rows of the packs, and measures beside it."""
-    width, seen, gone = int(work.tables.texts.lengths.max()), list[Channels](), list[Traffic | None]()
-    for rows in packs:
+def _one_pass(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
+    """What the objective read and decided over all rows, and measures of routing. The gradient is in the parameters."""
+    # Where no part weighs by routing, what routers did only serves the measures at the end.
+    reads_routing = needs_router_shift(work.algorithm)
+    seen, traffic = list[Channels](), list[Traffic | None]()
+    for rows in parts:
+        with work.policy.accumulate_gradient(work.tables.texts, rows, work.directions(rows)) as forward:
+            for piece in forward.pieces():
+                channels = piece.channels if reads_routing else replace(piece.channels, routed=None)
+                outcome = work.evaluate(work.signals(piece.rows, channels))
+                piece.backward(outcome.field)
+                seen.append(piece.channels.widen(work.width))
+        traffic.append(forward.traffic)
+    # Metrics are of the whole update. Joining what the pieces decided would add loss terms in another order, and a piece is
+    # only as wide as its longest row: sums would differ in their last bits with the cut into pieces. So the objective is
+    # evaluated once more for all rows; that is some 250 small operations an update, whatever the number of rows.
+    signals = work.signals(torch.cat(parts), Channels.join(seen))
+    return signals, work.evaluate(signals), _replayed(work, traffic)
 
-        def respond(part: range, channels: Channels, rows: Tensor = rows) -> Coefficients:
-            detached = _detached(channels)
-            seen.append(_widen(detached, width))
-            return work.outcome(rows[part.start : part.stop], detached, measured=False)[1].field
 
-        gone.append(work.policy.learn(work.policy.pack(work.tables.texts, rows), respond, work.directions(rows)))
-    # Some 250 small operations whatever the number of rows: once an update, not once a run of the head.
-    signals, outcome = work.outcome(torch.cat(packs), joined(seen))
-    return signals, outcome, _replayed(work, gone)
-
-
-def _two_passes(work: _Work, packs: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
-    tables, device = work.tables, work.tables.device
-    rows = torch.cat(packs)
-    channels, gone = _first_pass(work, packs)
-    signals, outcome = work.outcome(rows, channels)
-    balance, measured = _balance(work, gone, signals)
+def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
+    """The same. The first pass has no gradient, the second is for the rows that have coefficients."""
+    texts, rows = work.tables.texts, torch.cat(parts)
+    scores = [work.policy.score(texts, part, work.directions(part)) for part in parts]
+    signals = work.signals(rows, Channels.join([channels.widen(work.width) for channels in scores]))
+    outcome = work.evaluate(signals)
+    traffic = [channels.traffic for channels in scores]
+    del scores  # the joined table holds the same numbers
+    balance, measures = _balance(work, traffic, signals)
     alive = _alive(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
-    for numbers in _refilled(work, rows, packs, alive):
-
-        def respond(run: range, channels: Channels, numbers: Tensor = numbers) -> Coefficients:
-            chosen = outcome.field.rows(sent(numbers[run.start : run.stop], device))
-            return _narrow(chosen, channels.logprobs.shape[1])
-
+    for numbers in _refilled(work, rows, parts, alive):
         directions = work.directions(rows[numbers])
         if directions is not None:
             directions = replace(directions, record=False, balance=balance)
-        work.policy.learn(work.policy.pack(tables.texts, rows[numbers]), respond, directions)
-    return signals, outcome, _replayed(work, gone) + measured
+        with work.policy.accumulate_gradient(texts, rows[numbers], directions) as forward:
+            start = 0
+            for piece in forward.pieces():
+                chosen = sent(numbers[start : start + len(piece.rows)], work.tables.device)
+                start += len(piece.rows)
+                piece.backward(_narrow(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
+    return signals, outcome, _replayed(work, traffic) + measures
 
 
-def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
+def _balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
     """The load-balance loss of the update and its measure; None where it is off."""
-    found = [traffic for traffic in gone if traffic is not None]
-    if not work.load_balance or not found:
+    known = [each for each in traffic if each is not None]
+    if not work.load_balance or not known:
         return None, Sums()
-    choices, mass = (torch.stack([getattr(t, name) for t in found]).sum(0) for name in ("choices", "mass"))
+    choices, mass = (torch.stack([getattr(each, name) for each in known]).sum(0) for name in ("choices", "mass"))
     tokens = signals.mask.lengths.sum(dtype=torch.float64).clamp(min=1)
     shares = choices / choices.sum(-1, keepdim=True).clamp(min=1)
     value = (shares * mass / tokens).sum(-1).mean() * shares.shape[1]
@@ -225,57 +235,35 @@ def _balance(work: _Work, gone: list[Traffic | None], signals: Signals) -> tuple
     return balance, Sums({"router/balance": Total(value)})
 
 
-def _replayed(work: _Work, gone: list[Traffic | None]) -> Sums:
+def _replayed(work: _Work, traffic: list[Traffic | None]) -> Sums:
     """How many of the tokens read had no record where routes are replayed."""
-    found = [traffic for traffic in gone if traffic is not None]
-    if work.tables.replay is None or not found:
+    known = [each for each in traffic if each is not None]
+    if work.tables.replay is None or not known:
         return Sums()
-    read = torch.full((), sum(len(traffic.tokens) for traffic in found), dtype=torch.float64, device=found[0].missing.device)
-    missing = sum((traffic.missing for traffic in found[1:]), found[0].missing)
+    read = torch.full((), sum(len(each.tokens) for each in known), dtype=torch.float64, device=known[0].missing.device)
+    missing = sum((each.missing for each in known[1:]), known[0].missing)
     return Sums({"router/replay_missing": Mean(missing, read)})
 
 
-def _refilled(work: _Work, rows: Tensor, packs: list[Tensor], alive: Tensor) -> list[Tensor]:
-    """The rows that are left, as numbers among `rows`, in fewer packs that are about as full as the ones they come from."""
-    # A rectangle of padded rows is larger than its tokens: those packs stay apart.
-    most = max(_computed(work.policy, work.tables, part) for part in packs) if work.policy.packing else 0
-    found, sizes, start = list[Tensor](), list[int](), 0
-    for part in packs:
+def _refilled(work: _Work, rows: Tensor, parts: list[Tensor], alive: Tensor) -> list[Tensor]:
+    """The rows that are left, as numbers among `rows`, in fewer micro-batches that are about as full as those before."""
+    # A rectangle of padded rows is larger than its tokens: those micro-batches stay apart.
+    most = max(_tokens_read(work.policy, work.tables, part) for part in parts) if work.policy.packing else 0
+    refilled, sizes, start = list[Tensor](), list[int](), 0
+    for part in parts:
         numbers = torch.arange(start, start + len(part))
         start += len(part)
         numbers = numbers[alive[numbers]]
         if not len(numbers):
             continue
-        size = _computed(work.policy, work.tables, rows[numbers])
+        size = _tokens_read(work.policy, work.tables, rows[numbers])
         place = next((i for i, filled in enumerate(sizes) if filled + size <= most), None)
         if place is None:
-            found.append(numbers)
+            refilled.append(numbers)
             sizes.append(size)
         else:
-            found[place], sizes[place] = torch.cat([found[place], numbers]), sizes[place] + size
-    return found
-
-
-def _first_pass(work: _Work, packs: list[Tensor]) -> tuple[Channels, list[Traffic | None]]:
-    """The channels of all rows without a gradient, one table over the packs' rows in order; and which way tokens went."""
-    width = int(work.tables.texts.lengths.max())
-    found = [work.policy.scored(work.tables.texts, rows, work.directions(rows)) for rows in packs]
-    return joined([_widen(channels, width) for channels, _ in found]), [traffic for _, traffic in found]
-
-
-def _detached(channels: Channels) -> Channels:
-    """What an objective reads: its coefficients are found at leaves of its own."""
-    values = None if channels.values is None else channels.values.detach()
-    return replace(channels, logprobs=channels.logprobs.detach(), entropy=channels.entropy.detach(), values=values)
-
-
-def _widen(channels: Channels, width: int) -> Channels:
-    def pad(table: Tensor) -> Tensor:
-        return torch.nn.functional.pad(table, (0, width - table.shape[1]))
-
-    values = None if channels.values is None else pad(channels.values)
-    routed = None if channels.routed is None else channels.routed.widened(width)
-    return Channels(logprobs=pad(channels.logprobs), entropy=pad(channels.entropy), values=values, routed=routed)
+            refilled[place], sizes[place] = torch.cat([refilled[place], numbers]), sizes[place] + size
+    return refilled
 
 
 def _narrow(field: Coefficients, width: int) -> Coefficients:

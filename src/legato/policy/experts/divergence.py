@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.core.texts import Texts
 from legato.errors import InputError
-from legato.policy.layout.packs import Texts
 from legato.policy.policy import Policy
 
 

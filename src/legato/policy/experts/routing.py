@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from legato.core.device import sent
 from legato.core.rollout import Routes
+from legato.core.texts import Texts
 from legato.errors import InputError
 from legato.policy.experts.routers import Routers
-from legato.policy.layout.packs import Pack, Texts
+from legato.policy.layout.packs import Pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

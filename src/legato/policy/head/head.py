@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from legato.policy.head.logprobs import chosen
-from legato.policy.layers.accumulate import add_product
+from legato.policy.layers.accumulate import add_product, may_write_gradients
+from legato.policy.layers.accumulate import product as weight_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Head:
     linear: nn.Module
     scale: float
     softcap: float | None
+    within: tuple[nn.Module, ...] = ()
+    """The modules around the layer, which may shard its weights."""
 
     @classmethod
     def of(cls, body: Any) -> "Head":
@@ -33,7 +36,10 @@ class Head:
         # Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma caps softly.
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
         return cls(
-            linear=body.get_output_embeddings(), scale=scale, softcap=getattr(config, "final_logit_softcapping", None)
+            linear=body.get_output_embeddings(),
+            scale=scale,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            within=(body,),
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -55,16 +61,23 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
 
-        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`.
-
-        Where logits would be kept for more than `at_once` tokens, the backward computes them again.
+        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`, where it may
+        (`may_write_gradients`). Where logits would be kept for more than `at_once` tokens, the backward computes them again.
         """
         product = self._product(hidden)
         if product is not None:
             most = len(hidden) if at_once is None else at_once
             whole = hidden if product.beside is None else torch.cat([hidden, product.beside], 1)
             found: tuple[Tensor, Tensor] = _Exact.apply(  # type: ignore[no-untyped-call]
-                whole, product.weight, product.added, targets, temperature, self.scale, self.softcap, most
+                whole,
+                product.weight,
+                product.added,
+                targets,
+                temperature,
+                self.scale,
+                self.softcap,
+                most,
+                may_write_gradients([product.weight], self.linear, *self.within),
             )
             return found
         return chosen(self(hidden), targets, temperature, with_entropy=True)
@@ -126,10 +139,11 @@ class _Exact(torch.autograd.Function):
         scale: float,
         softcap: float | None,
         at_once: int,
+        writes: bool,
     ) -> tuple[Tensor, Tensor]:
         from legato.policy.kernels.head import project
 
-        hidden, ctx.at_once = hidden.contiguous(), at_once
+        hidden, ctx.at_once, ctx.writes = hidden.contiguous(), at_once, writes
         whole = weight if added is None else torch.cat([weight, added], 1)
         ctx.after = {"multiplier": scale, "softcap": softcap}
         learns = any(ctx.needs_input_grad[:3])
@@ -149,7 +163,7 @@ class _Exact(torch.autograd.Function):
         towards, towards_entropy = gradients
         towards = torch.zeros_like(ctx.found.logprobs) if towards is None else towards
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_added, width = None, weight.shape[1]
+        to_weight, to_added, width = None, None, weight.shape[1]
         for first in range(0, len(hidden), ctx.at_once):
             here = slice(first, first + ctx.at_once)
             found = ctx.found
@@ -159,10 +173,13 @@ class _Exact(torch.autograd.Function):
             at_product = slope(found, targets[here], towards[here], steer, **ctx.after)
             if to_hidden is not None:
                 torch.mm(at_product, whole, out=to_hidden[here])
-            if weight.requires_grad:
+            if weight.requires_grad and ctx.writes:
                 add_product(weight, at_product.t(), hidden[here, :width])
+            elif weight.requires_grad:
+                here_weight = weight_product(weight, at_product.t(), hidden[here, :width])
+                to_weight = here_weight if to_weight is None else to_weight.add_(here_weight)
             if ctx.needs_input_grad[2]:
                 here_added = at_product.t() @ hidden[here, width:]
                 to_added = here_added if to_added is None else to_added + here_added
         ctx.found = None
-        return to_hidden, None, to_added, None, None, None, None, None
+        return to_hidden, to_weight, to_added, None, None, None, None, None, None

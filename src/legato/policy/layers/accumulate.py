@@ -1,18 +1,48 @@
 """Gradients that a backward written by hand adds where they lie, in the dtype they are kept in (float32 for 16 bits)."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+
+
+def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -> bool:
+    """Whether a backward written by hand may add to the `.grad` of these weights; otherwise autograd must do it.
+
+    It must where somebody waits for autograd: a weight has hooks, is no plain tensor (DTensor, quantised), or belongs to a
+    module that shards its weights. `modules`: the module that holds the weights, and those around it that may be sharded.
+    """
+    if any(_is_sharded(module) for module in modules):
+        return False
+    return all(_is_free(weight) for weight in weights if weight is not None and weight.requires_grad)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    # By name: torch.distributed takes a while to import, and a module that is not sharded does not need it.
+    return any(base.__name__ in _SHARDED for base in type(module).__mro__)
+
+
+def _is_free(weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter)
+    return plain and not weight._backward_hooks and not getattr(weight, "_post_accumulate_grad_hooks", None)
 
 
 def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
     """weight.grad += left right, in the dtype its gradient is kept in, without a second matrix of that size."""
-    dtype = weight.grad_dtype or weight.dtype
-    if dtype == left.dtype:
-        weight.grad = torch.mm(left, right) if weight.grad is None else weight.grad.addmm_(left, right)
-    elif weight.grad is None:
-        weight.grad = torch.mm(left, right, out_dtype=dtype)
+    if weight.grad is None:
+        weight.grad = product(weight, left, right)
+    elif weight.grad.dtype == left.dtype:
+        weight.grad.addmm_(left, right)
     else:
-        torch.addmm(weight.grad, left, right, out_dtype=dtype, out=weight.grad)
+        torch.addmm(weight.grad, left, right, out_dtype=weight.grad.dtype, out=weight.grad)
+
+
+def product(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """left right, in the dtype in which the gradient of `weight` is kept."""
+    dtype = weight.grad_dtype or weight.dtype
+    return torch.mm(left, right) if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
 
 
 def add_gradient(weight: Tensor, gradient: Tensor) -> None:

@@ -6,15 +6,17 @@ runs: a body that is not known part by part is left to its own forward. The part
 with gradients in `triton/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
-from legato.policy.layers.layer import is_plain, is_swiglu
+from legato.policy.layers.accumulate import may_write_gradients
+from legato.policy.layers.layer import has_hooks, is_plain, is_swiglu, weights_of
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
 """Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
@@ -60,6 +62,11 @@ def why_not(body: Any) -> str | None:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
             if not type(norm).__name__.endswith("RMSNorm") or not hasattr(norm, "variance_epsilon"):
                 return f"its norm is a {type(norm).__name__}"
+        if "forward" in vars(layer):
+            return "the forward of one of its layers was replaced"
+        inside = [layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm]
+        if any(has_hooks(module) for module in [*inside, *([layer.mlp] if is_swiglu(layer.mlp) else [])]):
+            return "a module inside one of its layers has hooks, which would not be called"
         if is_swiglu(layer.mlp) and getattr(body.config, "hidden_act", "silu") != "silu":
             return f"its activation is {body.config.hidden_act}"
     return None
@@ -74,29 +81,82 @@ class Parts:
     add_norm: AddNorm
     swiglu: Callable[[Tensor, Tensor], Tensor]
     whole: Callable[[Any, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """For layers of plain projections (`layer.is_plain`): (layer, residual, update, cosine, sine) at once."""
+    """For layers of plain projections (`layer.is_plain`): (layer, residual, update, cosine, sine) at once.
+
+    Its backward writes gradients itself; layers whose gradients are autograd's affair go part by part.
+    """
+
+
+@contextmanager
+def walk(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iterator[Tensor]:
+    """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training.
+
+    Layers are called, so that their hooks fire, with the fused way as their forward. The backward belongs inside: layers
+    that gradient checkpointing computes again are called again.
+    """
+    for number, layer in enumerate(body.layers):
+        layer.forward = partial(_layer, parts, number, body, layer)
+    try:
+        yield _last_hidden_state(body, tokens, positions, parts)
+    finally:
+        for layer in body.layers:
+            del layer.forward  # the one of its class again
 
 
 def through(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
-    """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training."""
+    """The same where no backward follows."""
+    with walk(body, tokens, positions, parts) as hidden:
+        return hidden
+
+
+def _last_hidden_state(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
     residual = body.embed_tokens(tokens)
     cosine, sine = (angle[0].contiguous() for angle in body.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0)))
     update: Tensor | None = None
-    for number, layer in enumerate(body.layers):
-        given = (parts, number, layer, residual, update, cosine, sine)
-        if getattr(layer, "gradient_checkpointing", False) and torch.is_grad_enabled():
-            residual, update = checkpoint(_layer, *given, use_reentrant=False)
-        else:
-            residual, update = _layer(*given)
+    for layer in body.layers:
+        if update is not None and has_hooks(layer):
+            # Whoever looks at a layer sees its hidden state as one tensor, as transformers has it.
+            residual, update = residual + update, None
+        output = _call(layer, residual, update, cosine, sine)
+        residual, update = output if isinstance(output, tuple) else (output, None)
     _, out = parts.add_norm(residual, update, body.norm.weight, body.norm.variance_epsilon)
     return out
 
 
+def _call(layer: Any, *given: Tensor | None) -> Any:
+    """Call a layer. The one place for gradient checkpointing: transformers' layers do it themselves, inside `__call__`.
+
+    Without a gradient there is nothing to compute again, and the states of random generators need not be kept.
+    """
+    return layer(*given) if torch.is_grad_enabled() else nn.Module.__call__(layer, *given)
+
+
 def _layer(
-    parts: Parts, number: int, layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor
+    parts: Parts,
+    number: int,
+    body: Any,
+    layer: Any,
+    residual: Tensor,
+    update: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+) -> tuple[Tensor, Tensor] | Tensor:
+    """The forward of a layer: (residual, what is still to be added to it), or their sum where somebody looks at it."""
+    output = _computed(parts, number, body, layer, residual, update, cosine, sine)
+    return output[0] + output[1] if has_hooks(layer) else output
+
+
+def _computed(
+    parts: Parts,
+    number: int,
+    body: Any,
+    layer: Any,
+    residual: Tensor,
+    update: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(residual, what is still to be added to it) after one layer."""
-    if parts.whole is not None and is_plain(layer):
+    if parts.whole is not None and is_plain(layer) and may_write_gradients(weights_of(layer), layer, body):
         return parts.whole(layer, residual, update, cosine, sine)
     attention, first, second = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
     residual, x = parts.add_norm(residual, update, first.weight, first.variance_epsilon)

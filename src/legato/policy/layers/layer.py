@@ -34,17 +34,35 @@ def is_plain(layer: Any) -> bool:
     if not is_swiglu(mlp):
         return False
     modules = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _MLP]
-    if any(type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks for module in modules):
+    if any(type(module) is not nn.Linear or has_hooks(module) for module in modules):
         return False
     return all(module.bias is None for module in modules[3:])
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody waits for a module to be called, or for its backward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def weights_of(layer: Any) -> list[Tensor | None]:
+    """The weights of a layer that `is_plain`, in the order in which `learned` takes them; None for those it lacks."""
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return [
+        *(None if norm is None else norm.weight for norm in norms),
+        *(getattr(attention, name).weight for name in _PROJECTIONS),
+        *(getattr(mlp, name).weight for name in _MLP),
+        *(getattr(attention, name).bias for name in _PROJECTIONS[:3]),
+    ]
 
 
 def learned(
     layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, spans: Spans
 ) -> tuple[Tensor, Tensor]:
     """(residual, what is still to be added to it) after a layer that `is_plain`, for the tokens of a pack."""
-    attention, mlp = layer.self_attn, layer.mlp
-    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    attention = layer.self_attn
+    query_norm = getattr(attention, "q_norm", None)
     how = _How(
         spans=spans,
         width=attention.head_dim,
@@ -59,13 +77,7 @@ def learned(
         update,
         cosine,
         sine,
-        layer.input_layernorm.weight,
-        layer.post_attention_layernorm.weight,
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
-        *(getattr(attention, name).weight for name in _PROJECTIONS),
-        *(getattr(mlp, name).weight for name in _MLP),
-        *(getattr(attention, name).bias for name in _PROJECTIONS[:3]),
+        *weights_of(layer),
     )
     return found
 

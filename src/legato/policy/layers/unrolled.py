@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 
 from legato.policy.head.head import Head
 from legato.policy.layers.fused import Norms, why_not
-from legato.policy.layers.layer import is_swiglu
+from legato.policy.layers.layer import has_hooks, is_swiglu
 from legato.policy.layers.packed import MOST_BYTES, Product, bytes_of_copies, product
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -84,7 +84,10 @@ class Unrolled:
         """Whether this is a way through the model: a known family, on a CPU, in 32 bits or more."""
         weight = model.get_input_embeddings().weight
         wide = weight.dtype in (torch.float32, torch.float64)
-        return weight.device.type == "cpu" and wide and why_not(model.get_decoder()) is None
+        if weight.device.type != "cpu" or not wide or why_not(model.get_decoder()) is not None:
+            return False
+        # Layers are not called here, and hooks at them would not be.
+        return not any(has_hooks(layer) for layer in model.get_decoder().layers)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
         """The last hidden state [N, width of the body] of some tokens, [N] each; `wanted`: of these of them only.

@@ -15,29 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from legato.core.texts import Texts
 from legato.core.threads import one_thread
 from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.spans import Spans, Uses, moved
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
-    """Prompts and responses as padded tables; what stands beyond a length is never read."""
-
-    prompts: Tensor
-    """[G, P]"""
-    prompt_lengths: Tensor
-    """[G], at least 1"""
-    tokens: Tensor
-    """[B, T]"""
-    lengths: Tensor
-    """[B]"""
-    mask: Tensor
-    """[B, T] bool: the tokens the policy wrote, whose log-probs are wanted."""
-    group: Tensor
-    """[B]: which prompt."""
-    temperature: Tensor
-    """[B]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.policy.layout.packs import Texts
+from legato.core.texts import Texts
 from legato.policy.policy import Channels, Policy
 
 

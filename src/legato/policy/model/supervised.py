@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.policy.layout.packs import Texts, pack
+from legato.core.outcome import Coefficients
+from legato.core.texts import Texts
 from legato.policy.policy import Policy
 
 Example = tuple[Tensor, Tensor]
@@ -42,14 +43,17 @@ def supervise(
     last, recent = float("nan"), deque[float](maxlen=5)
     for step in range(steps):
         texts = texts_of(examples(step))
-        with policy.reading(pack(texts, torch.arange(len(texts.tokens)))) as channels:
-            loss = -channels.logprobs.sum() / texts.mask.sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+        count, losses = texts.mask.sum(), []
+        with policy.accumulate_gradient(texts, torch.arange(len(texts))) as forward:
+            for piece in forward.pieces():
+                logprobs = piece.channels.logprobs
+                losses.append(-logprobs.sum() / count)
+                piece.backward(Coefficients(logprobs=torch.ones_like(logprobs) / count))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        last = float(loss.detach())
+        last = float(torch.stack(losses).sum())
         recent.append(last)
         after_step(step, last)
         if stop_loss is not None and len(recent) == 5 and sum(recent) / 5 <= stop_loss:

@@ -1,0 +1,35 @@
+"""Prompts and responses as padded tables: what a policy reads and scores."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """G prompts and B responses, padded at the end; what stands beyond a length is never read.
+
+    An example: two groups of two responses, of 2, 3, 1 and 3 tokens.
+
+    group    0 0 1 1
+    lengths  2 3 1 3
+    mask     1 1 0 / 1 1 1 / 1 0 0 / 1 1 1
+    """
+
+    prompts: Tensor
+    """[G, P]"""
+    prompt_lengths: Tensor
+    """[G], at least 1"""
+    tokens: Tensor
+    """[B, T]"""
+    lengths: Tensor
+    """[B]: from the first sampled token to the last, tool tokens inside included."""
+    mask: Tensor
+    """[B, T] bool: the tokens the policy wrote, whose log-probs are wanted."""
+    group: Tensor
+    """[B], dense from 0: the row of `prompts`."""
+    temperature: Tensor
+    """[B]"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)

@@ -1,0 +1,160 @@
+"""What a step reports: its metrics, and what they were made of."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from legato.core.rollout import Group
+from legato.core.sums import Histogram, Sums, Total
+from legato.objectives.slots import State
+from legato.training.collect import Tally
+from legato.training.probe import Floor
+from legato.training.update import Report
+
+PER_UPDATE = (
+    "clip/sequences",
+    "clip/tokens",
+    "clip/outside_sequences",
+    "clip/beyond_positive",
+    "clip/beyond_negative",
+    "ratio/sequence_mean",
+    "ratio/sequence_std",
+    "ratio/sequence_max",
+    "loss/total",
+    "router/flip_mean",
+    "router/shift_mean",
+)
+"""Metrics that are also recorded of each update of a step, as `key@k`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a step did."""
+
+    step: int
+    metrics: Mapping[str, float]
+    groups: tuple[Group, ...]
+    floor: Floor | None
+    """What the probe measured, where this step had one."""
+    unscorable: Mapping[str, int]
+    """Reasons and how often."""
+    sums: Sums = field(default_factory=Sums)
+    """What the metrics of the updates were made of."""
+    details: tuple[dict[str, Any], ...] = ()
+    """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the updates read of the rollouts, a row each; some on the device."""
+
+    def histograms(self) -> dict[str, dict[str, list[float]]]:
+        """Edges and counts of every quantity that has a distribution."""
+        return {key: piece.bars() for key, piece in self.sums.items() if isinstance(piece, Histogram)}
+
+
+class Clock:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, phase: str) -> None:
+        """The phase that has just ended."""
+        now = time.perf_counter()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateNumbers:
+    """An update, and what the host had to wait for."""
+
+    report: Report
+    without_gradient: int
+    savable: float
+    norm: float
+    """Of the gradient, before it was clipped."""
+
+
+def fetch_numbers(updates: Sequence[tuple[Report, torch.Tensor]]) -> list[UpdateNumbers]:
+    """The numbers of a step's updates, each given with the norm of its gradient; the host waits here, once a step."""
+    table = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in updates])
+    return [
+        UpdateNumbers(report=report, without_gradient=int(dead), savable=savable, norm=norm)
+        for (report, _), (dead, savable, norm) in zip(updates, table.tolist(), strict=True)
+    ]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def rollout_metrics(tally: Tally) -> dict[str, float]:
+    """Metrics of everything that was sampled, dropped groups included."""
+    mean = _mean(tally.rewards)
+    lengths = [float(length) for length in tally.lengths]
+    metrics = {
+        "reward/mean": mean,
+        "reward/deviation": math.sqrt(_mean([(r - mean) ** 2 for r in tally.rewards])) if tally.rewards else math.nan,
+        "accuracy/mean": _mean(tally.accuracy),
+        "length/mean": _mean(lengths),
+        "length/max": max(lengths, default=math.nan),
+        "length/truncated": tally.truncated / max(1, len(lengths)),
+        "groups/zero_variance": tally.flat / max(1, tally.groups),
+        "groups/all_right": tally.all_right / max(1, tally.groups),
+        "groups/all_wrong": tally.all_wrong / max(1, tally.groups),
+        "groups/rounds": float(tally.rounds),
+        "groups/too_few_scored": float(tally.too_few),
+        "rollouts/unscorable": tally.unscorable / max(1, tally.rollouts),
+        "prompts/too_long": float(tally.too_long),
+        "tokens/response": sum(lengths),
+    }
+    return metrics | {f"reward/{name}": _mean(values) for name, values in tally.components.items()}
+
+
+def update_metrics(sums: Sums, own: Sequence[Sums], updates: Sequence[UpdateNumbers], lr: float) -> dict[str, float]:
+    """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`, from its `own` sums.
+
+    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
+    """
+    metrics = _per_update(sums, len(updates))
+    for number, pieces in enumerate(own):
+        values = _per_update(pieces, 1)
+        metrics |= {f"{key}@{number}": values[key] for key in PER_UPDATE if key in values}
+    reports, finite = [update.report for update in updates], [u.norm for u in updates if math.isfinite(u.norm)]
+    rows = sum(report.rows for report in reports)
+    skipped = sum(u.report.silent + (u.without_gradient if u.report.passes == 2 else 0) for u in updates)
+    return metrics | {
+        "gradient/norm": _mean(finite),
+        "gradient/norm_max": max(finite, default=math.nan),
+        "optimizer/lr": lr,
+        "update/applied": len(finite) / len(updates),
+        "update/silent_rows": sum(report.silent for report in reports) / rows,
+        "update/skipped_rows": skipped / rows,
+        "update/two_pass": sum(report.passes == 2 for report in reports) / len(reports),
+    }
+
+
+def _per_update(sums: Sums, updates: int) -> dict[str, float]:
+    """Totals are per update: the sum over the updates of a step would grow with their number."""
+    totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
+    return {key: value / updates if key in totals else value for key, value in sums.report().items()}
+
+
+def time_metrics(seconds: Mapping[str, float], tally: Tally) -> dict[str, float]:
+    """Seconds of each phase of a step, and response tokens a second over the whole step."""
+    total = sum(seconds.values())
+    phases = {f"time/{name}_seconds": value for name, value in seconds.items()}
+    return phases | {"time/step_seconds": total, "tokens/per_second": sum(tally.lengths) / total if total else math.nan}
+
+
+def read_state(state: State) -> dict[str, dict[str, float]]:
+    """The state of adaptive parts as numbers; float64 both ways, so that nothing is rounded."""
+    return {name: {key: float(value) for key, value in values.items()} for name, values in state.items()}
+
+
+def state_metrics(state: State) -> dict[str, float]:
+    """Where the adaptive parts stand after the step."""
+    return {f"state/{name}.{key}": value for name, values in read_state(state).items() for key, value in values.items()}
