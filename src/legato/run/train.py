@@ -340,8 +340,9 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
     ]
-    for path, kind in (("task.kind", config.task.kind), ("reward.kind", config.reward.kind or "")):
-        if ":" in kind:
+    kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
+    for path, kind in kinds.items():
+        if kind is not None and ":" in kind:
             notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
     return notes
 
