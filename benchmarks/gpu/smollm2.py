@@ -28,6 +28,7 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
     from legato.rewards.scoring import Component, WeightedSum
     from legato.rewards.verifiers import NumberMatch
     from legato.rollouts.engine import Limits
+    from legato.rollouts.episodes import Runner
     from legato.rollouts.local.select import local_engine
     from legato.rollouts.render import Rendering, end_tokens
     from legato.rollouts.sampling import Sampling
@@ -42,11 +43,13 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
     ends = end_tokens(policy.tokenizer, policy.body.generation_config, ())
     collector = Collector(
         source=Generated(split=Split(task=Arithmetic(wording="question", graded=True), share=0.25), seed=seed),
-        engine=local_engine(policy, 512),
-        rendering=Rendering(tokenizer=policy.tokenizer),
+        runner=Runner(
+            engine=local_engine(policy, 512),
+            rendering=Rendering(tokenizer=policy.tokenizer),
+            limits=Limits(max_response_tokens=24, end_tokens=ends),
+        ),
         judge=WeightedSum(components={"number": Component(reward=NumberMatch())}).score_all,
         sampling=Sampling(),
-        limits=Limits(max_response_tokens=24, end_tokens=ends),
         samples_per_prompt=8,
         seed=seed,
         max_prompt_tokens=64,
@@ -65,15 +68,16 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
     import torch
 
     from legato.rollouts.sampling import Sampling
-    from legato.training.evaluate import accuracy_metrics, answer
+    from legato.training.evaluate import Evaluator, accuracy_metrics
 
     made = trainer(folder, lr, seed)
+    evaluator = Evaluator(runner=made.collector.runner, judge=made.collector.judge)
     held_out = made.collector.source.held_out(240)
 
     def evaluation() -> dict[str, float]:
         found = {}
         for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-            answered = answer(made.collector, held_out, Sampling(temperature=temperature), 1, 0)
+            answered = evaluator.answer(held_out, Sampling(temperature=temperature), 1, 0)
             found |= accuracy_metrics(name, answered)
         return found
 

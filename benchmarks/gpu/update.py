@@ -20,6 +20,7 @@ from benchmarks.gpu.work import Work
 from legato.core.rollout import Problem, Rollout, Score
 from legato.policy.layers import fused
 from legato.rollouts.engine import Limits
+from legato.rollouts.episodes import Runner
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
@@ -75,11 +76,13 @@ def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = w
     samples = len(given.rewards[0])
     collector = Collector(
         source=Pool([Problem(prompt=str(n)) for n in range(len(given.prompts))], share=0.0, seed=0, shuffle=False),
-        engine=scripted(given, logprobs),
-        rendering=Rendering(tokenizer=Numbered(given.prompts), chat="never"),
+        runner=Runner(
+            engine=scripted(given, logprobs),
+            rendering=Rendering(tokenizer=Numbered(given.prompts), chat="never"),
+            limits=Limits(max_response_tokens=max(len(r) for g in given.responses for r in g), end_tokens=()),
+        ),
         judge=tabled(given.rewards),
         sampling=Sampling(),
-        limits=Limits(max_response_tokens=max(len(r) for g in given.responses for r in g), end_tokens=()),
         samples_per_prompt=samples,
         seed=0,
         max_prompt_tokens=max(map(len, given.prompts)),
@@ -288,7 +291,7 @@ def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> P
             # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
             if trainer.anchor_choice == "sampler":
                 given = work.fixed_work(bench.tiny, silent=silent)
-                trainer.collector.engine = scripted(given, scored(trainer.policy, given))
+                trainer.collector.runner.engine = scripted(given, scored(trainer.policy, given))
 
         with factor(trainer, name):
             found = measured(

@@ -74,11 +74,11 @@ def _engine(make: Callable[[Trainer], Any]) -> Fault:
 
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
-        own = trainer.collector.engine
-        trainer.collector.engine = made.setdefault(id(trainer), None) or make(trainer)
-        made[id(trainer)] = trainer.collector.engine
+        own = trainer.collector.runner.engine
+        trainer.collector.runner.engine = made.setdefault(id(trainer), None) or make(trainer)
+        made[id(trainer)] = trainer.collector.runner.engine
         yield
-        trainer.collector.engine = own
+        trainer.collector.runner.engine = own
 
     return fault
 
@@ -200,10 +200,11 @@ FAULTS: dict[str, Named] = {
     "stale weights": Named(stale, "the sampler keeps the weights of step 50 for ever"),
     "adapter not applied": Named(without_adapter, "the sampler has the weights from before the first step"),
     "log-prob shift": Named(
-        lambda run: _engine(lambda t: _Altered(t.collector.engine, shift=-0.05)), "reported log-probs are 0.05 too low"
+        lambda run: _engine(lambda t: _Altered(t.collector.runner.engine, shift=-0.05)),
+        "reported log-probs are 0.05 too low",
     ),
     "temperature mismatch": Named(
-        lambda run: _engine(lambda t: _Altered(t.collector.engine, temperature=1.5)),
+        lambda run: _engine(lambda t: _Altered(t.collector.runner.engine, temperature=1.5)),
         "sampled at temperature 1.5, trained as if at 1",
     ),
     "advantage sign": Named(lambda run: _flipped, "advantages with the wrong sign"),

@@ -84,7 +84,7 @@ def trainer_of(given: dict[str, Any]) -> Trainer:
     source = Pool(problems, share=0.0, seed=0, shuffle=False)
     collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, objects))
     # An end token that no model writes: every response has its full length.
-    collector.limits = dataclasses.replace(collector.limits, end_tokens=(policy.vocabulary,))
+    collector.runner.limits = dataclasses.replace(collector.runner.limits, end_tokens=(policy.vocabulary,))
     return wire.trainer_of(resolved, policy, collector, None)
 
 
@@ -130,7 +130,7 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of(given)
     policy = trainer.policy
     generator = torch.Generator().manual_seed(0)
-    prompt = trainer.collector.rendering.prompt(Problem(prompt=given["questions"][0]))
+    prompt = trainer.collector.runner.rendering.prompt(Problem(prompt=given["questions"][0]))
     tokens = torch.randint(3, policy.vocabulary, (work.SAMPLES, work.TOKENS), generator=generator)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     texts = Texts(

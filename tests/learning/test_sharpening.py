@@ -20,12 +20,13 @@ from legato.policy.model.supervised import Example, supervise
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits
+from legato.rollouts.episodes import Runner
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
 from legato.training.collect import Collector
-from legato.training.evaluate import answer
+from legato.training.evaluate import Evaluator
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
 from legato.training.step import Trainer, TrainingSettings
 
@@ -75,11 +76,9 @@ def collector(policy: Policy, seed: int, shuffled: bool) -> Collector:
     source = random.Random(f"train {seed}")
     return Collector(
         source=Pool([problem(source) for _ in range(900)], share=0.0, seed=seed),
-        engine=LocalEngine(policy),
-        rendering=Rendering(tokenizer=policy.tokenizer),
+        runner=Runner(engine=LocalEngine(policy), rendering=Rendering(tokenizer=policy.tokenizer), limits=LIMITS),
         judge=judging(seed, shuffled),
         sampling=Sampling(),
-        limits=LIMITS,
         samples_per_prompt=8,
         seed=seed,
         max_prompt_tokens=20,
@@ -100,9 +99,10 @@ def trainer(policy: Policy, seed: int, shuffled: bool) -> Trainer:
 
 def accuracy(policy: Policy) -> float:
     """At temperature 1, on the same 400 problems for everyone."""
-    source = random.Random("evaluation")
-    asked = [problem(source) for _ in range(400)]
-    found = answer(collector(policy, 0, False), asked, Sampling(), 2, seed=0)
+    drawn = random.Random("evaluation")
+    asked = [problem(drawn) for _ in range(400)]
+    source = collector(policy, 0, False)
+    found = Evaluator(runner=source.runner, judge=source.judge).answer(asked, Sampling(), 2, seed=0)
     return sum(a.accuracy for row in found for a in row) / 800
 
 

@@ -56,7 +56,7 @@ def the_share_of_held_out_problems(bench: Bench) -> None:
 
 @effect("task.system_prompt")
 def a_system_prompt(bench: Bench) -> None:
-    found = bench.wired({"task.system_prompt": "add"}).collector.rendering.prompt(Problem(prompt="1+1="))
+    found = bench.wired({"task.system_prompt": "add"}).collector.runner.rendering.prompt(Problem(prompt="1+1="))
     assert character_tokenizer().decode(found.tolist()).startswith("add")
 
 
@@ -214,7 +214,7 @@ def the_chat_template(bench: Bench) -> None:
     def said(**options: Any) -> str:
         named = {path.replace("__", "."): value for path, value in options.items()}
         found = bench.wired(named, wire.Given(model=bench.wired().policy.model, tokenizer=with_template()))
-        return str(character_tokenizer().decode(found.collector.rendering.prompt(Problem(prompt="1+1=")).tolist()))
+        return str(character_tokenizer().decode(found.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
 
     assert said() == "<1+1=>"
     assert said(policy__chat="never") == "1+1="

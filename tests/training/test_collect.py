@@ -1,6 +1,7 @@
 """The collector: who is drawn, with which seeds, who leaves, who is replaced, and when there is nothing left."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from legato.core.batch import collate
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.policy.model.tiny import character_tokenizer
-from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.engine import Handle, Limits, Request
+from legato.rollouts.episodes import Runner
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
-from legato.training.collect import Collector, ExhaustedError
+from legato.training.collect import Collector
+from legato.training.source import ExhaustedError, RolloutSource
 
 WORDS = character_tokenizer()
 Verdict = Callable[[str, int], float | Unscorable]
@@ -27,9 +30,9 @@ class Listening(ScriptedEngine):
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
         self.asked: list[Request] = []
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         self.asked += requests
-        return super().generate(requests, sampling, limits)
+        return super().submit(requests, sampling, limits)
 
 
 class Counted:
@@ -64,13 +67,16 @@ def mixed(prompt: str, sample: int) -> float:
 
 
 def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any) -> Collector:
-    given: dict[str, Any] = {
-        "source": Counted(size),
+    played = {
         "engine": Listening(),
         "rendering": Rendering(tokenizer=WORDS),
+        "limits": Limits(max_response_tokens=4, end_tokens=(1,)),
+    }
+    given: dict[str, Any] = {
+        "source": Counted(size),
+        "runner": Runner(**{name: changes.pop(name, value) for name, value in played.items()}),
         "judge": judging(verdict),
         "sampling": Sampling(),
-        "limits": Limits(max_response_tokens=4, end_tokens=(1,)),
         "samples_per_prompt": 4,
         "seed": 3,
         "max_prompt_tokens": 10,
@@ -96,22 +102,22 @@ def test_seeds_depend_on_run_problem_place_and_sample_and_on_nothing_else() -> N
     for count in (1, 2, 3):
         two.next(count)
     other.next(6)
-    assert [r.seeds for r in one.engine.asked] == [r.seeds for r in two.engine.asked]
-    seeds = [seed for request in one.engine.asked for seed in request.seeds]
-    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.engine.asked for s in r.seeds}
+    assert [r.seeds for r in one.runner.engine.asked] == [r.seeds for r in two.runner.engine.asked]
+    seeds = [seed for request in one.runner.engine.asked for seed in request.seeds]
+    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.runner.engine.asked for s in r.seeds}
 
 
 def test_two_problems_at_one_place_of_two_orders_are_sampled_with_other_seeds() -> None:
     one, two = (collector(source=Counted(2, [order])) for order in ([0, 1], [1, 0]))
     one.next(2)
     two.next(2)
-    assert not set(one.engine.asked[0].seeds) & set(two.engine.asked[0].seeds)
+    assert not set(one.runner.engine.asked[0].seeds) & set(two.runner.engine.asked[0].seeds)
 
 
 def test_a_problem_that_comes_again_is_sampled_with_other_seeds() -> None:
     this = collector(size=2)
     this.next(4)
-    asked = this.engine.asked
+    asked = this.runner.engine.asked
     assert torch.equal(asked[0].prompt, asked[2].prompt) and not set(asked[0].seeds) & set(asked[2].seeds)
 
 
@@ -126,16 +132,59 @@ def test_a_resumed_collector_draws_what_the_straight_one_drew() -> None:
     straight.next(5)
     resumed = collector()
     resumed.load(straight.state())
-    straight.engine.asked.clear()
+    straight.runner.engine.asked.clear()
     assert drawn(straight.next(3)[0]) == drawn(resumed.next(3)[0])
-    assert [r.seeds for r in straight.engine.asked] == [r.seeds for r in resumed.engine.asked]
+    assert [r.seeds for r in straight.runner.engine.asked] == [r.seeds for r in resumed.runner.engine.asked]
 
 
 def test_every_token_says_which_version_wrote_it() -> None:
     this = collector()
-    this.version = 7
+    this.on_publish(7)
     (group,), _ = this.next(1)
     assert all(m.rollout.version.tolist() == [7, 7] for m in group.members)
+
+
+def test_the_policy_is_published_before_the_first_sampling_after_each_step_and_after_a_checkpoint() -> None:
+    class Published(Listening):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard: list[tuple[int, list[str]]] = []
+
+        def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+            self.heard.append((version, [name for name, _ in weights]))
+            super().publish(weights, version)
+
+    engine, evaluating = Published(), Published()
+    this = collector(engine=engine)
+    this.runner.weights = lambda: [("w", torch.zeros(1))]
+    this.evaluation = replace(this.runner, engine=evaluating)
+    this.next(1)
+    this.next(1)
+    assert engine.heard == [(0, ["w"])]
+    this.on_publish(1)
+    assert engine.heard[1:] == [(1, ["w"])] and evaluating.heard == [(1, ["w"])] and this.version == 1
+    other = collector(engine=engine)
+    other.load(this.state())
+    assert engine.version == 1 and len(engine.heard) == 3 and other.version == 1 and other.drawn == 2
+    other.next(1)
+    assert len(engine.heard) == 3
+
+
+def test_a_recovery_can_go_on_behind_the_problems_that_were_drawn() -> None:
+    this = collector()
+    this.next(2)
+    this.go_to(5)
+    assert drawn(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
+
+
+def test_looking_whether_a_prompt_fits_draws_nothing() -> None:
+    this = collector()
+    this.check_prompts()
+    assert this.drawn == 0 and drawn(this.next(1)[0]) == ["p0"]
+
+
+def test_the_collector_is_a_source_of_rollouts() -> None:
+    assert isinstance(collector(), RolloutSource)
 
 
 def test_unscorable_rollouts_leave_their_group_and_are_never_scored_0() -> None:
@@ -162,7 +211,7 @@ def test_dynamic_sampling_replaces_flat_groups_by_fresh_problems() -> None:
 def test_dynamic_sampling_gives_up_after_its_bound() -> None:
     this = collector(lambda prompt, sample: 0.0, resampling="dynamic", max_refills=2)
     groups, tally = this.next(5)
-    assert groups == [] and tally.rounds == 3 and this.cursor == 15 and tally.all_wrong == 15
+    assert groups == [] and tally.rounds == 3 and this.drawn == 15 and tally.all_wrong == 15
 
 
 def test_dynamic_sampling_with_no_refills_asks_once() -> None:
@@ -228,8 +277,8 @@ MISSED = "a bug: size + 1 draws from the middle of an epoch can miss a problem t
 
 def test_a_problem_that_is_left_is_found_wherever_the_next_epoch_puts_it() -> None:
     this = collector(source=Counted(4, [[0, 1, 2, 3], [1, 2, 3, 0]]), resampling="history")
-    this.solved = {Problem(prompt=f"p{number}").key for number in (1, 2, 3)}
-    this.cursor = 1
+    solved = [Problem(prompt=f"p{number}").key for number in (1, 2, 3)]
+    this.load({**this.state(), "solved": solved, "cursor": 1})
     assert drawn(this.next(1)[0]) == ["p0"]
 
 
@@ -247,7 +296,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted() -> None:
     this = collector(max_prompt_tokens=2, source=Counted(12), too_long="drop")
     groups, tally = this.next(11)
     assert drawn(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
-    assert all(len(request.prompt) <= 2 for request in this.engine.asked)
+    assert all(len(request.prompt) <= 2 for request in this.runner.engine.asked)
 
 
 def test_prompts_that_are_too_long_are_an_error_where_asked_for() -> None:

@@ -10,13 +10,12 @@ import torch
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.diagnostics.statistics.intervals import of_means, wilson
 from legato.policy.model.tiny import character_tokenizer
-from legato.rollouts.engine import Limits, Request, Response
+from legato.rollouts.engine import Handle, Limits, Request
+from legato.rollouts.episodes import Runner
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
-from legato.tasks.source import Pool
-from legato.training.collect import Collector
-from legato.training.evaluate import Answered, accuracy_metrics, answer, pass_at
+from legato.training.evaluate import Answered, Evaluator, accuracy_metrics, pass_at
 
 
 @pytest.mark.parametrize("trials", [1, 4, 6])
@@ -70,12 +69,10 @@ class Listening(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
         self.asked: list[Request] = []
-        self.sampling: list[Sampling] = []
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         self.asked += requests
-        self.sampling.append(sampling)
-        return super().generate(requests, sampling, limits)
+        return super().submit(requests, sampling, limits)
 
 
 def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
@@ -87,51 +84,59 @@ def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     return found
 
 
-def asking() -> Collector:
-    return Collector(
-        source=Pool(PROBLEMS, share=0.0, seed=0),
+def asking() -> Evaluator:
+    runner = Runner(
         engine=Listening(),
         rendering=Rendering(tokenizer=character_tokenizer()),
-        judge=judge,
-        sampling=Sampling(),
         limits=Limits(max_response_tokens=4, end_tokens=(1,)),
-        samples_per_prompt=8,
-        seed=0,
-        max_prompt_tokens=9,
     )
+    return Evaluator(runner=runner, judge=judge)
 
 
 def test_each_problem_is_answered_so_many_times_in_order() -> None:
-    found = answer(asking(), PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
+    found = asking().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
     assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in found] == [[0, 1, 2], [0, 1, 2]]
     assert [[a.accuracy for a in row] for row in found] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours() -> None:
     one, two = asking(), asking()
-    two.cursor, two.version = 77, 9
-    answer(one, PROBLEMS, Sampling(), 3, seed=1)
-    answer(two, PROBLEMS[::-1], Sampling(), 3, seed=1)
-    assert [r.seeds for r in one.engine.asked] == [r.seeds for r in two.engine.asked][::-1]
-    assert two.cursor == 77
+    two.runner.publish(9)
+    one.answer(PROBLEMS, Sampling(), 3, seed=1)
+    two.answer(PROBLEMS[::-1], Sampling(), 3, seed=1, number=7)
+    asked = [evaluator.runner.engine.asked for evaluator in (one, two)]
+    assert [r.seeds for r in asked[0]] == [r.seeds for r in asked[1]][::-1]
     three = asking()
-    answer(three, PROBLEMS, Sampling(), 3, seed=2)
-    assert not {s for r in one.engine.asked for s in r.seeds} & {s for r in three.engine.asked for s in r.seeds}
+    three.answer(PROBLEMS, Sampling(), 3, seed=2)
+    assert not {s for r in asked[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
+
+
+def test_an_evaluation_records_its_own_temperature() -> None:
+    for temperature in (0.0, 0.6):
+        row = asking().answer(PROBLEMS, Sampling(temperature=temperature), 1, seed=1)[0]
+        assert [answered.rollout.temperature for answered in row] == [temperature]
+
+
+def test_rollout_ids_of_evaluations_are_below_0_and_never_come_again() -> None:
+    this = asking()
+    rows = [this.answer(PROBLEMS, Sampling(), samples, seed=1, number=n) for n, samples in enumerate((3, 1, 3))]
+    ids = [answered.rollout.rollout_id for evaluation in rows for row in evaluation for answered in row]
+    assert len(set(ids)) == len(ids) == 14 and max(ids) == -1
 
 
 def test_metrics_hold_accuracy_with_its_interval_and_the_mean_length() -> None:
-    found = accuracy_metrics("sampled", answer(asking(), PROBLEMS, Sampling(), 3, seed=1))
+    found = accuracy_metrics("sampled", asking().answer(PROBLEMS, Sampling(), 3, seed=1))
     assert math.isclose(found["eval/accuracy_sampled"], 0.5)
     assert found["eval/accuracy_sampled_low"] <= 0.5 <= found["eval/accuracy_sampled_high"]
     assert found["eval/length_sampled"] == 2.0
 
 
 def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
-    found = accuracy_metrics("greedy", answer(asking(), PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
+    found = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
     assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson(2, 2)
 
 
 def test_what_could_not_be_judged_is_not_solved() -> None:
-    rollout = answer(asking(), PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
+    rollout = asking().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
     assert Answered(rollout=rollout, score=Unscorable("no")).accuracy == 0.0
     assert torch.equal(rollout.mask, torch.ones(2, dtype=torch.bool))

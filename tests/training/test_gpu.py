@@ -17,6 +17,7 @@ from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Piece, Policy
 from legato.rollouts.engine import Limits, Request
+from legato.rollouts.episodes import Runner
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import local_engine
 from legato.rollouts.render import Rendering
@@ -43,11 +44,13 @@ def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
 def collector(policy: Policy) -> Collector:
     return Collector(
         source=Generated(split=Split(task=Arithmetic(), share=0.2), seed=0),
-        engine=local_engine(policy, 256, record_routes=True),
-        rendering=Rendering(tokenizer=policy.tokenizer),
+        runner=Runner(
+            engine=local_engine(policy, 256, record_routes=True),
+            rendering=Rendering(tokenizer=policy.tokenizer),
+            limits=Limits(max_response_tokens=8, end_tokens=(1,)),
+        ),
         judge=judge,
         sampling=Sampling(),
-        limits=Limits(max_response_tokens=8, end_tokens=(1,)),
         samples_per_prompt=8,
         seed=0,
         max_prompt_tokens=32,

@@ -14,6 +14,7 @@ from legato.policy.model.reference import Reference
 from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits
+from legato.rollouts.episodes import Runner
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Rendering
@@ -51,11 +52,13 @@ def trainer(
     problems = [Problem(prompt=f"{a}+{b}=") for a in range(10) for b in range(6)]
     collector = Collector(
         source=Pool(problems, share=0.0, seed=0),
-        engine=LocalEngine(policy),
-        rendering=Rendering(tokenizer=words),
+        runner=Runner(
+            engine=LocalEngine(policy),
+            rendering=Rendering(tokenizer=words),
+            limits=Limits(max_response_tokens=5, end_tokens=(1,)),
+        ),
         judge=judge,
         sampling=Sampling(),
-        limits=Limits(max_response_tokens=5, end_tokens=(1,)),
         samples_per_prompt=4,
         seed=0,
         max_prompt_tokens=20,
@@ -159,7 +162,7 @@ def test_a_step_with_too_few_scored_rollouts_is_not_trained_on() -> None:
     report = this.step()
     assert apart(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
     assert report.metrics["rollouts/unscorable"] == 0.75 and report.unscorable == {"hung": 24}
-    assert this.collector.cursor == 8 and this.collector.version == 0
+    assert this.collector.drawn == 8 and this.collector.version == 0
 
 
 def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:

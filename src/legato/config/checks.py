@@ -6,12 +6,13 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import flatten as flatten_algorithm
-from legato.config.kinds import FAMILIES, is_import_path
+from legato.config.kinds import FAMILIES, find, is_import_path
 from legato.config.messages import shown
 from legato.config.resolved import flatten
 from legato.config.schema import Config
 from legato.config.schema_results import Health
 from legato.core.parts import names, nearest
+from legato.errors import InputError
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
 
@@ -34,7 +35,8 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    for check in (_updates, _stages, _epochs, _reward, _model, _mismatch, _evaluation, _health, _output, _algorithm):
+    checks = (_updates, _stages, _epochs, _environment, _reward, _model, _mismatch, _evaluation, _health, _output)
+    for check in (*checks, _algorithm, _turns, _values):
         yield from check(case)
 
 
@@ -89,6 +91,22 @@ def _epochs(case: Case) -> Iterator[str]:
 
 def _made_in_code(kind: str) -> bool:
     return is_import_path(kind) or kind in names(FAMILIES["task"][0])
+
+
+def _environment(case: Case) -> Iterator[str]:
+    kind = case.config.task.environment
+    if kind is not None:
+        try:
+            find("environment", kind)
+        except InputError as error:
+            yield f"{case.says('task.environment')}: {error}"
+        return
+    reward = case.config.reward
+    kinds = {"reward.kind": reward.kind} | {
+        f"reward.components.{name}.kind": c.kind for name, c in reward.components.items()
+    }
+    for path in [path for path, named in kinds.items() if named == "environment"]:
+        yield f"{case.says(path)} needs task.environment, which gives it; without one there is nothing to sum up"
 
 
 def _reward(case: Case) -> Iterator[str]:
@@ -166,3 +184,41 @@ def _algorithm(case: Case) -> Iterator[str]:
     for path, value in flatten_algorithm(algorithm).items():
         if value is None and path.startswith("objective.trust.log-clip."):
             yield f"algorithm.{path} must be given: the paper's constant is not verified; 0.05, for instance"
+
+
+def _turns(case: Case) -> Iterator[str]:
+    """Without an environment a rollout is one turn, and whatever compares turns compares nothing."""
+    if case.config.task.environment is not None:
+        return
+    reading = [
+        path for path, value in flatten_algorithm(case.algorithm).items() if path.endswith("level") and value == "turn"
+    ]
+    if {"turn", "turn_states"} & set(case.algorithm.advantage.needs()) and "advantage.level" not in reading:
+        reading.append("advantage")
+    for path in reading:
+        yield (
+            f"expected task.environment, got none: {_of_algorithm(case, path)} looks at turns, and without an environment"
+            " every rollout is one; name an environment, or take a level or an advantage of whole responses"
+        )
+
+
+def _values(case: Case) -> Iterator[str]:
+    """Values that nothing trains stay as they were made."""
+    algorithm = case.algorithm
+    penalties = [part for part in algorithm.objective.penalties if getattr(part, "coefficient", 1.0) != 0]
+    trained = any("values" in part.needs() for part in penalties)
+    if "values" in algorithm.advantage.needs() and not trained:
+        yield (
+            f"expected a penalty that trains the value head, got none: {_of_algorithm(case, 'advantage')} reads its values;"
+            ' add algorithm.objective.penalties = ["value"], or take an advantage that reads none (group-z)'
+        )
+
+
+def _of_algorithm(case: Case, path: str) -> str:
+    """A path of the algorithm with its value and the place that brought it in."""
+    value: Any = case.algorithm
+    for word in path.split("."):
+        value = getattr(value, word)
+    origin = case.origin(f"algorithm.{path}")
+    origin = case.origin("algorithm.name") if origin.startswith("algorithm ") else origin
+    return f"{case.algorithm.name} with {path} = {shown(getattr(value, 'name', value))} ({origin})"

@@ -1,4 +1,4 @@
-"""Tasks and rewards by name: which are known, what their options are, and the part they make."""
+"""Tasks, rewards and environments by name: which are known, what their options are, and the part they make."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from typing import Any
 from legato.core.parts import Part, lookup, names, nearest
 from legato.errors import InputError
 
-FAMILIES = {"task": ("task", "data"), "reward": ("reward",)}
-"""The kinds of parts that `task.kind` and `reward.kind` may name."""
+FAMILIES = {"task": ("task", "data"), "reward": ("reward",), "environment": ("environment",)}
+"""The kinds of parts that `task.kind`, `reward.kind` and `task.environment` may name."""
 
 _IMPORT_PATH = re.compile(r"(?:[^\W\d]\w*(?:\.[^\W\d]\w*)*|.*\.py):[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
@@ -41,6 +41,8 @@ def find(family: str, kind: str) -> type[Part] | None:
         if kind in names(registry):
             return lookup(registry, kind)
     known = [name for registry in FAMILIES[family] for name in names(registry)]
+    if not known:
+        raise InputError(f'unknown {family} {kind!r}; none is registered, give "module:name" or "file.py:name" of your own')
     hint = 'or "module:name" of your own' if family == "task" else 'or "module:name" or "file.py:name" of your own'
     raise InputError(f"unknown {family} {kind!r}; {nearest(kind, known)}, {hint}")
 

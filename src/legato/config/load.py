@@ -38,6 +38,7 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
     given = Layer()
     for layer in (from_settings(base.name, base.settings), *layers):
         merge(given, layer)
+    _reward_of_environment(given)
     algorithm, changed_at = choose.changed(base, layers, faults)
     config = validate(given, faults)
     if config is None or faults:
@@ -59,6 +60,13 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
         deviations=tuple(choose.deviations(published, algorithm, values)),
         provenance={path: origin(path) for path in values},
     )
+
+
+def _reward_of_environment(given: Layer) -> None:
+    """An environment gives rewards itself; they are the reward where no other is named."""
+    reward = {} if given.at(("reward",)) is None else given.at(("reward",))
+    if given.at(("task", "environment")) and isinstance(reward, dict) and not {"kind", "components"} & set(reward):
+        given.put(("reward", "kind"), "environment", lambda _: "task.environment")
 
 
 def _filled(config: Config, algorithm: Algorithm, given: Layer, changed_at: dict[str, str]) -> tuple[Config, Algorithm]:

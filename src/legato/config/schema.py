@@ -54,6 +54,9 @@ class Task:
     """The share of all problems, chosen by hash, that is never trained on."""
     system_prompt: Text | None = None
     """A system message before every problem; without a chat template it is put before the text."""
+    environment: Text | None = None
+    """What the policy takes turns with: "module:Name" or "file.py:Name" of your own, or a registered environment; absent:
+    nothing, a response is one turn."""
     shuffle: Flag = True
     """Whether the order of the problems changes from epoch to epoch."""
     resampling: Literal["none", "dynamic", "history"] = "none"

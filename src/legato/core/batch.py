@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.rollout import Group, Rollout, Routes, Scored
+from legato.core.rollout import START_STATE, Group, Rollout, Routes, Scored
 from legato.core.texts import Texts
 from legato.errors import InputError
 
@@ -27,6 +27,10 @@ class Batch:
     components: Mapping[str, Tensor]
     truncated: Tensor
     rollout_id: Tensor
+    turn_rewards: Tensor | None = None
+    """[B, U] float64, a column per turn, 0 beyond a rollout's last; None where no score names any."""
+    turn_states: Tensor | None = None
+    """[B, U] integers: equal ids within a group are one state of the environment; None where no rollout has any."""
     routes: Routes | None = None
     """Of the engine: prompts [G, P] flattened, then responses [B, T]; None where no rollout has any."""
 
@@ -69,8 +73,34 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         },
         truncated=torch.tensor([rollout.stop.truncated for rollout in rollouts]),
         rollout_id=torch.tensor([rollout.rollout_id for rollout in rollouts]),
+        turn_rewards=_turn_rewards([member for _, member in members]),
+        turn_states=_turn_states(rollouts),
         routes=_routes(rollouts, [number for number, _ in members], prompts),
     )
+
+
+def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
+    """[B, U]; a score that does not divide its reward has all of it at the last turn."""
+    if all(member.score.turn_rewards is None for member in members):
+        return None
+    rows = []
+    for member in members:
+        turns = int(member.rollout.turn.max()) + 1
+        whole = (*(0.0,) * (turns - 1), member.score.reward)
+        rewards = whole if member.score.turn_rewards is None else member.score.turn_rewards
+        if len(rewards) != turns:
+            raise InputError(
+                f"expected a reward for each of the {turns} turns, got {len(rewards)}"
+                f" (rollout {member.rollout.rollout_id} of {member.rollout.problem.key})"
+            )
+        rows.append(torch.tensor(rewards, dtype=torch.float64))
+    return _table(rows)
+
+
+def _turn_states(rollouts: Sequence[Rollout]) -> Tensor | None:
+    if all(rollout.turn_states is None for rollout in rollouts):
+        return None
+    return _table([torch.tensor(rollout.turn_states or (START_STATE,)) for rollout in rollouts])
 
 
 def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence[Tensor]) -> Routes | None:

@@ -41,6 +41,10 @@ class Author(Enum):
     TOOL = 2
 
 
+START_STATE = 0
+"""The id of the state in which every episode of a problem begins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A prompt with its answer. `prompt` is text or chat messages; `fields` are the other columns of its data set."""
@@ -78,19 +82,29 @@ class Rollout:
         turn, author      [0, 0], [0, 0]
         version           [7, 7]
         text              "5"
+
+    Two turns with an environment: "5" and an end token, then "no:" from the environment, then "6" and an end token:
+        tokens            [12, 1, 40, 41, 13, 1]
+        mask              [True, True, False, False, True, True]
+        turn              [0, 0, -1, -1, 1, 1]
+        author            [0, 0, 2, 2, 0, 0]
+        version           [7, 7, -1, -1, 7, 7]
+        text              "6"
+        dialogue          ("5", "no:", "6")
+        turn_rewards      (0.0, 1.0)
     """
 
     problem: Problem
     rollout_id: int
-    """Unique in the run; seeds the sampling of this rollout."""
+    """Unique in the run. Training counts up from 0; evaluations count down from -1 (`training/evaluate.py`)."""
     prompt_tokens: Int[Tensor, "P"]  # noqa: F821
     tokens: Int[Tensor, "T"]  # noqa: F821
     sampler_logprobs: Float[Tensor, "T"]  # noqa: F821
     """Before truncation, of softmax(z / temperature)."""
     version: Int[Tensor, "T"]  # noqa: F821
-    """Which version of the policy sampled each token."""
+    """Which version of the policy sampled each token; -1 where the policy did not write it."""
     text: str
-    """The response as text, end tokens and stop strings removed."""
+    """The last turn as text, end tokens and stop strings removed: the whole response where there is one turn."""
     stop: StopReason
     temperature: float
     mask: Bool[Tensor, "T"]  # noqa: F821
@@ -99,6 +113,14 @@ class Rollout:
     kept_logmass: Float[Tensor, "T"] | None = None  # noqa: F821
     routes: Routes | None = None
     """Of every token the engine read, where it records them: S = P + T - 1, since the last token was never read."""
+    turn_rewards: tuple[float, ...] | None = None
+    """What the environment gave for each turn of the policy; None where it gave nothing at all."""
+    turn_states: tuple[int, ...] | None = None
+    """The environment's state at the start of each turn, as a number: equal numbers are one state. None: a single turn."""
+    dialogue: tuple[str, ...] | None = None
+    """The texts of policy and environment in turn, the policy's first; None: a single turn."""
+    fault: str | None = None
+    """Why the episode could not be finished. Such a rollout is not scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +137,8 @@ class Score:
     reward: float
     accuracy: float
     components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] | None = None
+    """`reward` divided among the turns; None: it stands at the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

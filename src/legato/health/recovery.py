@@ -50,7 +50,7 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
     candidates = health.by_health(directory.checkpoint_steps(), alarm.step)
     folder = _healthy(directory, candidates, alarm, health.watch.rules)
-    failed, cursor = trainer.steps_done, trainer.collector.cursor
+    failed, drawn = trainer.steps_done, trainer.collector.drawn
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
     memory = checkpoint.read_memory(folder)
@@ -60,8 +60,8 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
     _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
-    skipped = cursor - trainer.collector.cursor if options.skip_data else 0
-    trainer.collector.cursor += skipped
+    skipped = drawn - trainer.collector.drawn if options.skip_data else 0
+    trainer.collector.go_to(trainer.collector.drawn + skipped)
     done = {
         "step": trainer.steps_done,
         "from": failed,

@@ -22,7 +22,8 @@ def record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
     prompt = rollout.problem.prompt
     text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
     scored = not isinstance(score, Unscorable)
-    return {
+    dialogue = {} if rollout.dialogue is None else {"dialogue": list(rollout.dialogue)}
+    return dialogue | {
         "key": rollout.problem.key,
         "prompt": text,
         "text": rollout.text,

@@ -1,1 +1,1 @@
-"""Scoring finished rollouts. So far: shaping by length; verifiers come with the trainer."""
+"""Scoring finished rollouts: verifiers, rewards of an environment or of your own, their weighted sum, shaping by length."""

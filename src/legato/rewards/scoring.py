@@ -20,6 +20,7 @@ import torch
 
 from legato.core.rollout import Rollout, Score, Unscorable
 from legato.errors import InputError
+from legato.rewards.environment import EnvironmentReward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.verifiers import Verdict, finite
 
@@ -117,7 +118,16 @@ class WeightedSum:
         if self.overlong is not None:
             listed["overlong"] = float(self.overlong.punishment(rollout.mask.sum().reshape(1).to(torch.int64))[0])
             total += listed["overlong"]
-        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed)
+        turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
+        return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)
+
+    def _divide(self, total: float, given: tuple[float, ...]) -> tuple[float, ...] | None:
+        """The reward by turn: the environment's where it was given, what else is rewarded at the last turn."""
+        weights = [each.weight for each in self.components.values() if isinstance(each.reward, EnvironmentReward)]
+        if not weights:
+            return None
+        turns = [sum(weights) * reward for reward in given[:-1]]
+        return (*turns, total - sum(turns))
 
 
 def judge(reward: Reward, rollout: Rollout) -> Judgement:

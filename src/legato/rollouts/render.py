@@ -1,4 +1,4 @@
-"""From a problem to the tokens of its prompt: chat template or plain text, as the tokenizer has it."""
+"""From problems and replies to tokens: by the chat template or as plain text, as the tokenizer has it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from legato.core.rollout import Problem
+from legato.core.rollout import Author, Message, Problem
 from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inserted:
+    """What an environment said, as the policy reads it."""
+
+    tokens: Tensor
+    """[N] token ids."""
+    authors: Tensor
+    """[N]: TOOL for what the environment said, TEMPLATE for what the chat template puts around it."""
+    text: str
+    """What the environment said, without the template."""
+    messages: tuple[Message, ...]
+    """The policy's turn and the reply as chat messages; () without a chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How prompts are written."""
+    """How prompts and replies are written."""
 
     tokenizer: Any
     chat: str = "auto"
@@ -43,7 +57,67 @@ class Rendering:
                 found = found[:-1]
         if not found:
             raise InputError(f"the prompt {str(problem.prompt)[:60]!r} has no tokens; a prompt needs at least one")
-        return torch.tensor(found, dtype=torch.int64)
+        return _ids(found)
+
+    def reply(
+        self, problem: Problem, earlier: Sequence[Message], said: str, content: str | Sequence[Message], end: int | None
+    ) -> Inserted:
+        """What the policy reads after a turn in which it `said` something, before its next one.
+
+        `earlier` are the messages between the problem and that turn. `end` is the end token the policy wrote, if it wrote
+        one: a template that puts it there does not put it there twice.
+        """
+        if not self.by_template:
+            if not isinstance(content, str):
+                raise InputError(f"expected replies of text, got chat messages: {_why(self.chat)} (task.environment)")
+            plain = _ids(self.tokenizer(content, add_special_tokens=False)["input_ids"])
+            return Inserted(tokens=plain, authors=torch.full_like(plain, Author.TOOL.value), text=content, messages=())
+        answer = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(each) for each in content]
+        said_and_answer = ({"role": "assistant", "content": said}, *answer)
+        before = self._rendered([*self._messages(problem), *earlier])
+        after = self._rendered([*self._messages(problem), *earlier, *said_and_answer])
+        contents = [str(each.get("content", "")) for each in answer]
+        tokens, authors = self._by_author(self._suffix(before, said, after), contents)
+        again = bool(tokens) and tokens[0] == end
+        return Inserted(
+            tokens=_ids(tokens)[again:], authors=_ids(authors)[again:], text="\n".join(contents), messages=said_and_answer
+        )
+
+    def _rendered(self, messages: list[Message]) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self.template_options
+        )
+        return text
+
+    def _suffix(self, before: str, said: str, after: str) -> str:
+        """What the template adds after the policy's turn."""
+        rest = after[len(before) :]
+        # Templates may take white space off a message; whatever else they change, the policy would read another past.
+        for text in (said, said.lstrip(), said.rstrip(), said.strip()):
+            if after.startswith(before) and rest.startswith(text):
+                return rest[len(text) :]
+        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        raise InputError(
+            f"expected a chat template that leaves earlier turns as they were, got that of {name}: after a reply it renders"
+            f" {rest[:60]!r} where the policy wrote {said[:60]!r} (task.environment); use a template without such changes"
+            " (policy.chat_template_kwargs), or policy.chat = 'never'"
+        )
+
+    def _by_author(self, text: str, contents: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The tokens of a text, and who wrote each; where a tokenizer does not say which characters a token is of, the
+        environment."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return tokens, [Author.TOOL.value] * len(tokens)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans, place = [], 0
+        for content in contents:
+            start = text.find(content.strip(), place)
+            if start >= 0:
+                place = start + len(content.strip())
+                spans.append((start, place))
+        inside = [any(low <= start and end <= high for low, high in spans) for start, end in encoded["offset_mapping"]]
+        return encoded["input_ids"], [Author.TOOL.value if own else Author.TEMPLATE.value for own in inside]
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
         prompt = problem.prompt
@@ -58,6 +132,10 @@ class Rendering:
         raise InputError(
             f"problem {problem.key} is chat messages, but {_why(self.chat)}; use a model with a template or text prompts"
         )
+
+
+def _ids(tokens: Sequence[int]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def _why(chat: str) -> str:

@@ -12,7 +12,7 @@ from legato.rollouts.sampling import Sampling
 from legato.run import wire
 from legato.run.target import Target
 from legato.tasks.data import Jsonl, Parquet
-from legato.training.evaluate import Answered, answer, pass_at
+from legato.training.evaluate import Answered, pass_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +64,20 @@ def evaluate(
     policy = target.policy()
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
     longest = config.policy.max_prompt_tokens
-    listed = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
+    listed = [problem for problem in listed if len(collector.runner.rendering.prompt(problem)) <= longest]
     if not listed:
         raise InputError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
+    evaluator = wire.evaluator_of(collector)
     rows: list[Measured] = []
     kept: list[list[Answered]] = []
     seed = config.training.seed
     if greedy:
-        kept = answer(collector, listed, Sampling(temperature=0), 1, seed)
+        kept = evaluator.answer(listed, Sampling(temperature=0), 1, seed, 0)
         right = sum(row[0].accuracy for row in kept)
         rows.append(_share("greedy", right, len(listed)))
     if samples:
         sampling = Sampling(temperature=config.evaluation.temperature if temperature is None else temperature)
-        kept = answer(collector, listed, sampling, samples, seed)
+        kept = evaluator.answer(listed, sampling, samples, seed, 1)
         means = [sum(a.accuracy for a in row) / samples for row in kept]
         low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)
         rows.append(Measured(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))

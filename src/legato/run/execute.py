@@ -21,10 +21,10 @@ from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
 from legato.run.watcher import Watcher
 from legato.training import checkpoint
-from legato.training.collect import ExhaustedError
-from legato.training.evaluate import accuracy_metrics, answer
+from legato.training.evaluate import Evaluator, accuracy_metrics
 from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.report import StepReport
+from legato.training.source import ExhaustedError
 from legato.training.step import Trainer
 
 _HISTOGRAMS_EVERY = 10
@@ -42,6 +42,7 @@ class Execution:
     directory: RunDirectory
     policy: Policy
     trainer: Trainer
+    evaluator: Evaluator
     held_out: Sequence[Problem]
     watcher: Watcher
     health: Health = field(init=False)
@@ -203,13 +204,13 @@ class Execution:
     def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
         """Held-out accuracy, sampled and greedy; the same problems and seeds every time."""
         config = self.resolved.config.evaluation
-        collector, step = self.trainer.collector, self.trainer.steps_done
-        sampled = answer(
-            collector, self.held_out, Sampling(temperature=config.temperature), config.samples_per_problem, self._seed
-        )
+        step, answer = self.trainer.steps_done, self.evaluator.answer
+        sampling = Sampling(temperature=config.temperature)
+        sampled = answer(self.held_out, sampling, config.samples_per_problem, self._seed, 2 * step)
         metrics = accuracy_metrics("sampled", sampled)
         if config.greedy:
-            metrics |= accuracy_metrics("greedy", answer(collector, self.held_out, Sampling(temperature=0), 1, self._seed))
+            greedy = answer(self.held_out, Sampling(temperature=0), 1, self._seed, 2 * step + 1)
+            metrics |= accuracy_metrics("greedy", greedy)
         metrics["eval/problems"] = float(len(self.held_out))
         self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
         for logger in self.loggers:

@@ -125,7 +125,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
             trainer.step()
             if trainer.optimizer.updates == done:
                 raise InputError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")
-        collector.cursor = 0
+        collector.go_to(0)
     groups, tally = collector.next(prompts)
     if not groups:
         reasons = "; ".join(tally.reasons) or "no group had two scored responses"

@@ -117,7 +117,7 @@ def start(
     policy = wire.policy_of(resolved, given)
     decide_checkpointing(resolved, policy)
     collector = wire.collector_of(config, policy, source, reward)
-    held_out = wire.held_out_of(config, source, collector, policy.notes)
+    held_out = wire.held_out_of(config, source, collector.runner.rendering, policy.notes)
     wire.check_training(resolved, policy, collector)
     if config.policy.lora is not None and config.policy.warm_up is not None and wire.wants_reference(resolved):
         raise InputError(
@@ -155,6 +155,7 @@ def start(
             directory=directory,
             policy=policy,
             trainer=wire.trainer_of(resolved, policy, collector, reference),
+            evaluator=wire.evaluator_of(collector),
             held_out=held_out,
             watcher=watcher,
             loggers=loggers,
@@ -245,7 +246,8 @@ def resume(
             directory=directory,
             policy=policy,
             trainer=trainer,
-            held_out=wire.held_out_of(config, source, collector, policy.notes),
+            evaluator=wire.evaluator_of(collector),
+            held_out=wire.held_out_of(config, source, collector.runner.rendering, policy.notes),
             watcher=watcher,
             loggers=_loggers(resolved, directory, watcher, int(memory["trainer"]["steps_done"])),
             callback=callback,
@@ -338,8 +340,9 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
     ]
-    for path, kind in (("task.kind", config.task.kind), ("reward.kind", config.reward.kind or "")):
-        if ":" in kind:
+    kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
+    for path, kind in kinds.items():
+        if kind is not None and ":" in kind:
             notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
     return notes
 

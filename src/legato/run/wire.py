@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
 from legato.rollouts.engine import Engine, Limits
+from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.local.select import local_engine
 from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.render import Rendering, end_tokens
@@ -32,7 +33,8 @@ from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Generated, Joined, Pool, Source
 from legato.tasks.task import Split
 from legato.training.anchor import needs_reference
-from legato.training.collect import Collector, Tally
+from legato.training.collect import Collector
+from legato.training.evaluate import Evaluator
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
 from legato.training.step import Trainer, TrainingSettings, routing_options
 from legato.training.tables import needs
@@ -172,15 +174,21 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
-    engine, evaluator = _engines(config, policy)
+    engine, other = _engines(config, policy)
+    runner = Runner(
+        engine=engine,
+        rendering=rendering_of(config, policy),
+        limits=limits_of(config, policy),
+        environment=environment_of(config),
+        context_length=policy.context_length,
+        weights=policy.model.named_parameters,
+    )
     return Collector(
         source=source,
-        engine=engine,
-        evaluator=evaluator,
-        rendering=rendering_of(config, policy),
+        runner=runner,
+        evaluation=None if other is None else replace(runner, engine=other),
         judge=reward.score_all,
         sampling=sampling_of(config),
-        limits=limits_of(config, policy),
         samples_per_prompt=rollouts.samples_per_prompt,
         seed=config.training.seed,
         max_prompt_tokens=config.policy.max_prompt_tokens,
@@ -188,6 +196,25 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         resampling=config.task.resampling,
         max_refills=config.task.max_refills,
     )
+
+
+def environment_of(config: Config) -> Environment:
+    """What the policy takes turns with."""
+    kind = config.task.environment
+    if kind is None:
+        return SingleTurn()
+    environment: Any = import_object("task.environment =", kind) if is_import_path(kind) else make("environment", kind, {})
+    if not isinstance(environment, Environment):
+        raise InputError(
+            f"expected an environment (max_turns, deterministic, episode(problem)), got {type(environment).__name__}"
+            f" (task.environment = {kind!r}); docs/environments.md shows one"
+        )
+    return environment
+
+
+def evaluator_of(collector: Collector) -> Evaluator:
+    """What evaluates the policy: it samples from the policy itself, even where the collector does not."""
+    return Evaluator(runner=collector.evaluation or collector.runner, judge=collector.judge)
 
 
 def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
@@ -209,11 +236,11 @@ def mismatch_of(config: Config) -> Mismatch | None:
     return Mismatch(kind=given.kind, seed=config.training.seed, **sized)
 
 
-def held_out_of(config: Config, source: Source, collector: Collector, notes: list[str]) -> list[Problem]:
+def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
     """The held-out problems whose prompts fit, as many as asked for; what differs is noted."""
     listed = source.held_out(config.task.held_out)
     longest = config.policy.max_prompt_tokens
-    fitting = [problem for problem in listed if len(collector.rendering.prompt(problem)) <= longest]
+    fitting = [problem for problem in listed if len(rendering.prompt(problem)) <= longest]
     if len(fitting) < len(listed) and config.policy.too_long == "error":
         raise InputError(
             f"{len(listed) - len(fitting)} held-out problems have prompts of more than policy.max_prompt_tokens = {longest}"
@@ -258,9 +285,7 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         policy.known_routers(option)
     if resolved.config.rollouts.record_routes is True:
         policy.known_routers("rollouts.record_routes = true")
-    cursor = collector.cursor
-    collector.draw(Tally())
-    collector.cursor = cursor
+    collector.check_prompts()
 
 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:
@@ -326,7 +351,7 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
     """What a step of the supervised stage is taught: training problems with their answers, never held-out ones."""
     stage = config.policy.warm_up
     assert stage is not None
-    end = collector.limits.end_tokens[0]
+    end = collector.runner.limits.end_tokens[0]
 
     def examples(step: int) -> list[Example]:
         found = []
@@ -335,7 +360,7 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
             if problem.answer is None:
                 raise InputError("policy.warm_up needs problems with answers; this task has none")
             said = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-            found.append((collector.rendering.prompt(problem), torch.tensor([*said, end])))
+            found.append((collector.runner.rendering.prompt(problem), torch.tensor([*said, end])))
         return found
 
     return examples

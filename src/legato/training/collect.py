@@ -1,62 +1,44 @@
-"""prompts -> rollouts -> rewards -> groups, filtered and refilled.
+"""The synchronous source of rollouts: problems -> episodes -> rewards -> groups, filtered and refilled when asked for.
 
 Everything random here is a function of (run seed, problem number, sample): the place in the data is one integer, and a
 resumed run draws what the straight one drew. Groups come back in the order their problems were drawn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from legato.core.rollout import Author, Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.core.rollout import Group, Problem, Rollout, Score, Scored, Unscorable
 from legato.errors import InputError
-from legato.rollouts.engine import Engine, Limits, Request, Response
+from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
-from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
+from legato.training.source import ExhaustedError, Tally
 
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
-class ExhaustedError(Exception):
-    """No problem is left to train on."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was seen while collecting a step, before anything was dropped."""
-
-    rollouts: int = 0
-    unscorable: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    truncated: int = 0
-    groups: int = 0
-    all_right: int = 0
-    all_wrong: int = 0
-    flat: int = 0
-    too_few: int = 0
-    too_long: int = 0
-    rounds: int = 0
-    components: dict[str, list[float]] = field(default_factory=dict)
+def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+    """A score for each rollout. One whose episode failed is unscorable, whatever the judge would say of it."""
+    whole = [rollout for rollout in rollouts if rollout.fault is None]
+    scores = judge(whole)
+    if len(whole) == len(rollouts):
+        return scores
+    judged = iter(scores)
+    return [next(judged) if rollout.fault is None else Unscorable(rollout.fault) for rollout in rollouts]
 
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Where a step's groups come from."""
+    """Samples and scores groups at the moment they are asked for."""
 
     source: Source
-    engine: Engine
-    rendering: Rendering
+    runner: Runner
     judge: Judge
     sampling: Sampling
-    limits: Limits
     samples_per_prompt: int
     seed: int
     max_prompt_tokens: int
@@ -65,111 +47,118 @@ class Collector:
     """'dynamic': groups whose responses all score alike are replaced by fresh ones; 'history': problems whose responses were
     all right are left out of later epochs."""
     max_refills: int = 8
-    evaluator: Engine | None = None
-    """What evaluations sample with, where `engine` is not the policy itself."""
-    cursor: int = 0
-    """The number of the next problem."""
-    version: int = 0
-    """Of the policy that is being sampled."""
-    steps_begun: int = 0
-    solved: set[str] = field(default_factory=set)
+    evaluation: Runner | None = None
+    """What evaluations sample with, where `runner` does not sample from the policy itself; told of new versions too."""
+    _drawn: int = 0
+    _steps_begun: int = 0
+    _solved: set[str] = field(default_factory=set)
     """Keys of problems whose last responses were all right."""
 
     def next(self, count: int) -> tuple[list[Group], Tally]:
         """So many groups of at least two scored rollouts each; fewer only where refills did not find enough."""
         groups: list[Group] = []
         tally = Tally()
-        if isinstance(self.source, Joined) and self.source.after is None and self.steps_begun >= self.source.after_steps:
-            self.source.after = self.cursor
-        self.steps_begun += 1
+        if isinstance(self.source, Joined) and self.source.after is None and self._steps_begun >= self.source.after_steps:
+            self.source.after = self._drawn
+        self._steps_begun += 1
         rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
-            drawn = [self.draw(tally) for _ in range(count - len(groups))]
-            groups += [group for group in self._roll(drawn, tally) if group is not None]
+            starts = [self._draw(tally) for _ in range(count - len(groups))]
+            groups += [group for group in self._roll(starts, tally) if group is not None]
         return groups, tally
+
+    @property
+    def version(self) -> int:
+        return self.runner.version
+
+    def on_publish(self, version: int) -> None:
+        self.runner.publish(version)
+        if self.evaluation is not None:
+            self.evaluation.publish(version)
+
+    def before_update(self) -> None:
+        self.runner.engine.before_update()
+
+    @property
+    def settled(self) -> bool:
+        return self.runner.engine.settled
+
+    @property
+    def drawn(self) -> int:
+        return self._drawn
+
+    def go_to(self, drawn: int) -> None:
+        self._drawn = drawn
+
+    def check_prompts(self) -> None:
+        """InputError where no problem can be drawn; nothing is drawn by it."""
+        before = self._drawn
+        self._draw(Tally())
+        self._drawn = before
 
     def state(self) -> dict[str, Any]:
         second = self.source.after if isinstance(self.source, Joined) else None
         return {
-            "cursor": self.cursor,
+            "cursor": self._drawn,
             "version": self.version,
-            "solved": sorted(self.solved),
-            "steps_begun": self.steps_begun,
+            "solved": sorted(self._solved),
+            "steps_begun": self._steps_begun,
             "second_stage_from": second,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.cursor, self.version, self.solved = int(state["cursor"]), int(state["version"]), set(state["solved"])
-        self.steps_begun = int(state["steps_begun"])
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._drawn, self._solved = int(state["cursor"]), set(state["solved"])
+        self._steps_begun = int(state["steps_begun"])
         if isinstance(self.source, Joined):
             self.source.after = state["second_stage_from"]
+        self.on_publish(int(state["version"]))
 
-    def draw(self, tally: Tally) -> tuple[int, Problem, Tensor]:
-        """The next problem that may be trained on, with its number and prompt."""
+    def tensors(self) -> dict[str, Tensor]:
+        return self.runner.engine.state()
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self.runner.engine.load(tensors)
+
+    def _draw(self, tally: Tally) -> Start:
+        """Episodes on the next problem that may be trained on."""
         size = self.source.size
         # From the middle of an epoch, every problem has come by after two.
         for _ in range(2 * size if size is not None else 10_000):
-            number, problem = self.cursor, self.source.training(self.cursor)
-            self.cursor += 1
-            if self.resampling == "history" and problem.key in self.solved:
+            number, problem = self._drawn, self.source.training(self._drawn)
+            self._drawn += 1
+            if self.resampling == "history" and problem.key in self._solved:
                 continue
-            prompt = self.rendering.prompt(problem)
+            prompt = self.runner.rendering.prompt(problem)
             if len(prompt) <= self.max_prompt_tokens:
-                return number, problem, prompt
+                each = self.samples_per_prompt
+                return Start(
+                    problem=problem,
+                    prompt=prompt,
+                    seeds=tuple([seed_of(self.seed, problem.key, number, k) for k in range(each)]),
+                    ids=range(number * each, (number + 1) * each),
+                )
             if self.too_long == "error":
                 raise InputError(
                     f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
                     f" {self.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
                 )
             tally.too_long += 1
-        if self.resampling == "history" and self.solved:
+        if self.resampling == "history" and self._solved:
             raise ExhaustedError("every problem of the task was answered right by all its rollouts")
         raise InputError(
             f"no problem has a prompt of at most policy.max_prompt_tokens = {self.max_prompt_tokens} tokens; raise it"
         )
 
-    def _roll(self, drawn: Sequence[tuple[int, Problem, Tensor]], tally: Tally) -> list[Group | None]:
-        requests = [
-            Request(
-                prompt=prompt,
-                seeds=tuple(seed_of(self.seed, problem.key, number, k) for k in range(self.samples_per_prompt)),
-            )
-            for number, problem, prompt in drawn
-        ]
-        responses = self.engine.generate(requests, self.sampling, self.limits)
-        rollouts = [
-            self.rollout(problem, prompt, response, number * self.samples_per_prompt + k)
-            for (number, problem, prompt), row in zip(drawn, responses, strict=True)
-            for k, response in enumerate(row)
-        ]
-        scores = self.judge(rollouts)
-        scored = list(zip(rollouts, scores, strict=True))
+    def _roll(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
+        rows = self.runner.play(starts, self.sampling)
+        rollouts = [rollout for row in rows for rollout in row]
+        scored = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))
         each = self.samples_per_prompt
         return [
-            self._group(problem, scored[place * each : (place + 1) * each], tally)
-            for place, (_, problem, _) in enumerate(drawn)
+            self._group(start.problem, scored[place * each : (place + 1) * each], tally)
+            for place, start in enumerate(starts)
         ]
-
-    def rollout(self, problem: Problem, prompt: Tensor, response: Response, number: int) -> Rollout:
-        """A response as the record of a single turn."""
-        length = len(response.tokens)
-        return Rollout(
-            problem=problem,
-            rollout_id=number,
-            prompt_tokens=prompt,
-            tokens=response.tokens,
-            sampler_logprobs=response.logprobs,
-            version=torch.full((length,), self.version),
-            text=response.text,
-            stop=response.stop,
-            temperature=self.sampling.temperature,
-            mask=torch.ones(length, dtype=torch.bool),
-            turn=torch.zeros(length, dtype=torch.int64),
-            author=torch.full((length,), Author.POLICY.value),
-            kept_logmass=response.kept_logmass,
-            routes=response.routes,
-        )
 
     def _group(self, problem: Problem, rollouts: Sequence[tuple[Rollout, Score | Unscorable]], tally: Tally) -> Group | None:
         members = []
@@ -199,7 +188,7 @@ class Collector:
         tally.all_right += right
         tally.all_wrong += flat and max(accuracy) <= 0.0
         if self.resampling == "history":
-            (self.solved.add if right else self.solved.discard)(problem.key)
+            (self._solved.add if right else self._solved.discard)(problem.key)
         if self.resampling == "dynamic" and flat:
             return None
         return Group(problem=problem, members=tuple(members))

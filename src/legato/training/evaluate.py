@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.diagnostics.statistics.intervals import of_means, wilson
 from legato.errors import InputError
-from legato.rollouts.engine import Request
+from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
-from legato.training.collect import Collector
+from legato.training.collect import Judge, score_rollouts
 
 
 def pass_at(successes: int, trials: int, k: int) -> float:
@@ -35,23 +35,35 @@ class Answered:
         return 0.0 if isinstance(self.score, Unscorable) else self.score.accuracy
 
 
-def answer(
-    collector: Collector, problems: Sequence[Problem], sampling: Sampling, samples: int, seed: int
-) -> list[list[Answered]]:
-    """For each problem its scored samples; the seeds do not depend on the step, so evaluations compare like with like."""
-    prompts = [collector.rendering.prompt(problem) for problem in problems]
-    requests = [
-        Request(prompt=prompt, seeds=tuple(seed_of("evaluation", seed, problem.key, k) for k in range(samples)))
-        for prompt, problem in zip(prompts, problems, strict=True)
-    ]
-    responses = (collector.evaluator or collector.engine).generate(requests, sampling, collector.limits)
-    rollouts = [
-        collector.rollout(problem, prompt, response, k)
-        for problem, prompt, row in zip(problems, prompts, responses, strict=True)
-        for k, response in enumerate(row)
-    ]
-    scored = [Answered(rollout=r, score=s) for r, s in zip(rollouts, collector.judge(rollouts), strict=True)]
-    return [scored[place * samples : (place + 1) * samples] for place in range(len(problems))]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Plays evaluation problems and scores the rollouts."""
+
+    runner: Runner
+    judge: Judge
+
+    def answer(
+        self, problems: Sequence[Problem], sampling: Sampling, samples: int, seed: int, number: int = 0
+    ) -> list[list[Answered]]:
+        """For each problem its scored samples; the seeds do not depend on the step, so evaluations compare like with like.
+
+        `number` tells the evaluations of a run apart: rollout ids count down from -1 - 2**32 * number, which no rollout of
+        training and no other evaluation has.
+        """
+        first = -1 - (number << 32)
+        starts = [
+            Start(
+                problem=problem,
+                prompt=self.runner.rendering.prompt(problem),
+                seeds=tuple([seed_of("evaluation", seed, problem.key, k) for k in range(samples)]),
+                ids=range(first - place * samples, first - (place + 1) * samples, -1),
+            )
+            for place, problem in enumerate(problems)
+        ]
+        rollouts = [rollout for row in self.runner.play(starts, sampling) for rollout in row]
+        scores = score_rollouts(self.judge, rollouts)
+        answered = [Answered(rollout=r, score=s) for r, s in zip(rollouts, scores, strict=True)]
+        return [answered[place * samples : (place + 1) * samples] for place in range(len(problems))]
 
 
 def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[str, float]:

@@ -11,8 +11,8 @@ import torch
 from legato.core.rollout import Group
 from legato.core.sums import Histogram, Sums, Total
 from legato.objectives.slots import State
-from legato.training.collect import Tally
 from legato.training.probe import Floor
+from legato.training.source import Tally
 from legato.training.update import Report
 
 PER_UPDATE = (

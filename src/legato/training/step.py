@@ -19,7 +19,6 @@ from legato.objectives.slots import State
 from legato.policy.model.reference import Reference
 from legato.policy.policy import Policy
 from legato.training.anchor import anchor, estimator_reads_anchor, first_update_anchors_itself
-from legato.training.collect import Collector, Tally
 from legato.training.details import details
 from legato.training.optimizer import Optimizer
 from legato.training.plan import Update, plan
@@ -35,6 +34,7 @@ from legato.training.report import (
     time_metrics,
     update_metrics,
 )
+from legato.training.source import RolloutSource, Tally
 from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
 
@@ -86,7 +86,7 @@ class Trainer:
         *,
         policy: Policy,
         algorithm: Algorithm,
-        collector: Collector,
+        collector: RolloutSource,
         optimizer: Optimizer,
         settings: TrainingSettings,
         reference: Reference | None = None,
@@ -128,7 +128,7 @@ class Trainer:
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         numbers = fetch_numbers(done)
         self._note_savable(updates, numbers)
-        self.collector.version += 1
+        self.collector.on_publish(self.collector.version + 1)
         self.steps_done += 1
         own = fetched([report.sums for report, _ in done])
         clock.end("update")
@@ -180,7 +180,7 @@ class Trainer:
         asked = self.settings.anchor
         if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
             raise UnsafeAnchorError(floor)
-        self.probed = self.probed or self.collector.engine.settled
+        self.probed = self.probed or self.collector.settled
         if asked == "auto":
             # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
             safe = floor.sampler_is_safe and self.policy.routers is None
@@ -234,7 +234,7 @@ class Trainer:
             marked=marked,
             look=self.look,
         )
-        self.collector.engine.before_update()
+        self.collector.before_update()
         norm, _ = self.optimizer.step()
         # An update whose rows were all left out beforehand measured nothing.
         if self.state and report.sums:
@@ -265,11 +265,11 @@ class Trainer:
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
         """What the engine remembers beside the weights."""
-        return self.collector.engine.state()
+        return self.collector.tensors()
 
     def load_sampler(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `sampler_state` gave."""
-        self.collector.engine.load(state)
+        self.collector.load_tensors(state)
 
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take over what `memory` gave."""

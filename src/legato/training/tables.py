@@ -100,6 +100,8 @@ class Tables:
                 mask=Mask(texts.mask, torch.float64),
                 values=_exact(self.old_values),
                 turn=batch.turn,
+                turn_rewards=batch.turn_rewards,
+                turn_states=batch.turn_states,
                 components=torch.stack(list(batch.components.values()), 1) if batch.components else None,
                 old_logprobs=_exact(self.old_logprobs),
                 ref_logprobs=_exact(self.ref_logprobs),

@@ -1,0 +1,37 @@
+"""An environment of two turns: the model answers, is told whether that was right, and may answer once more.
+
+    legato train recipes/tiny.toml task.environment=examples/second_guess.py:SecondGuess \
+        algorithm=turn-gspo algorithm.advantage=turn-return
+
+A right first answer earns 1 and ends the episode; a right second one earns 0.5. The reward of each turn reaches the
+advantage of that turn. `tests/training/test_turns.py` trains the tiny model on it.
+"""
+
+from legato import Problem
+from legato.core.rollout import StopReason
+from legato.rollouts.episodes import Reply
+
+
+class SecondGuess:
+    """Problems with an answer; two attempts at each."""
+
+    max_turns = 2
+    deterministic = True
+
+    def episode(self, problem: Problem) -> "Guesses":
+        return Guesses(str(problem.answer).strip())
+
+
+class Guesses:
+    """One episode: how many guesses were made is all it remembers."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer, self.guesses = answer, 0
+
+    def reply(self, text: str, stop: StopReason) -> Reply:
+        self.guesses += 1
+        said = text.strip()
+        if said == self.answer:
+            return Reply(content="right", reward=1.0 if self.guesses == 1 else 0.5, done=True)
+        # Episodes whose first guess was the same are in the same state now: GiGPO compares their second guesses.
+        return Reply(content="wrong, again:", reward=0.0, state=said, done=self.guesses == SecondGuess.max_turns)

@@ -1,0 +1,344 @@
+"""Episodes: a policy and an environment take turns, and the runner that plays many of them on one engine.
+
+    class Doubling:                                          an environment of one's own
+        max_turns, deterministic = 2, True
+
+        def episode(self, problem):
+            return Doubling.Episode(problem)
+
+    environment.episode(problem).reply(text, stop) -> Reply  what it says to a turn of the policy; None: nothing, the end
+
+A question with a reward is the environment that never replies (`SingleTurn`) and takes the same path.
+
+Token in, token out: what the policy sampled is never tokenised again. A rollout's tokens are the policy's turns with the
+environment's tokens between them (mask False, turn -1), and the prompt of a turn is the first prompt with all tokens so far.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
+from legato.rollouts.engine import Engine, Handle, Limits, Request, Response
+from legato.rollouts.randomness import seed_of
+from legato.rollouts.render import Inserted, Rendering
+from legato.rollouts.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn of the policy."""
+
+    content: str | Sequence[Message] = ""
+    """Text, or chat messages. Under a chat template a text is a message of the user."""
+    reward: float | None = None
+    """Of the turn it answers; None: it has none of its own."""
+    state: Hashable | None = None
+    """The state in which the next turn begins. Episodes of a problem that reach equal states are compared there (GiGPO);
+    None: a state that no other episode reaches."""
+    done: bool = False
+    """Whether the episode ends here; then `content` is not read."""
+
+
+@runtime_checkable
+class Episode(Protocol):
+    """One attempt at a problem."""
+
+    def reply(self, text: str, stop: StopReason) -> Reply | None:
+        """The answer to what the policy wrote, and why it stopped writing; None: the end, and nothing to say of the turn.
+
+        It is also called where the policy ran out of tokens; then only the reward of the reply is read.
+        """
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Makes episodes. What it raises costs the rollout, which is left out and counted, and never the run."""
+
+    @property
+    def max_turns(self) -> int:
+        """After so many turns of the policy the runner ends an episode."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal texts get equal replies; `tests/contracts` checks what is claimed."""
+
+    def episode(self, problem: Problem) -> Episode:
+        """A new episode, which shares nothing that changes with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTurn:
+    """The trivial environment, and its own episode: one turn, and no reply."""
+
+    max_turns: int = 1
+    deterministic: bool = True
+
+    def episode(self, problem: Problem) -> "SingleTurn":
+        return self
+
+    def reply(self, text: str, stop: StopReason) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Episodes to be started on one problem: as many as seeds."""
+
+    problem: Problem
+    prompt: Tensor
+    """[P] token ids."""
+    seeds: tuple[int, ...]
+    """Of the first turns; those of later turns follow from them."""
+    ids: Sequence[int]
+    """The rollout ids, one per seed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Playing:
+    """An episode that is going on."""
+
+    problem: Problem
+    prompt: Tensor
+    seed: int
+    number: int
+    episode: Episode | None = None
+    turns: list[Response] = field(default_factory=list)
+    versions: list[Tensor] = field(default_factory=list)
+    inserted: list[Inserted] = field(default_factory=list)
+    """What the environment said after each turn but the last."""
+    rewards: list[float | None] = field(default_factory=list)
+    states: list[int] = field(default_factory=lambda: [START_STATE])
+    messages: list[Message] = field(default_factory=list)
+    """What was said so far after the problem, where a chat template needs it."""
+    length: int = 0
+    """Tokens so far, those of the environment included."""
+    stop: StopReason | None = None
+    fault: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Runner:
+    """Plays episodes on an engine."""
+
+    engine: Engine
+    rendering: Rendering
+    limits: Limits
+    """`max_response_tokens` is of a whole rollout, the environment's tokens included."""
+    environment: Environment = field(default_factory=SingleTurn)
+    context_length: int | None = None
+    """What the policy can read; None: as much as it is given."""
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+    """The policy's, for engines that hold weights of their own."""
+    version: int = 0
+    """Of the policy that is being sampled."""
+    _published_to: Engine | None = None
+
+    def publish(self, version: int) -> None:
+        """Hand the policy's weights to the engine as this version."""
+        self.version = version
+        self.engine.publish(self.weights(), version)
+        self._published_to = self.engine
+
+    def play(self, starts: Sequence[Start], sampling: Sampling) -> list[list[Rollout]]:
+        """For each start its rollouts, in the order of its seeds. A turn is submitted as soon as the reply to the last is
+        there, while others decode."""
+        if self._published_to is not self.engine:
+            self.publish(self.version)
+        groups = [
+            [
+                _Playing(start.problem, start.prompt, seed, number)
+                for seed, number in zip(start.seeds, start.ids, strict=True)
+            ]
+            for start in starts
+        ]
+        requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
+        handles = self.engine.submit(requests, sampling, self.limits)
+        waiting: dict[Handle, list[_Playing]] = dict(zip(handles, groups, strict=True))
+        while waiting:
+            going_on = []
+            for finished in self.engine.poll():
+                for playing, response in zip(waiting.pop(finished.handle), finished.responses, strict=True):
+                    if self._take(playing, response):
+                        going_on.append(playing)
+            for together, limits in self._with_room(going_on):
+                requests = [self._next_request(playing) for playing in together]
+                handles = self.engine.submit(requests, sampling, limits)
+                waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+        return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+
+    def _take(self, playing: _Playing, response: Response) -> bool:
+        """Add a turn to its episode and hear the environment; whether another turn follows."""
+        left = self.limits.max_response_tokens - playing.length
+        if len(response.tokens) > left:
+            response = self._cut(response, left, playing)
+        playing.turns.append(response)
+        length = len(response.tokens)
+        playing.versions.append(torch.full((length,), self.engine.version) if response.version is None else response.version)
+        playing.length += length
+        try:
+            if playing.episode is None:
+                playing.episode = self.environment.episode(playing.problem)
+            reply = playing.episode.reply(response.text, response.stop)
+        except Exception as error:  # whatever an environment raises is its own affair; the run goes on without this rollout
+            playing.fault = f"environment: {type(error).__name__}: {error}"
+            return False
+        if reply is None:
+            playing.rewards.append(None)
+            return False
+        playing.fault = _fault_of(reply)
+        if playing.fault is not None:
+            return False
+        playing.rewards.append(reply.reward)
+        if response.stop.truncated:
+            return False
+        if reply.done or len(playing.turns) >= self.environment.max_turns:
+            playing.stop = StopReason.ENVIRONMENT
+            return False
+        return self._insert(playing, response, reply)
+
+    def _insert(self, playing: _Playing, response: Response, reply: Reply) -> bool:
+        """Put the environment's tokens behind the turn; False where no token of the policy would fit after them."""
+        inserted = self.rendering.reply(
+            playing.problem,
+            playing.messages,
+            response.text,
+            reply.content,
+            int(response.tokens[-1]) if response.stop is StopReason.END_TOKEN else None,
+        )
+        if playing.length + len(inserted.tokens) >= self.limits.max_response_tokens:
+            playing.stop = StopReason.LENGTH
+            return False
+        playing.inserted.append(inserted)
+        playing.messages += inserted.messages
+        playing.length += len(inserted.tokens)
+        turn = len(playing.turns)
+        playing.states.append(seed_of("state", playing.number, turn) if reply.state is None else seed_of(repr(reply.state)))
+        return True
+
+    def _cut(self, response: Response, left: int, playing: _Playing) -> Response:
+        """The response as its own limit would have ended it: it was decoded beside others that had more room."""
+        tokens, routes = response.tokens[:left], response.routes
+        if routes is not None:
+            read = len(playing.prompt) + playing.length + left - 1
+            routes = replace(routes, tokens=routes.tokens[:read], experts=routes.experts[:read])
+        return Response(
+            tokens=tokens,
+            logprobs=response.logprobs[:left],
+            kept_logmass=None if response.kept_logmass is None else response.kept_logmass[:left],
+            text=self.rendering.tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
+            stop=StopReason.LENGTH,
+            routes=routes,
+            version=None if response.version is None else response.version[:left],
+        )
+
+    def _with_room(self, playing: list[_Playing]) -> Iterator[tuple[list[_Playing], Limits]]:
+        """Episodes that may be decoded under one limit: engines work on requests of equal limits together.
+
+        The limit is what the roomiest of them has left; the others are cut to their own. None is led beyond what the policy
+        can read on the way.
+        """
+        waiting = sorted(playing, key=lambda each: each.length)
+        most = self.limits.max_response_tokens
+        while waiting:
+            left = most - waiting[0].length
+            room = math.inf if self.context_length is None else max(self.context_length - left, _read(waiting[0]))
+            together = [each for each in waiting if _read(each) <= room]
+            waiting = [each for each in waiting if _read(each) > room]
+            yield together, replace(self.limits, max_response_tokens=left)
+
+    def _next_request(self, playing: _Playing) -> Request:
+        pieces = [playing.prompt]
+        for turn, inserted in zip(playing.turns, playing.inserted, strict=True):
+            pieces += [turn.tokens, inserted.tokens]
+        return Request(prompt=torch.cat(pieces), seeds=(seed_of("turn", playing.seed, len(playing.turns)),))
+
+    def _rollout(self, playing: _Playing, temperature: float) -> Rollout:
+        """The record of an episode."""
+        columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
+        texts: list[str] = []
+        for number, turn in enumerate(playing.turns):
+            length = len(turn.tokens)
+            columns["tokens"].append(turn.tokens)
+            columns["sampler_logprobs"].append(turn.logprobs)
+            columns["version"].append(playing.versions[number])
+            columns["mask"].append(torch.ones(length, dtype=torch.bool))
+            columns["turn"].append(torch.full((length,), number))
+            columns["author"].append(torch.full((length,), Author.POLICY.value))
+            if turn.kept_logmass is not None:
+                columns["kept_logmass"].append(turn.kept_logmass)
+            texts.append(turn.text)
+            if number < len(playing.inserted):
+                _add_reply(columns, playing.inserted[number])
+                texts.append(playing.inserted[number].text)
+        tables = {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in columns.items() if pieces}
+        several = self.environment.max_turns > 1
+        rewarded = [reward for reward in playing.rewards if reward is not None]
+        return Rollout(
+            problem=playing.problem,
+            rollout_id=playing.number,
+            prompt_tokens=playing.prompt,
+            text=playing.turns[-1].text,
+            stop=playing.stop or playing.turns[-1].stop,
+            temperature=temperature,
+            routes=_join_routes([turn.routes for turn in playing.turns]),
+            turn_rewards=tuple(reward or 0.0 for reward in playing.rewards) if rewarded else None,
+            turn_states=tuple(playing.states) if several else None,
+            dialogue=tuple(texts) if several else None,
+            fault=playing.fault,
+            **tables,
+        )
+
+
+_COLUMNS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "kept_logmass")
+
+
+def _add_reply(columns: dict[str, list[Tensor]], inserted: Inserted) -> None:
+    """The environment's tokens in every table; log-probs are 0 where nobody sampled, and are never read."""
+    length = len(inserted.tokens)
+    columns["tokens"].append(inserted.tokens)
+    columns["sampler_logprobs"].append(torch.zeros(length))
+    columns["version"].append(torch.full((length,), -1))
+    columns["mask"].append(torch.zeros(length, dtype=torch.bool))
+    columns["turn"].append(torch.full((length,), -1))
+    columns["author"].append(inserted.authors)
+    if columns["kept_logmass"]:
+        columns["kept_logmass"].append(torch.zeros(length))
+
+
+def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
+    """One record of all turns: of each token that of its first reading. None where a turn has no record."""
+    known = [each for each in routes if each is not None]
+    if len(known) < len(routes):
+        return None
+    joined = known[0]
+    for later in known[1:]:
+        # A turn's engine read the prompt with all turns before it; what was read before keeps the record it has.
+        new = slice(len(joined.tokens), None)
+        joined = Routes(
+            tokens=torch.cat([joined.tokens, later.tokens[new]]),
+            experts=torch.cat([joined.experts, later.experts[new]]),
+            count=joined.count,
+        )
+    return joined
+
+
+def _read(playing: _Playing) -> int:
+    """How many tokens the next turn begins after."""
+    return len(playing.prompt) + playing.length
+
+
+def _fault_of(reply: Any) -> str | None:
+    """What is wrong with a reply; None: nothing."""
+    if not isinstance(reply, Reply):
+        return f"environment: expected a Reply or None, got {reply!r:.80}"
+    reward, content = reply.reward, reply.content
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
+        return f"environment: expected a finite reward or None, got {reward!r:.80}"
+    if isinstance(content, str) or all(isinstance(each, Mapping) and "role" in each for each in content):
+        return None
+    return f"environment: expected text or chat messages, got {content!r:.80}"
