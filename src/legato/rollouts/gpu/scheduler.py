@@ -207,6 +207,7 @@ class Scheduler:
         """
         # What is finished has keys of the old weights: no later prompt may go on from it.
         self.last = dict(self.active)
+        self.held = {entry: job for entry, job in self.held.items() if entry in self.users}
         tokens, lengths = self.memory.tokens.cpu(), self.memory.written.tolist()
         texts = []
         for slot, row in self.active.items():
@@ -277,8 +278,8 @@ class Scheduler:
         return finished
 
     def _remember(self, row: Row, response: Response) -> None:
-        """Note a text that lies in the store, if nothing took its place. The last token was chosen, its key never stored."""
-        if self.last.get(row.slot) is row and self.held.get(row.entry) is row.job:
-            self.engine.recall.note_for_later(
-                {row.entry: row.job.request.prompt}, {row.slot: (row.entry, response.tokens[:-1])}
-            )
+        """Note the texts that lie in the store, if nothing took their place. The last token's key was never stored."""
+        if self.held.get(row.entry) is not row.job:
+            return
+        own = {row.slot: (row.entry, response.tokens[:-1])} if self.last.get(row.slot) is row else {}
+        self.engine.recall.note_for_later({row.entry: row.job.request.prompt}, own)
