@@ -203,7 +203,7 @@ def test_memory_that_runs_out_means_fewer_slots_and_the_same_tokens() -> None:
 
 
 def test_the_host_waits_for_nothing_but_its_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from legato.rollouts.gpu.calls import Call
+    from legato.rollouts.gpu.scheduler import Scheduler
 
     made, requests = policy("qwen3", torch.bfloat16, "cuda"), asked(30, 9, 17, each=8)
     engine = engine_of(made, 32)
@@ -220,7 +220,7 @@ def test_the_host_waits_for_nothing_but_its_looks(monkeypatch: pytest.MonkeyPatc
     captures = engine.captures
     engine.recall.clear()  # so that the second call is the first one to the bit
     for name in ("_advance", "_collect"):
-        monkeypatch.setattr(Call, name, watched(getattr(Call, name)))
+        monkeypatch.setattr(Scheduler, name, watched(getattr(Scheduler, name)))
     found = engine.generate(requests, Sampling(), LIMITS)
     assert engine.captures == captures, "a capture synchronises; the calls should have been equal"
     same(found, expected)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from legato.rollouts.engine import Limits, Request
-from legato.rollouts.gpu import calls
+from legato.rollouts.gpu import scheduler
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
@@ -91,18 +91,18 @@ def test_stop_strings_end_a_response_where_they_do_in_the_plain_engine() -> None
 def counted(engine: GraphedEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does in order: 's' for each step, 'l' where it waits for a look."""
     done: list[str] = []
-    advance, taken = engine.advance, calls.Look.taken
+    advance, taken = engine.advance, scheduler.Look.taken
 
     def stepped(*args: Any) -> None:
         done.append("s")
         advance(*args)
 
-    def looked(look: calls.Look) -> calls.Look:
+    def looked(look: scheduler.Look) -> scheduler.Look:
         done.append("l")
         return taken(look)
 
     monkeypatch.setattr(engine, "advance", stepped)
-    monkeypatch.setattr(calls.Look, "taken", looked)
+    monkeypatch.setattr(scheduler.Look, "taken", looked)
     return done
 
 

@@ -185,12 +185,14 @@ class Policy:
         Under gradient checkpointing the model is in training mode, in which its layers would prepare to be recomputed.
         """
         trains = self.model.training
-        self.model.eval()
+        if trains:
+            self.model.eval()
         try:
             with torch.no_grad():
                 yield self.model
         finally:
-            self.model.train(trains)
+            if trains:
+                self.model.train()
 
     @contextmanager
     def attending(self, view: attention.View) -> Iterator[None]:

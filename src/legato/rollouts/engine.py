@@ -1,7 +1,7 @@
 """What an engine is: prompts with seeds in, sampled tokens out."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -45,13 +45,13 @@ class Response:
     text: str
     """Without end tokens and without the stop string."""
     stop: StopReason
+    version: Tensor
+    """[T] int64: the policy version that sampled each token."""
     routes: Routes | None = None
     """Of prompt and response without the last token, where the engine records them."""
-    version: Tensor | None = None
-    """[T]: the policy version that sampled each token; None: that of the engine, for all of them."""
 
 
-def written(
+def make_responses(
     tokenizer: Any,
     tokens: Tensor,
     logprobs: Tensor,
@@ -59,8 +59,12 @@ def written(
     lengths: Sequence[int],
     stops: Sequence[StopReason],
     cut: Mapping[int, str],
+    versions: Sequence[Tensor],
 ) -> list[Response]:
-    """Tables [rows, T] as responses. `cut` holds the texts that a stop string ended; the others are decoded here."""
+    """Responses from tables [rows, T]. `cut` holds the texts that a stop string ended; other texts are decoded here.
+
+    `versions` are [length] each.
+    """
     tokens, logprobs, kept = tokens.cpu(), logprobs.cpu(), None if kept is None else kept.cpu()
     said = [tokens[row, : length - (stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)]
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)
@@ -71,6 +75,7 @@ def written(
             kept_logmass=None if kept is None else kept[row, :length].clone(),
             text=cut.get(row, texts[row]),
             stop=stops[row],
+            version=versions[row],
         )
         for row, length in enumerate(lengths)
     ]
@@ -89,6 +94,38 @@ class Finished:
 
     handle: Handle
     responses: list[Response]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A submitted request inside an engine: how many of its seeds have been taken up, and the responses there are."""
+
+    handle: Handle
+    request: Request
+    sampling: Sampling
+    limits: Limits
+    taken: int = 0
+    """Seeds whose responses have begun; they are taken up in order."""
+    responses: dict[int, Response] = field(default_factory=dict)
+    """By the place of their seed."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The seeds whose responses have not begun."""
+        return self.request.seeds[self.taken :]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.responses) == len(self.request.seeds)
+
+    def finish(self) -> Finished:
+        """What is reported once it is complete."""
+        return Finished(handle=self.handle, responses=[self.responses[place] for place in range(len(self.request.seeds))])
+
+    def restart(self) -> None:
+        """Forget the responses there are."""
+        self.taken = 0
+        self.responses.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +173,21 @@ class Engine:
         raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        """For each request its responses, in the order of its seeds. Other requests in flight must not be outstanding."""
+        """For each request its responses, in the order of its seeds. No other request may be outstanding."""
         places = {handle: place for place, handle in enumerate(self.submit(requests, sampling, limits))}
         responses: list[list[Response]] = [[] for _ in requests]
-        while places:
-            for finished in self.poll():
-                responses[places.pop(finished.handle)] = finished.responses
+        try:
+            while places:
+                reported = self.poll()
+                if not reported:
+                    raise RuntimeError(f"the engine {self.name!r} polled [] with {len(places)} requests outstanding")
+                for finished in reported:
+                    responses[places.pop(finished.handle)] = finished.responses
+        except BaseException:
+            # Nobody will ask for these any more.
+            for handle in places:
+                self.cancel(handle)
+            raise
         return responses
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -166,31 +212,43 @@ class Engine:
         """Take over what `state` gave."""
 
 
-class QueuedEngine(Engine):
-    """An engine that answers a whole queue at a time: subclasses define `respond`, which blocks until all are done."""
+class JobEngine(Engine):
+    """An engine that keeps what is submitted as jobs: subclasses define `poll`, which takes them from `self.jobs`."""
 
     def __init__(self) -> None:
         self._submitted = 0
-        self._waiting: dict[Handle, tuple[Request, Sampling, Limits]] = {}
+        self.jobs: dict[Handle, Job] = {}
+        """What is outstanding, in the order it was submitted."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        handles = [Handle(self._submitted + place) for place in range(len(requests))]
-        self._submitted += len(requests)
-        self._waiting |= {handle: (request, sampling, limits) for handle, request in zip(handles, requests, strict=True)}
-        return handles
-
-    def poll(self) -> list[Finished]:
-        if not self._waiting:
-            return []
-        # Requests sampled alike are answered together, in the order they were submitted.
-        _, sampling, limits = next(iter(self._waiting.values()))
-        alike = [handle for handle, (_, *how) in self._waiting.items() if how == [sampling, limits]]
-        requests = [self._waiting.pop(handle)[0] for handle in alike]
-        responses = self.respond(requests, sampling, limits)
-        return [Finished(handle=handle, responses=row) for handle, row in zip(alike, responses, strict=True)]
+        jobs = [Job(Handle(self._submitted + place), request, sampling, limits) for place, request in enumerate(requests)]
+        self._submitted += len(jobs)
+        self.jobs |= {job.handle: job for job in jobs}
+        return [job.handle for job in jobs]
 
     def cancel(self, handle: Handle) -> None:
-        self._waiting.pop(handle, None)
+        self.jobs.pop(handle, None)
+
+    def report_complete(self) -> list[Finished]:
+        """Take the complete jobs out and report them."""
+        complete = [job for job in self.jobs.values() if job.complete]
+        for job in complete:
+            del self.jobs[job.handle]
+        return [job.finish() for job in complete]
+
+
+class QueuedEngine(JobEngine):
+    """An engine that answers all requests that are sampled alike at once: subclasses define `respond`, which blocks."""
+
+    def poll(self) -> list[Finished]:
+        if not self.jobs:
+            return []
+        first = next(iter(self.jobs.values()))
+        alike = [job for job in self.jobs.values() if (job.sampling, job.limits) == (first.sampling, first.limits)]
+        answers = self.respond([job.request for job in alike], first.sampling, first.limits)
+        for job, responses in zip(alike, answers, strict=True):
+            job.responses = dict(enumerate(responses))
+        return self.report_complete()
 
     def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
         """The responses of each request, in the order of its seeds."""

@@ -6,7 +6,7 @@ import torch
 
 from legato.core.rollout import StopReason
 from legato.errors import InputError
-from legato.rollouts.engine import Limits, QueuedEngine, Request, Response
+from legato.rollouts.engine import Capabilities, Limits, QueuedEngine, Request, Response
 from legato.rollouts.sampling import Sampling
 
 
@@ -14,6 +14,7 @@ class ScriptedEngine(QueuedEngine):
     """`script(prompt, sample)` gives the tokens and log-probs of each response; limits cut them as they would a model's."""
 
     name = "scripted"
+    capabilities = Capabilities(truncation=False, logprobs_at_temperature=False)
 
     def __init__(
         self,
@@ -49,4 +50,5 @@ class ScriptedEngine(QueuedEngine):
             kept_logmass=None,
             text=text,
             stop=stop,
+            version=torch.full((length,), self.version),
         )

@@ -6,9 +6,11 @@ same step runs eagerly, on a CPU too (in Triton's interpreter, for tests).
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,23 +20,25 @@ from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.sample import sample
 from legato.policy.layers.fused import Parts, through, why_not
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Limits, QueuedEngine, Request, Response
+from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
 from legato.rollouts.gpu import budget
 from legato.rollouts.gpu.buckets import BUCKETS, Bucket
-from legato.rollouts.gpu.calls import Call
 from legato.rollouts.gpu.capture import captured, graph_pool
 from legato.rollouts.gpu.recall import Recall, fingerprint
+from legato.rollouts.gpu.scheduler import Kind, Scheduler
 from legato.rollouts.gpu.slots import Room, Store, numbers
 from legato.rollouts.local.routes import heard
 from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
 
+_Result = TypeVar("_Result")
+
 _SAMPLINGS = 4
 """Ways of sampling whose graphs a bucket keeps: training's, evaluation's and a little more."""
 
 
-class GraphedEngine(QueuedEngine):
+class GraphedEngine(JobEngine):
     """Samples from the policy itself, on a GPU."""
 
     name = "local"
@@ -66,6 +70,11 @@ class GraphedEngine(QueuedEngine):
         """Graphs captured so far."""
         self.reused_tokens = 0
         """Prompt tokens whose keys and values were copied instead of computed, so far."""
+        self._waiting: deque[Job] = deque()
+        """Jobs that no scheduler has yet."""
+        self._scheduler: Scheduler | None = None
+        self._grow_generously = False
+        """Whether requests had to wait because they came while others decoded in too small a room."""
         self._pool: Any = None
         self._weights: tuple[tuple[int, ...], tuple[int, ...], Tensor] | None = None
         self._asked: Room | None = None
@@ -74,24 +83,142 @@ class GraphedEngine(QueuedEngine):
         self._per_token: int | None = None
         self._ends = numbers([-1] * 8, policy.device)
 
+    # Requests
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        return Capabilities(routes=self.routers is not None)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+        handles = super().submit(requests, sampling, limits)
+        # A next turn goes on from what was reported before it was submitted.
+        self.recall.settle()
+        self._waiting.extend(job for handle in handles if (job := self.jobs[handle]).waiting)
+        return handles
+
+    def poll(self) -> list[Finished]:
+        # Requests without seeds have nothing to wait for.
+        return self.report_complete() or self._guarded(self._decode)
+
+    def cancel(self, handle: Handle) -> None:
+        super().cancel(handle)
+        self._waiting = deque(job for job in self._waiting if job.handle != handle)
+        if self._scheduler is not None:
+            self._scheduler.cancel(handle)
+            self._end_burst_when_idle()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
+        # Once around all polls: where layers are checkpointed, every module is switched to evaluation and back.
+        with self.policy.serving():
+            return super().generate(requests, sampling, limits)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """The policy's own tensors have changed. Responses that decode keep their tokens and go on with this version."""
+        self.version = version
+        if self._scheduler is None:
+            return
+        self.recall.clear()
+        before, self._weights = self._weights, self._weights_now()
+        if before is None or before[0] != self._weights[0]:
+            # Graphs are of weights at their addresses: everything begins again.
+            self._restart()
+            self.forget()
+        else:
+            self._guarded(self._read_again)
+
+    def _read_again(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.read_again()
+
+    def _decode(self) -> list[Finished]:
+        """Decode until a request is complete. Kinds of requests take turns in the order they were submitted."""
+        finished: list[Finished] = []
+        while not finished and (self._scheduler is not None or self._waiting):
+            if self._scheduler is None:
+                self._begin_burst()
+            self._let_join()
+            assert self._scheduler is not None
+            finished = self._scheduler.decode()
+            for one in finished:
+                del self.jobs[one.handle]
+            self._end_burst_when_idle()
+        return finished
+
+    def _begin_burst(self) -> None:
+        """A scheduler for the requests at the head of the queue that are sampled alike."""
+        kind = Kind.of(self._waiting[0])
+        room = _Needed()
+        for job in takewhile(lambda job: Kind.of(job) == kind, self._waiting):
+            room.add(job)
+        self._scheduler = Scheduler(self, self._prepare(room.within(self.rows_at_once)), kind)
+
+    def _let_join(self) -> None:
+        """Hand requests to the scheduler, in order, while they are of its kind and the room is large enough.
+
+        The others wait until what decodes has finished; then room is made for them.
+        """
+        scheduler, joining = self._scheduler, []
+        assert scheduler is not None and self._asked is not None
+        if not self._waiting or Kind.of(self._waiting[0]) != scheduler.kind:
+            return
+        room = _Needed()
+        for job in scheduler.jobs.values():
+            room.add(job)
+        while self._waiting and Kind.of(self._waiting[0]) == scheduler.kind:
+            room.add(self._waiting[0])
+            if not self._asked.holds(room.within(self.rows_at_once)):
+                self._grow_generously = True
+                break
+            joining.append(self._waiting.popleft())
+        if joining:
+            scheduler.join(joining)
+
+    def _end_burst_when_idle(self) -> None:
+        if self._scheduler is None or self._scheduler.jobs:
+            return
+        self._per_token = self._scheduler.memory.bytes_per_token or self._per_token
+        self._scheduler = None
+        self.recall.settle()
+
+    def _restart(self) -> None:
+        """What is outstanding begins again: the scheduler is gone, with everything it had decoded."""
+        self._scheduler = None
+        for job in self.jobs.values():
+            job.restart()
+        self._waiting = deque(job for job in self.jobs.values() if job.waiting)
+
+    def _guarded(self, work: Callable[[], _Result]) -> _Result:
+        """Do some work on the device. Where memory runs out, it is done again with half the slots."""
+        while True:
+            try:
+                with self.policy.serving():
+                    return work()
+            except RuntimeError as error:
+                self._restart()
+                if not budget.is_out_of_memory(error):
+                    raise
+            except BaseException:
+                self._restart()
+                raise
+            # Out of the handler: the frames of the error hold on to the scheduler and to the store.
+            self._shrink()
+
     # Memory
 
-    def _prepare(self, requests: Sequence[Request], limits: Limits) -> Store:
-        wanted = Room(
-            slots=max(1, min(self.rows_at_once, sum(len(request.seeds) for request in requests))),
-            prompts=len(requests),
-            prompt_tokens=max(len(request.prompt) for request in requests),
-            response_tokens=limits.max_response_tokens,
-        )
-        wanted = wanted.within(wanted.slots)
+    def _prepare(self, wanted: Room) -> Store:
         self._notice_weights()
         if self.store is not None and self._asked is not None:
             if self._asked.holds(wanted):
                 return self.store
+            if self._grow_generously:
+                # Requests that come while others decode come one by one: room for twice as many, so that this is rare.
+                slots = min(self.rows_at_once, max(wanted.slots, 2 * self._asked.slots))
+                wanted = replace(wanted, slots=slots, prompts=min(slots, max(wanted.prompts, 2 * self._asked.prompts)))
             wanted = self._asked.joined(wanted)
             if wanted.prompt_tokens > self._asked.prompt_tokens:
                 # Prompts that grew once will again: a quarter more, so that graphs are not captured anew each time.
                 wanted = replace(wanted, prompt_tokens=wanted.prompt_tokens * 5 // 4)
+        self._grow_generously = False
         self._asked = replace(wanted, prompt_tokens=-(-wanted.prompt_tokens // 64) * 64)
         return self._make_room(self._asked)
 
@@ -114,16 +241,20 @@ class GraphedEngine(QueuedEngine):
             self.store = Store(room, self.policy.device, self.routers)
         return self.store
 
-    def _notice_weights(self) -> None:
-        """Graphs are of weights at their addresses; what was read is of the weights as they were."""
+    def _weights_now(self) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+        """Addresses, version counters and bits of the weights."""
         parameters = list(self.policy.model.parameters())
         addresses, versions = tuple(one.data_ptr() for one in parameters), tuple(one._version for one in parameters)
-        bits = fingerprint(parameters)
+        return addresses, versions, fingerprint(parameters)
+
+    def _notice_weights(self) -> None:
+        """Graphs are of weights at their addresses; what was read is of the weights as they were."""
+        addresses, versions, bits = now = self._weights_now()
         if self._weights is None or addresses != self._weights[0]:
             self.forget()
         elif self.recall.prompts and (versions != self._weights[1] or not torch.equal(bits, self._weights[2])):
             self.recall.clear()
-        self._weights = addresses, versions, bits
+        self._weights = now
 
     def forget(self) -> None:
         """Give all memory back: keys, values and graphs."""
@@ -207,26 +338,7 @@ class GraphedEngine(QueuedEngine):
         self.captures += 1
         return graph
 
-    # The run of a call
-
-    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        if not requests:
-            return []
-        while True:
-            try:
-                return self._attempt(requests, sampling, limits)
-            except RuntimeError as error:
-                if not budget.is_out_of_memory(error):
-                    raise
-            # Out of the handler: the frames of the error hold on to the call and to the store.
-            self._shrink()
-
-    def _attempt(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        with self.policy.serving():
-            memory = self._prepare(requests, limits)
-            found = Call(self, memory, requests, sampling, limits).run()
-        self._per_token = memory.bytes_per_token or self._per_token
-        return found
+    # What the scheduler asks for
 
     def end_tokens(self, ends: tuple[int, ...]) -> Tensor:
         """The end tokens in a tensor that keeps its address, since graphs read it; -1 is no token."""
@@ -244,3 +356,28 @@ class GraphedEngine(QueuedEngine):
         if size not in self.buckets:
             self.buckets[size] = Bucket(size, self.store, self.policy.device)
         return self.buckets[size]
+
+
+@dataclass(slots=True)
+class _Needed:
+    """The room that jobs need to decode together, added up job by job."""
+
+    rows: int = 0
+    prompts: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+
+    def add(self, job: Job) -> None:
+        self.rows += len(job.request.seeds)
+        self.prompts += 1
+        self.prompt_tokens = max(self.prompt_tokens, len(job.request.prompt))
+        self.response_tokens = max(self.response_tokens, job.limits.max_response_tokens)
+
+    def within(self, rows_at_once: int) -> Room:
+        """The room for as many rows as may decode together."""
+        return Room(
+            slots=self.rows,
+            prompts=self.prompts,
+            prompt_tokens=self.prompt_tokens,
+            response_tokens=self.response_tokens,
+        ).within(rows_at_once)

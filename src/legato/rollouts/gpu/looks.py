@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from legato.rollouts.gpu.landing import Row
 from legato.rollouts.gpu.slots import Store
 
 
@@ -17,13 +18,13 @@ class Look:
         if texts:
             self.texts = self._pinned(store.tokens), self._pinned(store.written)
         self.event = torch.cuda.Event() if store.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.rows: dict[int, int] = {}
-        """slot -> the row of the results that had it; a slot may have gone to another response since"""
+        self.rows: dict[int, Row] = {}
+        """slot -> the response that had it; a slot may have gone to another one since"""
 
     def _pinned(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=self.store.device.type == "cuda")
 
-    def ask(self, rows: dict[int, int]) -> "Look":
+    def ask(self, rows: dict[int, Row]) -> "Look":
         """Copy the state behind everything enqueued so far."""
         self.rows = rows
         self.done.copy_(self.store.done, non_blocking=True)

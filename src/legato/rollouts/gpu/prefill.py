@@ -4,7 +4,7 @@ Prompts are read in packs of a token budget, so that what a pass holds in memory
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.policy import Policy
-from legato.rollouts.gpu.slots import Store, numbers
+from legato.rollouts.gpu.slots import Store, Tables, numbers
 from legato.rollouts.local.routes import heard
 from legato.rollouts.prompts import prompt_texts
 
@@ -35,6 +35,17 @@ class Opening:
         return len(self.prompt) - self.known
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A response that decodes: where its prompt lies, its slot, and its tokens so far."""
+
+    entry: int
+    prompt: Tensor
+    slot: int
+    tokens: Tensor
+    """[n], at least 1; the key of the last one is not stored yet."""
+
+
 def read(policy: Policy, store: Store, openings: Sequence[Opening]) -> None:
     """Fill the entries, and note the last hidden state of each prompt."""
     for continued in (False, True):
@@ -44,6 +55,44 @@ def read(policy: Policy, store: Store, openings: Sequence[Opening]) -> None:
             store.prompt_length[entries] = numbers([len(one.prompt) for one in part], store.device)
             hidden = _continued(policy, store, part, entries) if continued else _whole(policy, store, part, entries)
             store.keep_ending(hidden, entries)
+
+
+def read_again(policy: Policy, store: Store, texts: Sequence[Written]) -> None:
+    """Compute keys and values of prompts and of responses so far anew, where they lie; their routes stay as recorded."""
+    groups: dict[int, list[Written]] = {}
+    for text in texts:
+        groups.setdefault(text.entry, []).append(text)
+    parts: list[list[list[Written]]] = []
+    room = 0
+    for group in groups.values():
+        tokens = len(group[0].prompt) + sum(len(text.tokens) for text in group)
+        if not parts or tokens > room:
+            parts.append([])
+            room = TOKENS_AT_ONCE
+        parts[-1].append(group)
+        room -= tokens
+    for part in parts:
+        _read_groups_again(policy, store, part)
+
+
+def _read_groups_again(policy: Policy, store: Store, groups: Sequence[Sequence[Written]]) -> None:
+    written = [text for group in groups for text in group]
+    pad, lengths = torch.nn.utils.rnn.pad_sequence, torch.tensor([len(text.tokens) for text in written])
+    tokens = pad([text.tokens for text in written], batch_first=True)
+    texts = replace(
+        prompt_texts([group[0].prompt for group in groups]),
+        tokens=tokens,
+        lengths=lengths,
+        mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+        group=torch.repeat_interleave(torch.tensor([len(group) for group in groups])),
+        temperature=torch.ones(len(written)),
+    )
+    packed = pack(texts, torch.arange(len(written))).to(store.device)
+    entries = numbers([group[0].entry for group in groups], store.device)
+    slots = numbers([text.slot for text in written], store.device)
+    with policy.attending(_Whole(store, packed, entries, slots)):
+        hidden = policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+    store.keep_ending(hidden[packed.prompt_ends], entries)
 
 
 def _parts(openings: Sequence[Opening]) -> list[list[Opening]]:
@@ -84,18 +133,23 @@ def _continued(policy: Policy, store: Store, openings: Sequence[Opening], entrie
 
 
 class _Whole:
-    """The view of a pack of prompts that also fills the store."""
+    """The view of a pack that also fills the store: prompts, and responses where slots are given."""
 
-    def __init__(self, store: Store, packed: Pack, entries: Tensor) -> None:
-        self.store, self.packed, self.entries = store, packed, entries
+    def __init__(self, store: Store, packed: Pack, entries: Tensor, slots: Tensor | None = None) -> None:
+        self.store, self.packed, self.entries, self.slots = store, packed, entries, slots
 
     def attend(self, heads: Heads) -> Tensor:
-        store, columns = self.store, self.packed.prefix.shape[1]
+        store, packed = self.store, self.packed
         store.show(heads)
-        for tables, source in ((store.prompt_keys, heads.key), (store.prompt_values, heads.value)):
-            found = source[0].transpose(0, 1)[self.packed.prefix].transpose(1, 2)
-            tables[heads.layer][self.entries, :, :columns] = found
-        return self.packed.attend(heads)
+        self._fill(store.prompt_keys, store.prompt_values, self.entries, packed.prefix, heads)
+        if self.slots is not None:
+            self._fill(store.keys, store.values, self.slots, packed.suffix, heads)
+        return packed.attend(heads)
+
+    def _fill(self, keys: Tables, values: Tables, rows: Tensor, index: Tensor, heads: Heads) -> None:
+        """`index` [rows, columns]: which token of the pack goes to each column."""
+        for tables, source in ((keys, heads.key), (values, heads.value)):
+            tables[heads.layer][rows, :, : index.shape[1]] = source[0].transpose(0, 1)[index].transpose(1, 2)
 
 
 class _Continued:

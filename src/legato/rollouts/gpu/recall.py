@@ -1,7 +1,11 @@
 """Which texts the store still holds, so that a later turn reads only what is new.
 
-After a call the keys and values of its last prompts and responses are where they were. A prompt that begins as one of these
-texts does takes over what is common. Texts are sorted: the one with the longest common beginning is a neighbour.
+When responses have finished, their keys and values and those of their prompts stay where they were until others need the
+room. A prompt that begins as one of these texts does takes over what is common. Texts are sorted: the one with the longest
+common beginning is a neighbour.
+
+A text is known to requests that are submitted after it was reported. Requests submitted together read alike, whichever of
+them finishes first.
 """
 
 from bisect import bisect
@@ -39,12 +43,15 @@ class Recall:
         """entry -> [P]"""
         self.responses: dict[int, tuple[int, Tensor]] = {}
         """slot -> (entry of its prompt, [T] tokens whose keys and values are stored)"""
+        self._later: tuple[dict[int, Tensor], dict[int, tuple[int, Tensor]]] = {}, {}
+        """The same of texts that are not known yet."""
         self._sorted: list[tuple[tuple[int, ...], int, int, int]] | None = None
         """(text, tokens of it in the entry, entry, slot; -1: the prompt alone)"""
 
     def clear(self) -> None:
         self.prompts.clear()
         self.responses.clear()
+        self._later = {}, {}
         self._sorted = None
 
     def note(self, prompts: dict[int, Tensor], responses: dict[int, tuple[int, Tensor]]) -> None:
@@ -53,13 +60,33 @@ class Recall:
         self.responses |= responses
         self._sorted = None
 
+    def note_for_later(self, prompts: dict[int, Tensor], responses: dict[int, tuple[int, Tensor]]) -> None:
+        """These lie in the store, and will be known when `settle` is called."""
+        self._later[0].update(prompts)
+        self._later[1].update(responses)
+
+    def settle(self) -> None:
+        """What was noted for later is known from now on."""
+        if self._later[0]:
+            self.note(*self._later)
+            self._later = {}, {}
+
     def drop(self, entries: Iterable[int], slots: Iterable[int]) -> None:
         """These are about to be overwritten."""
-        gone, left = set(entries), set(slots)
-        self.prompts = {entry: text for entry, text in self.prompts.items() if entry not in gone}
-        self.responses = {
-            slot: (entry, text) for slot, (entry, text) in self.responses.items() if slot not in left and entry not in gone
-        }
+        overwritten, given_away = set(entries), set(slots)
+
+        def prompts_left(prompts: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {entry: text for entry, text in prompts.items() if entry not in overwritten}
+
+        def responses_left(responses: dict[int, tuple[int, Tensor]]) -> dict[int, tuple[int, Tensor]]:
+            return {
+                slot: (entry, text)
+                for slot, (entry, text) in responses.items()
+                if slot not in given_away and entry not in overwritten
+            }
+
+        self.prompts, self.responses = prompts_left(self.prompts), responses_left(self.responses)
+        self._later = prompts_left(self._later[0]), responses_left(self._later[1])
         self._sorted = None
 
     def keep(self, room: Room) -> None:

@@ -153,11 +153,11 @@ class Store:
             self.ending = hidden.new_zeros(self.room.prompts, hidden.shape[1])
         self.ending[entries] = hidden
 
-    def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limit: int) -> None:
-        """Give slots to responses that have not begun."""
-        self.base[slots], self.seed[slots] = lengths, seeds
+    def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limits: Tensor) -> None:
+        """Give slots to responses that have not begun; all are [n]: prompts' lengths, seeds, the most tokens of each."""
+        self.base[slots], self.seed[slots], self.limit[slots] = lengths, seeds, limits
         # Filled and not assigned: a number that is assigned is copied to the device, and the host waits for that.
-        for table, value in ((self.length, 0), (self.written, 0), (self.limit, limit), (self.done, False)):
+        for table, value in ((self.length, 0), (self.written, 0), (self.done, False)):
             table.index_fill_(0, slots, value)
 
     def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:

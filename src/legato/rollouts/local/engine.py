@@ -5,7 +5,7 @@ when a quarter of it has finished. On a CPU known families go through `blocks.py
 their own forward, its keys and values copied to every response; what no cache serves is recomputed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +19,7 @@ from legato.policy.layers.unrolled import Unrolled
 from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Limits, QueuedEngine, Request, Response, written
+from legato.rollouts.engine import Capabilities, Finished, Handle, JobEngine, Limits, Request, Response, make_responses
 from legato.rollouts.local.agreement import disagreement
 from legato.rollouts.local.blocks import Blocks
 from legato.rollouts.local.recompute import Recompute
@@ -156,8 +156,8 @@ class _Wave:
     """How many of the n are not finished."""
 
 
-class LocalEngine(QueuedEngine):
-    """Samples from the policy itself."""
+class LocalEngine(JobEngine):
+    """Samples from the policy itself, a wave of rows at a time."""
 
     name = "local"
 
@@ -170,23 +170,55 @@ class LocalEngine(QueuedEngine):
         self.routers = policy.routers if record_routes else None
         self._way = way
         """'blocks', 'cached' or 'recomputed'; None: not looked at yet."""
+        self._remember: tuple[int, _Remember] | None = None
+        """How rows are remembered, and the policy version it was made for; None while nothing is outstanding."""
 
-    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        found: list[list[Response]] = [[] for _ in requests]
-        waves = self._waves(requests)
-        if not waves:
-            return found
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        # Without a memory every token is read over and over: its routes are not those of one pass.
+        return Capabilities(routes=self.routers is not None and self._choose_way() != "recomputed")
+
+    def poll(self) -> list[Finished]:
+        """Decode one wave, or more until a request is complete; what is submitted meanwhile joins the next wave."""
+        while self.jobs:
+            finished = self.report_complete()
+            if finished:
+                self._drop_copies_when_idle()
+                return finished
+            self._decode_wave()
+        return []
+
+    def cancel(self, handle: Handle) -> None:
+        super().cancel(handle)
+        self._drop_copies_when_idle()
+
+    def _drop_copies_when_idle(self) -> None:
+        if not self.jobs:
+            self._remember = None
+
+    def _decode_wave(self) -> None:
+        """Write the next `rows_at_once` responses, in the order of requests and seeds; all sampled as the first one is."""
+        first = next(iter(self.jobs.values()))
+        room, wave = self.rows_at_once, []
+        for job in self.jobs.values():
+            if room and job.waiting and (job.sampling, job.limits) == (first.sampling, first.limits):
+                wave.append((job, job.waiting[:room]))
+                room -= len(wave[-1][1])
         with self.policy.serving():
-            remember = self._remembering()
-            for wave in waves:
-                parts = [(requests[number], seeds) for number, seeds in wave]
-                for (number, _), responses in zip(wave, self._run(parts, remember, sampling, limits), strict=True):
-                    found[number] += responses
-        return found
+            rows = self._run([(job.request, seeds) for job, seeds in wave], self._memory(), first.sampling, first.limits)
+        for (job, seeds), responses in zip(wave, rows, strict=True):
+            job.responses |= dict(enumerate(responses, job.taken))
+            job.taken += len(seeds)
 
-    def _remembering(self) -> _Remember:
-        """How rows are remembered during one call. What it holds of the weights is of this call."""
-        policy, way = self.policy, self._looked_at()
+    def _memory(self) -> _Remember:
+        """How rows are remembered. It may hold copies of the weights, made once for all waves of a burst of requests."""
+        if self._remember is None or self._remember[0] != self.version:
+            self._remember = None  # before new copies are made
+            self._remember = self.version, self._make_memory()
+        return self._remember[1]
+
+    def _make_memory(self) -> _Remember:
+        policy, way = self.policy, self._choose_way()
         if way == "recomputed":
             return lambda prompts, owner, _: Recompute(policy, prompts, owner)
         if way == "blocks":
@@ -195,7 +227,7 @@ class LocalEngine(QueuedEngine):
             return lambda prompts, owner, limit: Blocks(body, _packed(prompts, policy.device), owner, limit, every)
         return lambda prompts, owner, limit: _Cached(policy, _packed(prompts, policy.device), owner, limit)
 
-    def _looked_at(self) -> str:
+    def _choose_way(self) -> str:
         """The fastest way that gives this body's own log-probs; looked at once, on a few tokens."""
         if self._way is not None:
             return self._way
@@ -203,9 +235,11 @@ class LocalEngine(QueuedEngine):
         if self.policy.views:
             ways = ["blocks", "cached"] if Unrolled.serves(self.policy.body) else ["cached"]
         for way in ways:
-            self._way = way  # for the look itself
-            wrong = disagreement(self, self.policy)
+            # In an engine of its own: requests may be outstanding here.
+            tried = LocalEngine(self.policy, self.rows_at_once, way=way, record_routes=self.routers is not None)
+            wrong = disagreement(tried, self.policy)
             if wrong is None:
+                self._way = way
                 return way
             how, instead = {
                 "blocks": ("layer by layer", "its own forward is tried"),
@@ -214,20 +248,6 @@ class LocalEngine(QueuedEngine):
             self.policy.notes.append(f"{type(self.policy.body).__name__} cannot be decoded {how} ({wrong}): {instead}")
         self._way = "recomputed"
         return self._way
-
-    def _waves(self, requests: Sequence[Request]) -> list[list[tuple[int, tuple[int, ...]]]]:
-        """Requests in order, cut so that a wave has at most `rows_at_once` rows."""
-        waves: list[list[tuple[int, tuple[int, ...]]]] = [[]]
-        room = self.rows_at_once
-        for number, request in enumerate(requests):
-            seeds = request.seeds
-            while seeds:
-                if room == 0:
-                    waves.append([])
-                    room = self.rows_at_once
-                waves[-1].append((number, seeds[:room]))
-                seeds, room = seeds[room:], room - len(seeds[:room])
-        return [wave for wave in waves if wave]
 
     def _run(
         self, parts: list[tuple[Request, tuple[int, ...]]], remember: _Remember, sampling: Sampling, limits: Limits
@@ -239,7 +259,6 @@ class LocalEngine(QueuedEngine):
         memory = remember(prompts, owner, limits.max_response_tokens)
         wave = _start(parts, sampling, limits, len(owner), device)
         routes = None
-        # Without a memory every token is read over and over: its routes are not those of one pass.
         if self.routers is not None and not isinstance(memory, Recompute):
             routes = WaveRoutes(self.routers, limits.max_response_tokens, len(owner), device)
         with nullcontext() if routes is None else routes.listening():
@@ -256,7 +275,9 @@ class LocalEngine(QueuedEngine):
                     routes.next(place, wave.rows)
         tokens, logprobs, kept = (table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept))
         assert tokens is not None and logprobs is not None
-        responses = written(self.policy.tokenizer, tokens, logprobs, kept, wave.lengths.tolist(), wave.stops, wave.cut)
+        lengths = wave.lengths.tolist()
+        versions = [torch.full((length,), self.version) for length in lengths]
+        responses = make_responses(self.policy.tokenizer, tokens, logprobs, kept, lengths, wave.stops, wave.cut, versions)
         if routes is not None:
             responses = routes.added(responses, prompts, owner)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
