@@ -2,10 +2,12 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from legato.rewards.importing import import_reward
+from legato.core.importing import make_imported
+from legato.rewards.scoring import check_reward
 
 CODE = """
 from dataclasses import dataclass
@@ -43,6 +45,13 @@ class Silent:
 
 LIMIT = 3
 """
+
+
+def import_reward(path: str) -> Any:
+    """As a run imports one."""
+    reward = make_imported("reward", path)
+    check_reward(reward, path)
+    return reward
 
 
 @pytest.fixture(autouse=True)

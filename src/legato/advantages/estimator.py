@@ -57,6 +57,7 @@ class Estimator(Part):
     """rewards -> advantages."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "advantage"
     needs_groups: ClassVar[bool] = True
 
     def needs(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Filters on samples. They return `keep`; nothing is removed here, and the mask is never edited."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from legato.advantages.siblings import compare
 from legato.core.parts import Part, integer, part
@@ -27,6 +28,7 @@ class Filter(Part):
     """Samples to a 0/1 decision per response."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "filter"
 
     def keep(self, samples: Samples) -> RowMask:
         raise NotImplementedError

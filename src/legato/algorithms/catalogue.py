@@ -1,11 +1,11 @@
-"""The register of named algorithms: each is a function that builds a value, with its formula in its docstring."""
+"""The named algorithms: each is a function that builds a value, with its formula in its docstring."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.parts import nearest
+from legato.core.parts import nearest, register, registered
 from legato.errors import InputError
 
 
@@ -23,18 +23,15 @@ class Entry:
     """False where a constant or a form could not be checked against its source."""
 
 
-_ENTRIES: dict[str, Entry] = {}
-
-
 def named(
     *, paper: str, cautions: tuple[str, ...] = (), verified: bool = True
 ) -> Callable[[Callable[[], Algorithm]], Callable[[], Algorithm]]:
     """Register a builder. Its docstring is: title, blank line, formula, blank line, remarks (optional)."""
 
-    def register(build: Callable[[], Algorithm]) -> Callable[[], Algorithm]:
+    def enter(build: Callable[[], Algorithm]) -> Callable[[], Algorithm]:
         value = build()
         title, formula, *remarks = inspect.cleandoc(build.__doc__ or "").split("\n\n")
-        _ENTRIES[value.name] = Entry(
+        entry = Entry(
             value=value,
             title=title.rstrip("."),
             formula=formula,
@@ -43,18 +40,24 @@ def named(
             cautions=cautions,
             verified=verified,
         )
+        register("algorithm", value.name, entry, home=build)
         return build
 
-    return register
+    return enter
 
 
 def algorithm_names() -> list[str]:
     """All names, in the order of the tables."""
-    return list(_ENTRIES)
+    return list(registered("algorithm"))
 
 
 def entry(name: str) -> Entry:
     """The named algorithm with its formula, paper and cautions."""
-    if name not in _ENTRIES:
-        raise InputError(f"unknown algorithm {name!r}; {nearest(name, _ENTRIES)}")
-    return _ENTRIES[name]
+    if not is_published(name):
+        raise InputError(f"unknown algorithm {name!r}; {nearest(name, algorithm_names())}")
+    return registered("algorithm")[name]  # type: ignore[no-any-return]
+
+
+def is_published(name: str) -> bool:
+    """Whether there is a named algorithm of this name; one made in Python may have any other."""
+    return name in registered("algorithm")

@@ -6,7 +6,7 @@ They hold for named algorithms and for overridden ones, so a run can say them at
 from collections.abc import Callable, Iterator
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import entry
+from legato.algorithms.catalogue import entry, is_published
 from legato.core.parts import Part
 
 WIDE = 0.05
@@ -16,6 +16,8 @@ WIDE = 0.05
 def cautions(algorithm: Algorithm) -> list[str]:
     """Everything there is to beware of: by rule, then what its paper's entry adds."""
     found = [sentence for rule in _RULES for sentence in rule(algorithm)]
+    if not is_published(algorithm.name):
+        return found
     named = entry(algorithm.name)
     if not named.verified:
         found.insert(0, "Not verified: some constants or forms could not be checked against the paper.")
@@ -39,23 +41,29 @@ def _length_weighting(algorithm: Algorithm) -> Iterator[str]:
         )
 
 
+def _fixed_bounds(algorithm: Algorithm) -> Iterator[tuple[str, float]]:
+    """The distances of fixed bounds on the ratio with the fields that hold them, "clip.low"."""
+    fixed = {part.name for part in algorithm.objective.trust if not part.adapts}
+    for name, bounds in algorithm.objective.bounds().items():
+        if name in fixed and bounds.of == "ratio":
+            fields = bounds.fields if len(bounds.fields) == 2 else ("low", "high")
+            sides = zip(fields, (bounds.low, bounds.high), strict=True)
+            yield from ((f"{name}.{field}", distance) for field, distance in sides if distance is not None)
+
+
 def _never_clips(algorithm: Algorithm) -> Iterator[str]:
-    clip = _part(algorithm.objective.trust, "clip")
-    if clip is not None and _is_mean_over_response(algorithm):
-        for side in ("low", "high"):
-            width = getattr(clip, side)
-            if width >= WIDE:
-                yield (
-                    f"clip.{side} = {width:g} on a sequence ratio never clips: log s is a mean over the response and"
-                    " moves by 1e-4 to 1e-2. The GSPO paper uses 3e-4 / 4e-4."
-                )
+    for field, width in _fixed_bounds(algorithm) if _is_mean_over_response(algorithm) else ():
+        if width >= WIDE:
+            yield (
+                f"{field} = {width:g} on a sequence ratio never clips: log s is a mean over the response and"
+                " moves by 1e-4 to 1e-2. The GSPO paper uses 3e-4 / 4e-4."
+            )
 
 
 def _tight_token_clip(algorithm: Algorithm) -> Iterator[str]:
-    clip = _part(algorithm.objective.trust, "clip")
     ratio = algorithm.objective.ratio
-    if clip is not None and ratio.level == "token" and ratio.name.startswith("geometric"):
-        narrow = min(getattr(clip, "low"), getattr(clip, "high"))  # noqa: B009 - fields of a part known by name
+    if ratio.level == "token" and ratio.name.startswith("geometric"):
+        narrow = min((width for _, width in _fixed_bounds(algorithm)), default=1.0)
         if narrow < 0.01:
             yield f"A band of {narrow:g} on token ratios clips nearly every token that moved; 0.2 is usual there."
 

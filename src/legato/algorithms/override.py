@@ -1,7 +1,8 @@
 """Changing a value by dotted path: `objective.trust.clip.low`, `aggregate`, `objective.penalties.kl.beta` ...
 
-A slot of one part takes a name or a part; a slot of several takes a list of them. A path below a part sets a field; in a
-slot of several the part is added if it is not there, and None as its value removes it.
+A slot of one part takes a name or a part; a slot of several takes a list of them. A name is a registered one or the import
+path of a class, "my_clip.py:MyClip". A path below a part sets a field; in a slot of several the part goes by its own name
+(`objective.trust.my-clip.under`), is added if it is not there and its name is registered, and None as its value removes it.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.parts import Part, lookup, nearest
+from legato.core.parts import Part, lookup, nearest, reference_of
 from legato.errors import InputError
 
 ONE = {"advantage": "advantage", "aggregate": "aggregate", "objective.ratio": "ratio"}
@@ -34,7 +35,7 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
         if slot == "settings":
             settings[_required(path, rest)] = value
         elif not rest:
-            slots[slot] = _several(slot, value) if slot in SEVERAL else _build(ONE[slot], path, value)
+            slots[slot] = _several(slot, value) if slot in SEVERAL else build_part(ONE[slot], path, value)
         elif slot in ONE:
             fields.setdefault((slot, ""), {})[rest] = value
         else:
@@ -69,7 +70,8 @@ def _get(algorithm: Algorithm, slot: str) -> Any:
     return value
 
 
-def _build(kind: str, path: str, value: Any) -> Part:
+def build_part(kind: str, path: str, value: Any) -> Part:
+    """The part that a value means in a slot: a part itself, a name or an import path."""
     if isinstance(value, Part):
         if value.kind != kind:
             raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
@@ -82,7 +84,7 @@ def _build(kind: str, path: str, value: Any) -> Part:
 def _several(slot: str, value: Any) -> tuple[Part, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise InputError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
-    return tuple(_build(SEVERAL[slot], slot, item) for item in value)
+    return tuple(build_part(SEVERAL[slot], slot, item) for item in value)
 
 
 def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
@@ -129,16 +131,22 @@ def differences(left: Algorithm, right: Algorithm) -> dict[str, tuple[Any, Any]]
     }
 
 
+def parts_of(algorithm: Algorithm) -> list[tuple[str, Part]]:
+    """Every part of an algorithm with its slot."""
+    single = [(slot, _get(algorithm, slot)) for slot in ONE]
+    return single + [(slot, part) for slot in SEVERAL for part in _get(algorithm, slot)]
+
+
 def flatten(algorithm: Algorithm) -> dict[str, Any]:
-    """Every slot and field of a value by its path."""
+    """Every slot and field of a value by its path. A part of the user's is told by its import path."""
     flat: dict[str, Any] = {}
     for slot in ONE:
         part = _get(algorithm, slot)
-        flat[slot] = part.name
+        flat[slot] = reference_of(part)
         flat.update(_fields(slot, part))
     for slot in SEVERAL:
         parts = _get(algorithm, slot)
-        flat[slot] = tuple(part.name for part in parts)
+        flat[slot] = tuple(map(reference_of, parts))
         for part in parts:
             flat.update(_fields(f"{slot}.{part.name}", part))
     flat.update({f"settings.{name}": value for name, value in algorithm.settings.items()})

@@ -1,5 +1,6 @@
 """`legato explain`: an algorithm or a part as a person would want it told."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from rich.table import Table
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.catalogue import Entry, algorithm_names, entry
 from legato.algorithms.cautions import cautions
-from legato.algorithms.override import differences, flatten
+from legato.algorithms.override import ONE, differences, flatten, parts_of
 from legato.api import algorithm
 from legato.config.sources import read_word
-from legato.core.parts import Part, lookup, names, nearest
+from legato.core.importing import code_at, is_import_path
+from legato.core.parts import Part, lookup, names, nearest, part_at
 from legato.errors import InputError
 
 SLOTS = {
@@ -54,11 +56,14 @@ def explain_all() -> None:
 
 
 def explain_one(name: str, changes: Sequence[str]) -> None:
-    """One algorithm in full, or every part of that name."""
+    """One algorithm in full, or every part of that name, or the part of the user's at an import path."""
+    if is_import_path(name):
+        _print_part(part_at(name), name)
+        return
     parts = [lookup(kind, name) for kind in SLOTS if name in names(kind)]
     if name not in algorithm_names() and parts:
         for part in parts:
-            _print_part(part)
+            _print_part(part, name)
         return
     if name not in algorithm_names():
         known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
@@ -149,19 +154,42 @@ def _parts_table(value: Algorithm) -> Table:
     return table
 
 
-def _print_part(part: type[Part]) -> None:
-    console.print(f"[bold]{part.name}[/bold]  stands in {SLOTS[part.kind]}")
+def _print_part(part: type[Part], reference: str) -> None:
+    console.print(f"[bold]{part.name}[/bold]  stands in {SLOTS[part.kind]}" + escape(_home(part, reference)))
     console.print(f"{escape(' '.join((part.__doc__ or '').split()))}\n")
     table = _grid("field", "default", "allowed", "")
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        table.add_row(field.name, _words(field.default), field.metadata["rule"].allowed, escape(field.metadata["says"]))
-    console.print(table)
-    path = f"{SLOTS[part.kind]}.{part.name}" if part.kind not in ("ratio", "aggregate", "advantage") else SLOTS[part.kind]
-    first = next((field.name for field in dataclasses.fields(part)), None)  # type: ignore[arg-type]
-    if first is not None:
-        # A band that adapts stands in place of a fixed one.
-        instead = f'"{SLOTS[part.kind]}": [], ' if getattr(part, "adapts", False) else ""
-        console.print(f'\nlegato.algorithm("gspo", {{{instead}"{path}.{first}": ...}})')
+        # A class of the user's may declare a field as any dataclass does, without a rule and a sentence.
+        allowed = field.metadata["rule"].allowed if "rule" in field.metadata else "anything"
+        table.add_row(field.name, _words(field.default), allowed, escape(field.metadata.get("says", "")))
+    if table.row_count:
+        console.print(table)
+    changes = ", ".join(f'"{path}": {value!r}' for path, value in suggestion(part, reference).items())
+    console.print(f'\nlegato.algorithm("gspo", {{{changes}}})', markup=False, soft_wrap=True)
+
+
+def _home(part: type[Part], reference: str) -> str:
+    """The file of a part of the user's, with its hash."""
+    code = code_at("part", reference) if is_import_path(reference) else None
+    return "" if code is None else f"; {code.file}, SHA-256 {code.sha256[:12]}"
+
+
+def suggestion(part: type[Part], reference: str) -> dict[str, Any]:
+    """Changes of gspo that put a part into its slot and set one of its fields: the fewest that gspo accepts."""
+    slot = SLOTS[part.kind]
+    single = slot in ONE
+    path = slot if single else f"{slot}.{part.name}"
+    first = next((each for each in dataclasses.fields(part) if each.default is not None), None)  # type: ignore[arg-type]
+    field = {} if first is None else {f"{path}.{first.name}": first.default}
+    alone: dict[str, Any] = {slot: reference if single else [reference], **field}
+    beside = {**field} if field and not single and not is_import_path(reference) else alone
+    # In place of the parts that stand there already; without a trust region; on the ratio that some parts need.
+    for changes in (beside, alone, {"objective.trust": [], **alone}, {"objective.ratio": "geometric-weight", **alone}):
+        with contextlib.suppress(InputError):
+            value = algorithm("gspo", changes)
+            if any(type(held) is part for _, held in parts_of(value)):
+                return changes
+    return alone
 
 
 def first_paragraph(part: Part | type[Part]) -> str:
@@ -224,10 +252,10 @@ def ratio_words(value: Algorithm) -> str:
 
 def trust_words(value: Algorithm) -> str:
     """The trust region in a few words, for tables."""
-    bounds = ("low", "high", "log_low", "log_high", "cap", "threshold")
     described = []
     for part in value.objective.trust:
-        values = [getattr(part, f.name) for f in dataclasses.fields(part) if f.name in bounds]  # type: ignore[arg-type]
-        numbers = "/".join(f"{each:g}" for each in values if isinstance(each, float))
+        bounds = part.bounds(None)
+        fields = part.in_tables or (bounds.fields if bounds is not None else ())
+        numbers = "/".join(f"{each:g}" for field in fields if isinstance(each := getattr(part, field), float))
         described.append(f"{part.name} {numbers}".strip())
     return ", ".join(described) or "none"

@@ -6,11 +6,12 @@ from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import flatten as flatten_algorithm
-from legato.config.kinds import FAMILIES, find, is_import_path
+from legato.config.kinds import FAMILIES, find
 from legato.config.messages import shown
 from legato.config.resolved import flatten
 from legato.config.schema import Config
 from legato.config.schema_results import Health
+from legato.core.importing import is_import_path
 from legato.core.parts import names, nearest
 from legato.errors import InputError
 from legato.health.rules import RULES

@@ -4,18 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import algorithm_names, entry
-from legato.algorithms.override import ONE, SEVERAL, differences, flatten, override
+from legato.algorithms.catalogue import algorithm_names, entry, is_published
+from legato.algorithms.override import ONE, SEVERAL, build_part, differences, flatten, override
 from legato.config.messages import refused, shown
 from legato.config.sources import Layer
 from legato.core.parts import nearest
 from legato.errors import InputError
+from legato.objectives.objective import Objective
 
 NAME = ("algorithm", "name")
 
 
 def named(layers: Sequence[Layer], default: str) -> tuple[Algorithm, str]:
-    """The algorithm that the highest source names, and where it is named. A value made in Python stands for itself."""
+    """The algorithm that the highest source names, and where it is named. A value made in Python stands for itself.
+
+    A name that is not published is that of an algorithm of one's own, whose slots the sources must fill.
+    """
     for layer in reversed(layers):
         table = layer.at(("algorithm",))
         if isinstance(table, dict) and "name" in table:
@@ -24,12 +28,27 @@ def named(layers: Sequence[Layer], default: str) -> tuple[Algorithm, str]:
                 return name, origin
             if not isinstance(name, str):
                 raise InputError(refused(NAME, name, origin, f"a name ({', '.join(algorithm_names())})"))
-            if name not in algorithm_names():
-                raise InputError(
-                    f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, algorithm_names())}"
-                )
-            return entry(name).value, origin
+            return entry(name).value if is_published(name) else _own(name, origin, layers), origin
     return entry(default).value, "default"
+
+
+def _own(name: str, origin: str, layers: Sequence[Layer]) -> Algorithm:
+    """An algorithm without a published form, from the slots of one part; the other slots are empty at first."""
+    slots: dict[str, Any] = {}
+    for layer in layers:
+        slots |= {path: value for path, value in _changes(layer, [])[0].items() if path in ONE}
+    lacking = [slot for slot in ONE if slot not in slots]
+    if lacking:
+        raise InputError(
+            f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, algorithm_names())}. An algorithm of"
+            f" your own needs all of {', '.join(ONE)}; {', '.join(lacking)} is not given"
+        )
+    try:
+        made: dict[str, Any] = {slot: build_part(ONE[slot], f"algorithm.{slot}", value) for slot, value in slots.items()}
+        objective = Objective(ratio=made.pop("objective.ratio"))
+        return Algorithm(name=name, objective=objective, **made)
+    except (TypeError, OverflowError) as error:
+        raise InputError(f"algorithm ({origin}): {error}") from None
 
 
 def changed(algorithm: Algorithm, layers: Sequence[Layer], faults: list[str]) -> tuple[Algorithm, dict[str, str]]:

@@ -3,18 +3,16 @@
 import dataclasses
 import functools
 import pkgutil
-import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from legato.core.importing import is_import_path, make_imported
 from legato.core.parts import Part, lookup, names, nearest
 from legato.errors import InputError
 
 FAMILIES = {"task": ("task", "data"), "reward": ("reward",), "environment": ("environment",)}
 """The kinds of parts that `task.kind`, `reward.kind` and `task.environment` may name."""
-
-_IMPORT_PATH = re.compile(r"(?:[^\W\d]\w*(?:\.[^\W\d]\w*)*|.*\.py):[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 @functools.cache
@@ -27,13 +25,8 @@ def register_all() -> None:
             import_module(f"legato.{room}.{module.name}")
 
 
-def is_import_path(kind: str) -> bool:
-    """Whether a kind is code of the user's: "module:name" or "file.py:name". Loading a configuration does not import it."""
-    return _IMPORT_PATH.fullmatch(kind) is not None
-
-
 def find(family: str, kind: str) -> type[Part] | None:
-    """The part class of a name; None for an import path."""
+    """The part class of a name; None for an import path, which is not imported here."""
     register_all()
     if is_import_path(kind):
         return None
@@ -41,18 +34,16 @@ def find(family: str, kind: str) -> type[Part] | None:
         if kind in names(registry):
             return lookup(registry, kind)
     known = [name for registry in FAMILIES[family] for name in names(registry)]
+    own = '"module:name" or "file.py:name" of your own'
     if not known:
-        raise InputError(f'unknown {family} {kind!r}; none is registered, give "module:name" or "file.py:name" of your own')
-    hint = 'or "module:name" of your own' if family == "task" else 'or "module:name" or "file.py:name" of your own'
-    raise InputError(f"unknown {family} {kind!r}; {nearest(kind, known)}, {hint}")
+        raise InputError(f"unknown {family} {kind!r}; none is registered, give {own}")
+    raise InputError(f"unknown {family} {kind!r}; {nearest(kind, known)}, or {own}")
 
 
-def make(family: str, kind: str, options: Mapping[str, Any]) -> Part:
-    """The part that a kind and its options describe (`config.task.options`); not for import paths."""
+def make(family: str, kind: str, options: Mapping[str, Any]) -> Any:
+    """The task or reward that a kind and its options describe (`config.task.options`); imports an import path."""
     part = find(family, kind)
-    if part is None:
-        raise InputError(f"{kind!r} is an import path; only parts of ours are made by name")
-    return _construct(part, options)
+    return make_imported(family, kind, options) if part is None else _construct(part, options)
 
 
 def complete(part: type[Part], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import algorithm_names, entry
-from legato.algorithms.override import ONE, SEVERAL, override
+from legato.algorithms.catalogue import entry, is_published
+from legato.algorithms.override import ONE, SEVERAL, override, parts_of
 from legato.config import choose
 from legato.config.checks import Case, disagreements
 from legato.config.resolved import Resolved, algorithm_values, dump, flatten
 from legato.config.schema import AlgorithmName, Config
 from legato.config.sources import Layer, from_file, from_overrides, from_settings, from_words
 from legato.config.validate import merge, validate
+from legato.core.importing import OwnCode
+from legato.core.parts import code_of, lookup
 from legato.errors import InputError
 
 __all__ = ["Resolved", "dump", "flatten", "load"]
+
+MADE_IN_PYTHON = "made in Python, or of its parts in a recipe: it has no published form"
 
 
 def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Resolved:
@@ -31,10 +35,6 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
     layers = [*map(from_file, sources), from_words(words), from_overrides(overrides or {})]
     faults: list[str] = []
     base, named_at = choose.named(layers, AlgorithmName().name)
-    if base.name not in algorithm_names():
-        raise InputError(
-            f"the algorithm {base.name!r} ({named_at}) has no published form; known: {', '.join(algorithm_names())}"
-        )
     given = Layer()
     for layer in (from_settings(base.name, base.settings), *layers):
         merge(given, layer)
@@ -43,7 +43,9 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
     config = validate(given, faults)
     if config is None or faults:
         raise InputError("\n".join(dict.fromkeys(faults)))
-    published = entry(base.name).value
+    # An algorithm of one's own deviates from nothing; its settings have been taken into the run like any other.
+    own = dataclasses.replace(base, settings={})
+    published = entry(base.name).value if is_published(base.name) else own
     config, algorithm = _filled(config, algorithm, given, changed_at)
     # What the value itself would set has been taken into the run; what is left are the published settings.
     algorithm = dataclasses.replace(algorithm, settings=published.settings)
@@ -57,8 +59,9 @@ def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[
     return Resolved(
         config=config,
         algorithm=algorithm,
-        deviations=tuple(choose.deviations(published, algorithm, values)),
+        deviations=tuple(choose.deviations(published, algorithm, values)) if is_published(base.name) else (MADE_IN_PYTHON,),
         provenance={path: origin(path) for path in values},
+        code=_code(algorithm),
     )
 
 
@@ -67,6 +70,23 @@ def _reward_of_environment(given: Layer) -> None:
     reward = {} if given.at(("reward",)) is None else given.at(("reward",))
     if given.at(("task", "environment")) and isinstance(reward, dict) and not {"kind", "components"} & set(reward):
         given.put(("reward", "kind"), "environment", lambda _: "task.environment")
+
+
+def _code(algorithm: Algorithm) -> tuple[OwnCode, ...]:
+    """The user's files that parts come from. A part that the written configuration could not name is refused."""
+    found: dict[str, OwnCode] = {}
+    for slot, part in parts_of(algorithm):
+        try:
+            code = code_of(part)
+            if code is not None and lookup(part.kind, code.reference) is not type(part):
+                raise InputError(
+                    f"expected the class that stands at {code.reference!r}, got another one of that name; import it once"
+                )
+        except InputError as error:
+            raise InputError(f"algorithm.{slot}, {part.kind} {part.name!r}: {error}") from None
+        if code is not None:
+            found[code.reference] = code
+    return tuple(found.values())
 
 
 def _filled(config: Config, algorithm: Algorithm, given: Layer, changed_at: dict[str, str]) -> tuple[Config, Algorithm]:

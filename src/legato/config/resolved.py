@@ -11,7 +11,8 @@ from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import ONE, SEVERAL
 from legato.algorithms.override import flatten as flatten_algorithm
 from legato.config.schema import Config
-from legato.core.parts import Part
+from legato.core.importing import OwnCode
+from legato.core.parts import Part, reference_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,11 @@ class Resolved:
     algorithm: Algorithm
     """The named algorithm with all changes made."""
     deviations: tuple[str, ...]
-    """Each difference from the named algorithm as published, in words."""
+    """Each difference from the named algorithm as published, in words; or that it has no published form."""
     provenance: Mapping[str, str]
     """Where the value at each path came from: "recipes/x.toml:12", "word 3: training.lr=1", "algorithm gspo", "default"."""
+    code: tuple[OwnCode, ...] = ()
+    """The user's files that parts of the algorithm come from."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -89,14 +92,15 @@ def _switch_off(tree: dict[str, Any], section: Any, words: list[str]) -> None:
 def _algorithm_tree(algorithm: Algorithm) -> dict[str, Any]:
     """Whole paths as keys: a slot and the fields of its part cannot both be nested under one TOML key.
 
-    Each slot is named, so that its parts start from their own defaults, and then every field is set.
+    Each slot is named, so that its parts start from their own defaults, and then every field is set. This describes the
+    algorithm completely, whether it is published or made in Python.
     """
     tree: dict[str, Any] = {"name": algorithm.name}
     for slot in (*ONE, *SEVERAL):
         held: Any = algorithm
         for word in slot.split("."):
             held = getattr(held, word)
-        tree[slot] = [part.name for part in held] if isinstance(held, tuple) else held.name
+        tree[slot] = [reference_of(part) for part in held] if isinstance(held, tuple) else reference_of(held)
         for part in held if isinstance(held, tuple) else (held,):
             tree |= part_tree(f"{slot}.{part.name}" if isinstance(held, tuple) else slot, part)
     return tree

@@ -4,27 +4,32 @@
     class Clip(Trust):
         low: float = number(default=0.2, says="Distance of the lower bound from 1.", minimum=0.0)
 
-    Clip(low=-1)           ->  ValueError: trust 'clip': low = -1 is not allowed; a number >= 0 is
-    lookup("trust", "clp") ->  ValueError: unknown trust 'clp'; did you mean 'clip'? Known: clip, dual-clip, ...
+    Clip(low=-1)                           ->  InputError: trust 'clip': low = -1 is not allowed; a number >= 0 is
+    lookup("trust", "clip")                ->  Clip
+    lookup("trust", "my_clip.py:MyClip")   ->  the class MyClip of that file; `module:MyClip` works as well
+    lookup("trust", "clp")                 ->  InputError: unknown trust 'clp'; did you mean 'clip'? Known: clip, ...
 
+There is one registry for everything that a configuration names: parts of an algorithm, algorithms, tasks, rewards.
 The declaration is also the documentation: `legato explain` prints each field with its value and its sentence.
 """
 
 import dataclasses
-import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from legato.core.importing import OwnCode, import_object, is_import_path, own_code, reference_to, source_file
 from legato.errors import InputError
+from legato.errors import nearest as nearest
 
-_REGISTRY: dict[str, dict[str, type["Part"]]] = {}
+_REGISTRY: dict[str, dict[str, Any]] = {}
 
 
 class Part:
-    """Base of all parts. `kind` and `name` are set by the `part` decorator."""
+    """Base of all parts. The base class of a slot sets `kind`; the `part` decorator sets `name`."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -182,25 +187,63 @@ _P = TypeVar("_P", bound=type[Part])
     field_specifiers=(number, integer, choice, flag, numbers, pattern, text, mapping),
 )
 def part(kind: str, name: str) -> Callable[[_P], _P]:
-    """Declare a part: make it a frozen, slotted, keyword-only dataclass, check its fields, register it."""
+    """Declare a part: make it a frozen, keyword-only dataclass, check its fields, register it."""
 
-    def declare(cls: _P) -> _P:
-        own_check = cls.__dict__.get("__post_init__")
+    def decorate(cls: _P) -> _P:
+        declared: _P = register(kind, name, _declare_part(cls, kind, name))
+        return declared
 
-        def check(self: Any) -> None:
-            _check_fields(self)
-            if own_check is not None:
-                own_check(self)
+    return decorate
 
-        cls.__post_init__ = check  # type: ignore[attr-defined]
-        declared: Any = dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
-        declared.kind, declared.name = kind, name
-        registered = _REGISTRY.setdefault(kind, {})
-        assert name not in registered, f"two parts are called {kind} '{name}'"
-        registered[name] = declared
-        return declared  # type: ignore[no-any-return]
 
-    return declare
+def _declare_part(cls: Any, kind: str, name: str) -> Any:
+    expected = getattr(cls, "kind", kind)
+    if expected != kind:
+        raise InputError(f"expected @part({expected!r}, ...) for {_home(cls)}, whose base class says so, got {kind!r}")
+    check_of_class = getattr(cls, "__post_init__", None)
+
+    def check(self: Any) -> None:
+        _check_fields(self)
+        if check_of_class is not None:
+            check_of_class(self)
+
+    cls.__post_init__ = check
+    # Slots make a second class, in whose methods super() fails: fine for ours, not for a subclass in a user's file.
+    declared: Any = dataclasses.dataclass(frozen=True, slots=_is_ours(cls), kw_only=True)(cls)
+    declared.kind, declared.name = kind, name
+    return declared
+
+
+_T = TypeVar("_T")
+
+
+def register(kind: str, name: str, thing: _T, *, home: Any = None) -> _T:
+    """Register anything under a kind and a name, and return it. `home`: the class or function that it comes from.
+
+    A name of ours cannot be taken. Among the user's own the last one wins, as names do in Python: a file loaded twice, a
+    notebook cell run twice. By their import paths all of them are found.
+    """
+    home = thing if home is None else home
+    first = _HOMES.get((kind, name), home)
+    if _is_ours(first) and _home(first) != _home(home):
+        second = f"a second {name!r} ({_home(home)}; the first is {_home(first)})"
+        raise InputError(f"expected a {kind} with a name of its own, got {second}; rename it")
+    _HOMES[kind, name] = home
+    _REGISTRY.setdefault(kind, {})[name] = thing
+    return thing
+
+
+_HOMES: dict[tuple[str, str], Any] = {}
+
+
+def _home(thing: Any) -> str:
+    """Where a class or function is defined: "file:qualified name"."""
+    module = sys.modules.get(thing.__module__)
+    return f"{source_file(module) or thing.__module__}:{thing.__qualname__}"
+
+
+def _is_ours(thing: Any) -> bool:
+    return str(thing.__module__).partition(".")[0] == "legato"
 
 
 def ordered(part: Any, low: str, high: str) -> None:
@@ -215,16 +258,65 @@ def names(kind: str) -> list[str]:
     return sorted(_REGISTRY.get(kind, {}))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """' did you mean ...?' when something known is close, and the list of what is known."""
-    known = list(known)
-    close = difflib.get_close_matches(word.lower().replace("_", "-"), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}? Known: {', '.join(known)}" if close else f"known: {', '.join(known)}"
+def registered(kind: str) -> Mapping[str, Any]:
+    """Everything registered under a kind, by name, in the order of registration."""
+    return _REGISTRY.get(kind, {})
 
 
-def lookup(kind: str, name: str) -> type[Part]:
-    """The part class registered under this kind and name."""
-    registered = _REGISTRY.get(kind, {})
-    if name not in registered:
-        raise InputError(f"unknown {kind} {name!r}; {nearest(name, sorted(registered))}")
-    return registered[name]
+def lookup(kind: str, reference: str) -> type[Part]:
+    """The part class that a reference means: a registered name, or the "file.py:Name" or "module:Name" of a user's class."""
+    if is_import_path(reference):
+        return _part_at(kind, reference)
+    known = registered(kind)
+    if reference not in known:
+        raise InputError(f"unknown {kind} {reference!r}; {nearest(reference, sorted(known))}")
+    return known[reference]  # type: ignore[no-any-return]
+
+
+def part_at(path: str) -> type[Part]:
+    """The part class at an import path, whatever its kind."""
+    cls = import_object("part", path)
+    if not isinstance(cls, type) or not issubclass(cls, Part) or not hasattr(cls, "kind"):
+        raise InputError(
+            f"expected a class derived from a slot (Ratio, Trust, Correction, Penalty, Aggregate, Estimator, Filter), got"
+            f" {cls!r} ({path})"
+        )
+    if "name" not in cls.__dict__:
+        _declare_plain(cls, path)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"expected a default for every field, got none for {field.name!r} ({path}); give it one")
+    return cls
+
+
+def _part_at(kind: str, path: str) -> type[Part]:
+    cls = part_at(path)
+    if cls.kind != kind:
+        raise InputError(f"expected a {kind}, got the {cls.kind} {cls.name!r} ({path})")
+    return cls
+
+
+def _declare_plain(cls: Any, path: str) -> None:
+    """A class without `@part` is declared under its own name, MyClip as "my-clip", and found by its path alone."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
+    if name in registered(cls.kind) and _is_ours(_HOMES[cls.kind, name]):
+        raise InputError(
+            f"expected a {cls.kind} with a name of its own, got a second {name!r} ({path}); rename the class, or name it"
+            f' with @part("{cls.kind}", "...")'
+        )
+    if "__dataclass_fields__" not in cls.__dict__:
+        _declare_part(cls, cls.kind, name)
+    elif not cls.__dataclass_params__.frozen:
+        raise InputError(f"expected a frozen dataclass, got one that can change ({path}); add frozen=True")
+    cls.name = name
+
+
+def reference_of(part: Part) -> str:
+    """What a configuration calls a part: its name if it is ours, otherwise the import path of its class."""
+    cls = type(part)
+    return part.name if _is_ours(cls) else reference_to(cls)
+
+
+def code_of(part: Part) -> OwnCode | None:
+    """The user's code that a part comes from; None for a part of ours."""
+    return None if _is_ours(type(part)) else own_code(type(part))

@@ -1,21 +1,18 @@
 """The clip of a run made narrower."""
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.override import flatten, override
-
-_BOUNDS = ("low", "high", "log_low", "log_high")
+from legato.algorithms.override import override
 
 
 def clip_bounds(algorithm: Algorithm) -> dict[str, float]:
-    """The bounds that the trust region puts on the ratio, by path; caps and gates have none."""
-    bands = {part.name for part in algorithm.objective.trust if part.reads_ratio}
-    found = {}
-    for path, value in flatten(algorithm).items():
-        slot, _, rest = path.partition("objective.trust.")
-        part, _, field = rest.rpartition(".")
-        if not slot and part in bands and field in _BOUNDS and isinstance(value, float):
-            found[path] = value
-    return found
+    """The fields that hold the bounds of the trust regions, by path; caps, gates and bands that adapt have none."""
+    parts = {part.name: part for part in algorithm.objective.trust}
+    values = {
+        f"objective.trust.{name}.{field}": getattr(parts[name], field)
+        for name, bounds in algorithm.objective.bounds().items()
+        for field in bounds.fields
+    }
+    return {path: value for path, value in values.items() if isinstance(value, int | float)}
 
 
 def tightened(algorithm: Algorithm, factor: float) -> Algorithm:

@@ -25,7 +25,7 @@ from legato.core.shapes import Spread
 from legato.core.sums import Deviation, Mean, Piece, Sums
 from legato.errors import InputError
 from legato.objectives.clips import by_sign
-from legato.objectives.slots import Context, PartState, Region, Trust
+from legato.objectives.slots import Bounds, Context, PartState, Region, Trust
 
 _SCALE = "'none': one band for all; 'sqrt-length': b sqrt(reference_length / L), wider for shorter segments."
 _FOLLOWS = "'counts': the share clipped; 'perplexity': mean and deviation of the change of log-perplexity."
@@ -43,6 +43,7 @@ class AutoClip(Trust):
 
     role: ClassVar[Literal["clip"]] = "clip"
     adapts: ClassVar[bool] = True
+    in_tables: ClassVar[tuple[str, ...]] = ("low", "high")
     low: float = number(default=3e-4, says="First distance of the lower bound from 1.", above=0.0, below=1.0)
     high: float = number(default=4e-4, says="First distance of the upper bound from 1.", above=0.0)
     target: float = number(default=0.15, says="Share of ratios with A != 0 to clip.", above=0.0, below=0.5)
@@ -72,6 +73,11 @@ class AutoClip(Trust):
     def initial(self) -> PartState:
         low, high = self._start
         return {"log_low": low, "log_high": high, "noise": 0.0, "updates": 0.0}
+
+    def bounds(self, state: PartState | None) -> Bounds:
+        """As the state has them. They cannot be tightened: the band would go back to its target."""
+        now = self.initial() if state is None else state
+        return Bounds(low=float(now["log_low"]), high=float(now["log_high"]), logarithmic=True)
 
     def apply(self, region: Region, context: Context) -> Region:
         state, widening = context.state[self.name], self._widening(context)

@@ -17,7 +17,7 @@ from legato.core.parts import choice, number, ordered, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.errors import InputError
-from legato.objectives.slots import Context, Region, TokenTrust, Trust
+from legato.objectives.slots import Bounds, Context, PartState, Region, TokenTrust, Trust
 
 _SCALE = "'none': one band for all; 'sqrt-length': wider for shorter segments."
 
@@ -51,6 +51,9 @@ class Clip(Trust):
         default=2048.0, says="Length at which low and high hold under 'sqrt-length'.", above=0.0
     )
 
+    def bounds(self, state: PartState | None) -> Bounds:
+        return Bounds(low=self.low, high=self.high, fields=("low", "high"))
+
     def apply(self, region: Region, context: Context) -> Region:
         low: Tensor | float = self.low
         high: Tensor | float = self.high
@@ -70,6 +73,11 @@ class LogClip(Trust):
     log_low: float | None = number(default=None, says="Bound below, as -log r; must be given.", minimum=0.0, optional=True)
     log_high: float | None = number(default=None, says="Bound above, as log r; must be given.", minimum=0.0, optional=True)
     scale: str = choice("none", "sqrt-length", default="none", says="'none', or 'sqrt-length': bounds times sqrt(L).")
+
+    def bounds(self, state: PartState | None) -> Bounds:
+        if self.log_low is None or self.log_high is None:
+            return Bounds(low=None, high=None)
+        return Bounds(low=self.log_low, high=self.log_high, logarithmic=True, fields=("log_low", "log_high"))
 
     def apply(self, region: Region, context: Context) -> Region:
         if self.log_low is None or self.log_high is None:
@@ -94,6 +102,9 @@ class TokenLogClip(TokenTrust):
     log_low: float = number(default=0.4, says="Bound below on a token, as -log w.", minimum=0.0, infinite=True)
     log_high: float = number(default=0.4, says="Bound above on a token, as log w.", minimum=0.0, infinite=True)
 
+    def bounds(self, state: PartState | None) -> Bounds:
+        return Bounds(low=self.log_low, high=self.log_high, logarithmic=True, of="tokens", fields=("log_low", "log_high"))
+
     def apply_tokens(self, tokens: PerToken, context: Context) -> PerToken:
         return by_sign(tokens, context.signals.advantages, -self.log_low, self.log_high)
 
@@ -103,6 +114,7 @@ class DualClip(Trust):
     """Where A < 0 the ratio is also bounded above, at cap: an unlikely-made-likely bad token cannot pull without limit."""
 
     role: ClassVar[Literal["clip"]] = "clip"
+    in_tables: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float = number(default=3.0, says="Largest ratio where A < 0.", above=1.0)
 
     def apply(self, region: Region, context: Context) -> Region:
@@ -116,6 +128,7 @@ class WeightClip(Trust):
 
     role: ClassVar[Literal["clip"]] = "clip"
     weight_form_only: ClassVar[bool] = True
+    in_tables: ClassVar[tuple[str, ...]] = ("cap",)
     cap: float = number(default=5.0, says="Largest weight.", above=0.0, infinite=True)
     floor: float = number(default=0.0, says="Smallest weight; 0 is no floor.", minimum=0.0)
 
@@ -134,6 +147,9 @@ class PredicateMask(Trust):
     low: float = number(default=0.2, says="Distance of the lower bound from 1.", minimum=0.0, infinite=True)
     high: float = number(default=0.27, says="Distance of the upper bound from 1.", minimum=0.0, infinite=True)
 
+    def bounds(self, state: PartState | None) -> Bounds:
+        return Bounds(low=self.low, high=self.high, fields=("low", "high"))
+
     def apply(self, region: Region, context: Context) -> Region:
         lower, upper = log_band(self.low, self.high)
         log_ratio, advantages = region.log_ratio.detach(), context.signals.advantages
@@ -151,6 +167,8 @@ class BalancedClip(Trust):
 
     role: ClassVar[Literal["clip"]] = "clip"
     scope: ClassVar[Scope] = Scope.UPDATE
+    searches: ClassVar[bool] = True
+    in_tables: ClassVar[tuple[str, ...]] = ("cap",)
     floor: float = number(default=0.2, says="Lower bound at the start of the search.", minimum=0.0)
     floor_max: float = number(default=0.8, says="Where the floor stops rising.", minimum=0.0)
     floor_step: float = number(default=0.05, says="Step of the floor.", above=0.0)

@@ -21,7 +21,7 @@ from legato.objectives.corrections import both
 from legato.objectives.counting import rollout_lengths, tally
 from legato.objectives.objective import Objective
 from legato.objectives.penalties import ValueLoss
-from legato.objectives.slots import Adjustment, Aggregate, Context, Region, State, TokenTrust
+from legato.objectives.slots import Adjustment, Aggregate, Context, Region, State, TokenTrust, Trust
 
 _CHANNELS = ("logprobs", "entropy", "values")
 
@@ -77,6 +77,7 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
     for part in objective.trust:
         if not isinstance(part, TokenTrust):
             region = part.apply(region, context)
+            region = region if region.band is not None else _with_band(part, region, context)
 
     keep = both(both(signals.keep, adjustment.keep), region.kept)
     tallied = context.counts
@@ -128,6 +129,14 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
         log_ratio = log_ratio + log_weight
     bounded_tokens = None if tokens is free else tokens.detach() != free.detach()
     return Region(log_ratio=log_ratio, log_value=log_ratio), bounded_tokens
+
+
+def _with_band(part: Trust, region: Region, context: Context) -> Region:
+    """The region with the bounds that a part states, where `apply` has not set them: the metrics measure against them."""
+    stated = part.bounds(context.state.get(part.name))
+    if stated is None or stated.is_open:
+        return region
+    return replace(region, band=(stated.lower, stated.upper))
 
 
 def _policy(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Scalar:

@@ -41,6 +41,7 @@ class DivergenceMask(_Anchored):
     Dropped iff divergence > threshold and (A > 0 and p > q, or A < 0 and p < q). (DPPO, binary forms.)
     """
 
+    in_tables: ClassVar[tuple[str, ...]] = ("threshold",)
     divergence: str = choice("total-variation", "kl", default="total-variation", says="Which divergence.")
     threshold: float = number(default=0.15, says="Largest divergence (the paper: TV .15-.2, KL .05).", minimum=0.0)
     anchor: str = choice(*ANCHORS, default="sampler", says=_ANCHOR)
@@ -64,6 +65,7 @@ class OffPolicySequenceMask(_Anchored):
     """Drop a response with A < 0 whose length-normalised drift mean(log anchor - log new) exceeds threshold (V3.2)."""
 
     rejects: ClassVar[bool] = True
+    in_tables: ClassVar[tuple[str, ...]] = ("threshold",)
     threshold: float = number(
         default=0.5, says="Largest mean drift in nats per token (the report does not print it).", minimum=0.0
     )
@@ -121,6 +123,7 @@ class ClipCovariance(Trust):
 
     scope: ClassVar[Scope] = Scope.UPDATE
     reads_ratio: ClassVar[bool] = False
+    in_tables: ClassVar[tuple[str, ...]] = ("low", "high")
     fraction: float = number(default=2e-4, says="Share of all tokens that is left out.", minimum=0.0, maximum=1.0)
     low: float = number(default=1.0, says="Lower end of the covariance band.")
     high: float = number(default=5.0, says="Upper end of the covariance band.", infinite=True)

@@ -6,7 +6,7 @@ from legato.core.parts import Part
 from legato.core.scope import Scope
 from legato.errors import InputError
 from legato.objectives.corrections import combine
-from legato.objectives.slots import Adjustment, Aggregate, Context, Correction, Penalty, Ratio, State, TokenTrust, Trust
+from legato.objectives.slots import Adjustment, Aggregate, Bounds, Context, Correction, Penalty, Ratio, State, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,7 @@ class Objective:
         fixed = [
             part.name
             for part in self.trust
-            if not part.adapts
-            and not isinstance(part, TokenTrust)
-            and any(hasattr(part, bound) for bound in ("low", "log_low", "floor_max"))
+            if not part.adapts and (part.searches or ((stated := part.bounds(None)) is not None and stated.of == "ratio"))
         ]
         if adapting and fixed:
             raise InputError(
@@ -110,6 +108,12 @@ class Objective:
         if self.folds_weights:
             context = replace(context, segments=context.signals.segments("token"))
         return combine([part.apply(context) for part in self.corrections])
+
+    def bounds(self, state: State | None = None) -> dict[str, Bounds]:
+        """The bands of the trust regions as they stand now, by part; a part that bounds nothing is left out."""
+        now = {} if state is None else state
+        stated = {part.name: part.bounds(now.get(part.name)) for part in self.trust if part.reads_ratio}
+        return {name: band for name, band in stated.items() if band is not None and not band.is_open}
 
     def initial(self) -> State:
         """The first state of the adaptive parts."""

@@ -4,9 +4,10 @@ Everything a part sees is a `[B, T]` or `[B, 1]` tensor. A part never sees a mod
 and never edits the mask: what it rejects it returns as `keep`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -64,6 +65,48 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The band of a trust region: beyond it a ratio has no gradient on the side its advantage pushes to.
+
+    Distances are of r from 1, from 1 - low to 1 + high; with `logarithmic` of log r from 0, from -low to high.
+    """
+
+    low: float | None
+    """None: no lower bound."""
+    high: float | None
+    """None: no upper bound."""
+    logarithmic: bool = False
+    of: Literal["ratio", "tokens"] = "ratio"
+    """What is bounded: the ratio at its level, or the log-ratio of each token before the mean is taken."""
+    fields: tuple[str, ...] = ()
+    """The fields of the part that hold the distances: multiplying them tightens the band. Empty: it cannot be tightened."""
+
+    @property
+    def lower(self) -> float:
+        """The lower bound on log r; a distance of 1 or more from r = 1 is none."""
+        if self.low is None:
+            return -math.inf
+        return -self.low if self.logarithmic else math.log1p(-self.low) if self.low < 1 else -math.inf
+
+    @property
+    def upper(self) -> float:
+        """The upper bound on log r."""
+        if self.high is None:
+            return math.inf
+        return self.high if self.logarithmic else math.log1p(self.high)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it bounds nothing: neither distance is known."""
+        return self.low is None and self.high is None
+
+    def record(self) -> dict[str, Any]:
+        """As a run writes it down: bounds on log r, None where there is none."""
+        lower, upper = (bound if math.isfinite(bound) else None for bound in (self.lower, self.upper))
+        return {"lower": lower, "upper": upper, "of": self.of, "fields": list(self.fields)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
     """What a correction does. All of it is detached."""
 
@@ -100,6 +143,7 @@ class Ratio(_Slot):
     """How the new policy is compared with the anchor, at which level, and what of it is differentiated."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "ratio"
     reads_anchor: ClassVar[bool] = False
     """Whether `tokens` are new - anchor."""
     gradient: ClassVar[Literal["through", "carrier", "weight"]] = "through"
@@ -123,6 +167,7 @@ class Trust(_Slot):
     """How far the ratio may carry a gradient."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "trust"
     rejects: ClassVar[bool] = False
     """Whether it drops responses (through `Region.kept`) by reading the new log-probs."""
     folds_weights: ClassVar[bool] = False
@@ -133,11 +178,26 @@ class Trust(_Slot):
     """Whether it means nothing where there is no ratio."""
     adapts: ClassVar[bool] = False
     """Whether its band follows the updates, by the state."""
+    searches: ClassVar[bool] = False
+    """Whether it searches its band anew in each update, so that no bounds can be stated beforehand."""
     weight_form_only: ClassVar[bool] = False
     """Whether it bounds a detached weight, so that a ratio that is differentiated through would lose its gradient."""
+    in_tables: ClassVar[tuple[str, ...]] = ()
+    """The fields that describe it in a table, where it states no bounds."""
 
     def apply(self, region: Region, context: Context) -> Region:
         raise NotImplementedError
+
+    def bounds(self, state: PartState | None) -> Bounds | None:
+        """Its band as it stands now; `state` is that of this part, None for its first. None: it has no band.
+
+        A run measures the noise of the ratio against it, records it and may tighten it.
+        """
+        return None
+
+    def compared(self, log_ratio: Spread, context: Context) -> Spread:
+        """What the bounds of a band that adapts are compared with."""
+        return log_ratio
 
 
 class TokenTrust(Trust):
@@ -153,6 +213,7 @@ class Correction(_Slot):
     """What is done about the sampler not being the anchor. Reads anchor-side tensors only."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "correction"
     weighs: ClassVar[bool] = False
     """Whether it is an importance weight from the sampler to the anchor."""
     reads_ratio: ClassVar[bool] = False
@@ -166,6 +227,7 @@ class Penalty(_Slot):
     """A term added to the loss."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "penalty"
     channels: ClassVar[tuple[str, ...]] = ("logprobs",)
     """The differentiable channels its gradient reaches."""
     token_mean: ClassVar[bool] = False
@@ -180,6 +242,7 @@ class Aggregate(_Slot):
     """How per-token terms become one number: the weight of a token is constant along its row."""
 
     __slots__ = ()
+    kind: ClassVar[str] = "aggregate"
     needs_groups: ClassVar[bool] = False
     denominator: str
 

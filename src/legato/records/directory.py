@@ -173,8 +173,14 @@ class RunDirectory:
 
     def given(self) -> list[str]:
         """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
-        start = next((record for record in self.metrics() if record.get("kind") == "start"), {})
-        return [str(name) for name in start.get("given") or ()]
+        return [str(name) for name in self._start().get("given") or ()]
+
+    def code(self) -> list[dict[str, str]]:
+        """The user's files that the run was started with: reference, file and sha256 of each."""
+        return [dict(each) for each in self._start().get("code") or ()]
+
+    def _start(self) -> dict[str, Any]:
+        return next((record for record in self.metrics() if record.get("kind") == "start"), {})
 
     # Rollouts and checkpoints
 

@@ -52,6 +52,21 @@ def is_async(reward: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
 
 
+def check_reward(reward: Any, name: str) -> None:
+    """Whether an object can be called with one rollout; `name` is what the configuration calls it."""
+    if not callable(reward):
+        raise InputError(f"reward {name!r}: is a {type(reward).__name__}; a function of one rollout is needed")
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):
+        # Some builtins have no signature; calling it will tell.
+        return
+    try:
+        signature.bind(object())
+    except TypeError:
+        raise InputError(f"reward {name!r}: takes {signature}; one positional argument, the rollout, is needed") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """One reward of several."""

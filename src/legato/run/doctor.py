@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import entry
+from legato.algorithms.catalogue import entry, is_published
 from legato.algorithms.cautions import cautions
 from legato.algorithms.override import override
 from legato.config.load import load
@@ -180,7 +180,7 @@ def _finite(steps: Sequence[Record], key: str) -> list[float]:
 
 def settings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
     """Settings that do not mean what they seem: those that differ from the published ones and have a caution to them."""
-    published = set(cautions(entry(algorithm.name).value))
+    published = set(cautions(entry(algorithm.name).value)) if is_published(algorithm.name) else set()
     clipped = _finite(steps_of(records), "clip/tokens")
     seen = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
     found = [

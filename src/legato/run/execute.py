@@ -55,7 +55,7 @@ class Execution:
     evaluated_at: int = -1
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
-    """Which problems the run is made of and what was given in Python; a resumed run must have the same."""
+    """Which problems and files of the user's the run is made of, and what was given in Python: the same when resumed."""
     noted: int = 0
     """How many of the policy's notes were told at the start; what is decided later is told when it is."""
     walked: int = 0
@@ -184,7 +184,9 @@ class Execution:
 
     def _tell_floor(self, floor: Floor, step: int, anchor: str) -> None:
         lines = floor.lines(anchor)
-        self.directory.append_metrics({"kind": "probe", "step": step, **floor.metrics(), "words": "; ".join(lines)})
+        bounds = {name: stated.record() for name, stated in floor.bounds.items()}
+        record = {"kind": "probe", "step": step, **floor.metrics(), "bounds": bounds, "words": "; ".join(lines)}
+        self.directory.append_metrics(record)
         for line in lines:
             self.watcher.message(line)
 

@@ -1,18 +1,22 @@
 """`legato train` and `legato resume`, and the same from Python: `legato.train(...)`."""
 
+import dataclasses
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from legato.algorithms.catalogue import is_published
 from legato.config import changes
 from legato.config.load import load
 from legato.config.resolved import Resolved, dump
 from legato.core.generators import seed_generators
+from legato.core.importing import OwnCode, code_at, is_import_path
 from legato.core.rollout import Problem
 from legato.diagnostics.words import count
 from legato.errors import InputError
@@ -51,7 +55,7 @@ class Run:
 
 def train(
     model: Any = None,
-    problems: Sequence[Problem | Mapping[str, Any]] | None = None,
+    problems: Sequence[Problem | Mapping[str, Any]] | Any = None,
     reward: Callable[..., Any] | str | None = None,
     algorithm: Any = None,
     *,
@@ -64,9 +68,10 @@ def train(
     """Train a model by reinforcement learning; the same path as `legato train`.
 
     model       a folder, a hub name, "tiny", "smollm2", or a module of transformers
-    problems    a list of problems, or of mappings with "prompt" and "answer" (other keys become fields)
+    problems    a list of problems, or of mappings with "prompt" and "answer" (other keys become fields); or a task, an
+                object with `problem(random)` or `load()` as the classes of `legato.tasks` have
     reward      a callable of one rollout, or the name of a reward ("number", "math-verify", "module:name")
-    algorithm   a name or a value made by `legato.algorithm`
+    algorithm   a name, or a value made by `legato.algorithm` or as `legato.Algorithm(name="mine", ...)`
     recipe      TOML files, read from left to right
     options     any path of the configuration: **{"training.lr": 1e-6}
     callback    called with the report of each step
@@ -86,11 +91,22 @@ def train(
     given = wire.Given(
         model=given_model,
         tokenizer=tokenizer,
-        problems=None if problems is None else [_problem(number, each) for number, each in enumerate(problems)],
+        problems=_problems(problems),
         reward=None if isinstance(reward, str) else reward,
     )
     files = [recipe] if isinstance(recipe, str | Path) else list(recipe)
     return start(load([Path(file) for file in files], (), overrides), given, watcher or Silent(), callback)
+
+
+def _problems(given: Any) -> Any:
+    """A task as it is; the items of a list as problems."""
+    if given is None or hasattr(given, "problem") or hasattr(given, "load"):
+        return given
+    if not isinstance(given, Iterable):
+        raise InputError(
+            f"expected a list of problems or a task with problem(random) or load(), got {given!r} (problems of train)"
+        )
+    return [_problem(number, each) for number, each in enumerate(given)]
 
 
 def _problem(number: int, given: Problem | Mapping[str, Any]) -> Problem:
@@ -128,7 +144,7 @@ def start(
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
         notes, noted = _notes(resolved, policy.notes), len(policy.notes)
-        made_of = _made_of(given, source)
+        made_of, code = _made_of(resolved, given, source), _code(resolved, given)
         loggers = _loggers(resolved, directory, watcher, 0)
         directory.append_metrics(
             {
@@ -139,6 +155,8 @@ def start(
                 "deviations": list(resolved.deviations),
                 "notes": notes,
                 "given": made_of["given"],
+                "bounds": {name: stated.record() for name, stated in resolved.algorithm.objective.bounds().items()},
+                "code": [dataclasses.asdict(each) for each in code],
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
@@ -210,6 +228,7 @@ def resume(
     watcher = watcher or Silent()
     given = given or wire.Given()
     directory = RunDirectory.open(path)
+    _files_are_there(directory)
     before = load([directory.config_path])
     resolved = load([directory.config_path], words) if words else before
     sentences = changes.check(before, resolved, allow_changes)
@@ -221,7 +240,8 @@ def resume(
         seed_generators(config.training.seed)  # for what is built before the checkpoint brings its own states
         _same_things(memory["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
-        made_of = _made_of(given, source)
+        made_of = _made_of(resolved, given, source)
+        sentences += _same_code(memory["made_of"].get("code", {}), made_of["code"], allow_changes)
         if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
             raise InputError(
                 f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
@@ -273,12 +293,44 @@ def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Pa
     return folder
 
 
-def _made_of(given: wire.Given, source: Source) -> dict[str, Any]:
-    """What a run was made of beside its configuration: which things came from Python, and which problems they are."""
+def _made_of(resolved: Resolved, given: wire.Given, source: Source) -> dict[str, Any]:
+    """What a run was made of beside its configuration: things given in Python, the problems, and the user's own files."""
     return {
         "problems": wire.fingerprint(source),
         "given": _given(given),
+        "code": {code.reference: code.sha256 for code in _code(resolved, given)},
     }
+
+
+def _code(resolved: Resolved, given: wire.Given) -> list[OwnCode]:
+    """The user's files that parts, tasks and rewards of the configuration come from."""
+    task, reward = resolved.config.task, resolved.config.reward
+    tasks = [] if given.problems is not None else [task.kind, *([] if task.second is None else [task.second.kind])]
+    rewards = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
+    paths = [("task", kind) for kind in tasks] + [("reward", kind) for kind in rewards]
+    imported = [code_at(what, kind) for what, kind in paths if is_import_path(kind)]
+    return [*resolved.code, *(code for code in imported if code is not None)]
+
+
+def _files_are_there(directory: RunDirectory) -> None:
+    for code in directory.code():
+        place = Path(code["reference"].rpartition(":")[0])
+        if place.suffix == ".py" and not place.is_file():
+            raise InputError(
+                f"expected the file that {directory.path} was started with, got no file {place.resolve()} (it was"
+                f" {code['file']}); put it back, or resume in the directory in which the run was started"
+            )
+
+
+def _same_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> list[str]:
+    """A sentence for each file of the user's that has changed since the checkpoint; refused without --allow-changes."""
+    changed = [reference for reference, sha256 in now.items() if before.get(reference, sha256) != sha256]
+    if changed and not allowed:
+        raise InputError(
+            f"expected the files of the run as they were, got a changed {' and '.join(changed)} (SHA-256 differs); put the"
+            " old file back, or --allow-changes to go on with the new one"
+        )
+    return [f"changed: the file of {reference}" for reference in changed]
 
 
 def _given(given: wire.Given) -> list[str]:
@@ -328,7 +380,8 @@ def _name(resolved: Resolved) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
-    stem = f"{config.task.kind.rpartition(':')[2]}-{resolved.algorithm.name}-seed{config.training.seed}"
+    algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # one made in Python may be called anything
+    stem = f"{config.task.kind.rpartition(':')[2]}-{algorithm}-seed{config.training.seed}"
     return unused_name(Path(config.output.directory), stem, 1)
 
 
@@ -344,11 +397,15 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     for path, kind in kinds.items():
         if kind is not None and ":" in kind:
             notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
+    notes += [f"the part {code.reference!r} is code of yours, SHA-256 {code.sha256[:12]}" for code in resolved.code]
     return notes
 
 
 def _told(resolved: Resolved) -> list[str]:
-    return [f"deviates from {resolved.algorithm.name} as published: {each}" for each in resolved.deviations]
+    name = resolved.algorithm.name
+    if not is_published(name):
+        return [f"{name}: {each}" for each in resolved.deviations]
+    return [f"deviates from {name} as published: {each}" for each in resolved.deviations]
 
 
 def _record_environment(directory: RunDirectory, resolved: Resolved, device: torch.device) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from legato.config.kinds import is_import_path, make
+from legato.config.kinds import make
 from legato.config.resolved import Resolved
 from legato.config.schema import Config
-from legato.core.importing import import_object
 from legato.core.rollout import Problem
 from legato.errors import InputError
 from legato.policy.model.adapters import Lora
@@ -21,9 +20,8 @@ from legato.policy.model.supervised import Example, supervise
 from legato.policy.model.tiny import TinyShape
 from legato.policy.model.upcycle import Upcycling
 from legato.policy.policy import Policy
-from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
-from legato.rewards.scoring import Component, WeightedSum
+from legato.rewards.scoring import Component, WeightedSum, check_reward
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.local.select import local_engine
@@ -46,7 +44,8 @@ class Given:
 
     model: Any = None
     tokenizer: Any = None
-    problems: Sequence[Problem] | None = None
+    problems: Sequence[Problem] | Any = None
+    """A list of problems, or a task: an object with `problem(random)` or `load()`."""
     reward: Callable[..., Any] | None = None
 
 
@@ -91,8 +90,10 @@ def loading_of(resolved: Resolved) -> Loading:
 def source_of(config: Config, given: Given) -> Source:
     """Where the problems come from."""
     task, seed = config.task, config.training.seed
-    if given.problems is not None:
+    if isinstance(given.problems, Sequence):
         return Pool(given.problems, share=task.held_out_share, seed=seed, shuffle=task.shuffle)
+    if given.problems is not None:
+        return _problems_of(given.problems, "problems", config)
     first = _source(task.kind, task.options, config)
     if task.stages == 1 or task.second is None:
         return first
@@ -102,12 +103,15 @@ def source_of(config: Config, given: Given) -> Source:
 
 
 def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
+    return _problems_of(make("task", kind, options), f"task.kind = {kind!r}", config)
+
+
+def _problems_of(made: Any, name: str, config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    made: Any = import_object("task.kind =", kind, options) if is_import_path(kind) else make("task", kind, options)
     if hasattr(made, "load"):
         return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
     if not hasattr(made, "problem"):
-        raise InputError(f"task.kind = {kind!r} has neither problem(random) nor load(); a task needs one of them")
+        raise InputError(f"{name} has neither problem(random) nor load(); a task needs one of them")
     return Generated(split=Split(task=made, share=task.held_out_share), seed=seed, size=task.problems_per_epoch)
 
 
@@ -137,7 +141,9 @@ def reward_of(config: Config, given: Given) -> WeightedSum:
 
 
 def _reward(kind: str, options: Mapping[str, Any]) -> Any:
-    return import_reward(kind, options) if is_import_path(kind) else make("reward", kind, options)
+    reward = make("reward", kind, options)
+    check_reward(reward, kind)
+    return reward
 
 
 def rendering_of(config: Config, policy: Policy) -> Rendering:
@@ -203,7 +209,7 @@ def environment_of(config: Config) -> Environment:
     kind = config.task.environment
     if kind is None:
         return SingleTurn()
-    environment: Any = import_object("task.environment =", kind) if is_import_path(kind) else make("environment", kind, {})
+    environment: Any = make("environment", kind, {})
     if not isinstance(environment, Environment):
         raise InputError(
             f"expected an environment (max_turns, deterministic, episode(problem)), got {type(environment).__name__}"

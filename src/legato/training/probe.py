@@ -9,8 +9,8 @@ share of responses (of tokens, where the ratio or the clip is of tokens) outside
 would cut off for no reason.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
 from legato.errors import InputError
-from legato.objectives.adaptive import AutoClip
-from legato.objectives.clips import TokenLogClip
-from legato.objectives.slots import Context, Region, State, TokenTrust, Trust
+from legato.objectives.slots import Bounds, Context, Region, State, TokenTrust, Trust
 from legato.policy.experts.routing import Directions
 from legato.policy.policy import Policy
 from legato.training.plan import micro_batches
@@ -67,6 +65,8 @@ class Floor:
     """What is clipped: 'responses' or 'tokens'."""
     band: float | None
     """The narrower side of the algorithm's clip, as a distance of log s; None where it has none."""
+    bounds: Mapping[str, Bounds] = field(default_factory=dict)
+    """The bands of the trust regions at the time of the probe, by part."""
 
     def metrics(self) -> dict[str, float]:
         found = {"noise/same_tokens": self.same_tokens, "noise/engine_token_max": self.engine.token_max}
@@ -153,16 +153,9 @@ def _small(size: float) -> str:
 
 def band(algorithm: Algorithm, state: State | None = None) -> float | None:
     """The narrowest bound the trust region puts on the ratio; where it adapts, the bound as the state has it."""
-    known = algorithm.initial() if state is None else state
-    found = [bound for part in algorithm.objective.trust if part.reads_ratio for bound in _bounds(part, known)]
-    return min(found, default=None)
-
-
-def _bounds(part: Trust, state: State) -> list[float]:
-    if part.adapts:
-        return [float(state[part.name][side]) for side in ("log_low", "log_high")]
-    fields = (getattr(part, name, None) for name in ("low", "high", "log_low", "log_high"))
-    return [value for value in fields if isinstance(value, float) and value > 0]
+    stated = algorithm.objective.bounds(state).values()
+    distances = [distance for bounds in stated for distance in (bounds.low, bounds.high) if distance is not None]
+    return min((distance for distance in distances if distance > 0), default=None)
 
 
 def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int, state: State | None = None) -> Floor:
@@ -189,6 +182,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
         same_tokens=float(unequal.double().mean()) if len(unequal) else 0.0,
         unit="responses" if _clips_responses(algorithm) else "tokens",
         band=band(algorithm, state),
+        bounds=algorithm.objective.bounds(state),
     )
 
 
@@ -215,13 +209,15 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, st
     # A ratio that compares a response with its siblings is not 1 here; what numerics add to it is that of the response.
     own = ratio.reduce(ratio.tokens(signals), context) if ratio.reads_anchor else responses
     bounded, shares, compared = own, [], 0.0
+    stated = algorithm.objective.bounds(context.state)
     for part in algorithm.objective.trust:
-        if isinstance(part, TokenLogClip):
+        bounds = stated.get(part.name)
+        if bounds is not None and bounds.of == "tokens":
             bounded = drift
-            shares.append(_outside(drift, -part.log_low, part.log_high, mask))
-        elif band_of := _band(part, own, context):
-            shares.append(_outside(own, *band_of, mask))
-        if isinstance(part, AutoClip):
+            shares.append(_outside(drift, bounds.lower, bounds.upper, mask))
+        elif bounds is not None:
+            shares.append(_outside(own, *_band(part, bounds, own, context), mask))
+        if part.adapts:
             values = part.compared(own, context)
             values = values[mask.lengths > 0] if values.shape[1] == 1 else values[mask.tokens]
             compared = float(values.double().square().mean().sqrt()) if len(values) else 0.0
@@ -236,12 +232,13 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, st
     )
 
 
-def _band(part: Trust, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float] | None:
-    """The bounds a trust part puts on the log-ratio of each response or token, as it would apply them."""
-    unset = getattr(part, "log_low", 0.0) is None or getattr(part, "log_high", 0.0) is None
-    if unset or not part.reads_ratio or part.needs() or part.scope is not Scope.ROW:
-        return None
-    return part.apply(Region(log_ratio=own, log_value=own), context).band
+def _band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float]:
+    """The bounds a trust part puts on the log-ratio of each response or token: those it applies, which may follow the
+    length, or those it states where it cannot be applied to these few rows."""
+    applied = None
+    if part.scope is Scope.ROW and not part.needs():
+        applied = part.apply(Region(log_ratio=own, log_value=own), context).band
+    return (stated.lower, stated.upper) if applied is None else applied
 
 
 def _outside(values: Spread, low: Tensor | float, high: Tensor | float, mask: Mask) -> float:
