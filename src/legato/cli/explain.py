@@ -154,7 +154,7 @@ def _print_part(part: type[Part]) -> None:
     console.print(f"{escape(' '.join((part.__doc__ or '').split()))}\n")
     table = _grid("field", "default", "allowed", "")
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        table.add_row(field.name, _words(field.default), field.metadata["rule"].allowed, escape(field.metadata["says"]))
+        table.add_row(field.name, _words(field.default), field.metadata["rule"].expected, escape(field.metadata["says"]))
     console.print(table)
     path = f"{SLOTS[part.kind]}.{part.name}" if part.kind not in ("ratio", "aggregate", "advantage") else SLOTS[part.kind]
     first = next((field.name for field in dataclasses.fields(part)), None)  # type: ignore[arg-type]

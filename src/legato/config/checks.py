@@ -10,8 +10,8 @@ from legato.config.kinds import FAMILIES, is_import_path
 from legato.config.messages import shown
 from legato.config.resolved import flatten
 from legato.config.schema import Config
-from legato.config.schema_results import Health
 from legato.core.parts import names, nearest
+from legato.health.actions import HealthOptions
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
 
@@ -34,7 +34,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    for check in (_updates, _stages, _epochs, _reward, _model, _mismatch, _evaluation, _health, _output, _algorithm):
+    for check in (_updates, _stages, _epochs, _reward, _mismatch, _evaluation, _health, _output, _algorithm):
         yield from check(case)
 
 
@@ -44,12 +44,6 @@ def _updates(case: Case) -> Iterator[str]:
         yield (
             f"{case.says('training.prompts_per_step')} is below {case.says('training.updates_per_step')};"
             " an update takes whole groups, at least one"
-        )
-    total = training.steps * training.updates_per_step * training.epochs_per_step
-    if training.warm_up_updates >= total:
-        yield (
-            f"{case.says('training.warm_up_updates')} is not below the {total} updates of the run"
-            " (training.steps * training.updates_per_step * training.epochs_per_step)"
         )
     if training.load_balance and training.update_passes == "one":
         yield (
@@ -97,17 +91,6 @@ def _reward(case: Case) -> Iterator[str]:
         yield "reward.components: none of them judges the answer (judges = true); accuracy would be unknown"
 
 
-def _model(case: Case) -> Iterator[str]:
-    tiny = case.config.policy.tiny
-    if tiny.hidden % tiny.heads:
-        yield f"{case.says('policy.tiny.heads')} does not divide {case.says('policy.tiny.hidden')}"
-    if tiny.experts_per_token > tiny.experts:
-        yield f"{case.says('policy.tiny.experts_per_token')} exceeds {case.says('policy.tiny.experts')}"
-    upcycle = case.config.policy.upcycle
-    if upcycle is not None and upcycle.experts_per_token > upcycle.experts:
-        yield f"{case.says('policy.upcycle.experts_per_token')} exceeds {case.says('policy.upcycle.experts')}"
-
-
 def _mismatch(case: Case) -> Iterator[str]:
     mismatch = case.config.rollouts.mismatch
     for name, kind in (("size", "perturbed"), ("updates", "stale")):
@@ -133,7 +116,7 @@ def _health(case: Case) -> Iterator[str]:
             yield f"{case.says('health.ignored')}: there is no rule {name!r}; {nearest(name, known)}"
     if health.action != "recover":
         for path in ("recoveries", "lr_factor", "clip_factor", "skip_data"):
-            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(Health(), path):
+            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(HealthOptions(), path):
                 yield f"{case.says(f'health.{path}')} has no effect with {case.says('health.action')}; 'recover' uses it"
         return
     if not case.config.output.checkpoint_every_steps:

@@ -1,28 +1,54 @@
 """From a problem to the tokens of its prompt: chat template or plain text, as the tokenizer has it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from legato.core.fields import choice, text
 from legato.core.rollout import Problem
+from legato.core.settings import free_table, settings
 from legato.errors import InputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
+@settings()
+class ChatSettings:
+    """How a model is spoken to."""
+
+    chat: str = choice(
+        "auto",
+        "always",
+        "never",
+        default="auto",
+        says="Whether problems are put into the chat template; auto: if the tokenizer has one.",
+    )
+    chat_template_kwargs: Mapping[str, Any] = free_table(
+        default_factory=dict, says="Further arguments of the chat template: enable_thinking = false."
+    )
+
+
+@settings()
+class SystemPrompt:
+    """What is said before every problem."""
+
+    system_prompt: str | None = text(
+        default=None,
+        says="A system message before every problem; without a chat template it is put before the text.",
+        optional=True,
+        blank=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering(ChatSettings, SystemPrompt):
     """How prompts are written."""
 
     tokenizer: Any
-    chat: str = "auto"
-    """'auto': by the chat template where the tokenizer has one; 'always', 'never'."""
-    system_prompt: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template (`enable_thinking` and the like)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """A template that is asked for is there."""
         if self.chat == "always" and not getattr(self.tokenizer, "chat_template", None):
             raise InputError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
 
@@ -34,7 +60,11 @@ class Rendering:
         """[P] token ids, ready for the first token of the answer."""
         if self.by_template:
             found = self.tokenizer.apply_chat_template(
-                self._messages(problem), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+                self._messages(problem),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self.chat_template_kwargs,
             )["input_ids"]
         else:
             # No special tokens of the tokenizer's own at the end: what follows is the answer itself.

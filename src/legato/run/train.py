@@ -338,6 +338,11 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
     ]
+    if training.shortens_warm_up:
+        notes.append(
+            f"the run has {count(training.total_updates, 'update')}: training.warm_up_updates = {training.warm_up_updates}"
+            f" is shortened to {training.warm_up(training.total_updates)}"
+        )
     for path, kind in (("task.kind", config.task.kind), ("reward.kind", config.reward.kind or "")):
         if ":" in kind:
             notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")

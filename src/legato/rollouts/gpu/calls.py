@@ -87,7 +87,7 @@ class Call:
         self.placed: tuple[Bucket, list[tuple[int, int]]] | None = None
 
     def run(self) -> list[list[Response]]:
-        free = [Look(self.memory, texts=bool(self.limits.stop_strings)) for _ in range(2)]
+        free = [Look(self.memory, texts=bool(self.limits.stop)) for _ in range(2)]
         asked: deque[Look] = deque()
         self._admit()
         while self.active:
