@@ -41,10 +41,10 @@ def warmed(seed: int) -> Any:
     import torch
 
     from legato.policy.model.load import Loading, load_policy
-    from legato.policy.model.supervised import supervise
+    from legato.policy.model.supervised import WarmUp, supervise
     from legato.policy.model.tiny import TinyShape
 
-    policy = load_policy("tiny", Loading(dtype="float32", device="cpu", seed=seed, tiny=TinyShape(hidden=64, heads=4)))
+    policy = load_policy("tiny", Loading(dtype="float32", device="cpu", tiny=TinyShape(hidden=64, heads=4)), seed=seed)
     words, source = policy.tokenizer, random.Random(f"warm {seed}")
 
     def examples(step: int) -> list[Any]:
@@ -58,7 +58,7 @@ def warmed(seed: int) -> Any:
             found.append((torch.tensor(words(f"{text}=")["input_ids"]), torch.tensor(said)))
         return found
 
-    supervise(policy, examples, steps=160, lr=4e-3)
+    supervise(policy, examples, WarmUp(steps=160, lr=4e-3))
     return policy
 
 

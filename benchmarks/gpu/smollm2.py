@@ -36,10 +36,10 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
     from legato.tasks.source import Generated
     from legato.tasks.task import Split
     from legato.training.collect import Collector
-    from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+    from legato.training.optimizer import Optimizer, OptimizerSettings
     from legato.training.step import Trainer, TrainingSettings
 
-    policy = load_policy(folder, Loading(seed=seed))
+    policy = load_policy(folder, Loading(), seed=seed)
     ends = end_tokens(policy.tokenizer, policy.body.generation_config, ())
     collector = Collector(
         source=Generated(split=Split(task=Arithmetic(wording="question", graded=True), share=0.25), seed=seed),
@@ -54,12 +54,12 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
         seed=seed,
         max_prompt_tokens=64,
     )
-    schedule = Schedule(kind="constant", warm_up=20, total=STEPS * UPDATES)
+    settings = OptimizerSettings(lr=lr, warm_up_updates=20)
     return Trainer(
         policy=policy,
         algorithm=entry("gspo").value,
         collector=collector,
-        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=lr), schedule),
+        optimizer=Optimizer(policy.parameters(), settings, total_updates=STEPS * UPDATES),
         settings=TrainingSettings(seed=seed, prompts_per_step=32, updates_per_step=UPDATES),
     )
 

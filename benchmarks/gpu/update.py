@@ -26,7 +26,7 @@ from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
 from legato.training.collect import Collector
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.step import Trainer, TrainingSettings
 
 
@@ -91,9 +91,7 @@ def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = w
         policy=policy,
         algorithm=entry("gspo").value,
         collector=collector,
-        optimizer=Optimizer(
-            policy.parameters(), OptimizerSettings(lr=lr), Schedule(kind="constant", warm_up=0, total=10**6)
-        ),
+        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=lr), total_updates=10**6),
         settings=TrainingSettings(
             prompts_per_step=len(given.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
         ),
@@ -214,10 +212,10 @@ class _Built:
         for name, weight in trainer.policy.parameters().items():
             weight.grad = None
             weight.data.copy_(self.weights[name])
-        settings, schedule = trainer.optimizer.settings, trainer.optimizer.schedule
+        settings, total = trainer.optimizer.settings, trainer.optimizer.total_updates
         # The old one goes first: two would not be what training holds.
         del trainer.optimizer
-        trainer.optimizer = Optimizer(trainer.policy.parameters(), settings, schedule)
+        trainer.optimizer = Optimizer(trainer.policy.parameters(), settings, total_updates=total)
         trainer.skipped.clear()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from legato.advantages.filters import Overlong, Samples, Staleness, ZeroVariance
+from legato.errors import InputError
 from legato.rewards.overlong import OverlongPunishment
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -45,11 +46,10 @@ def test_a_filter_says_what_it_needs() -> None:
     ],
 )
 def test_the_overlong_punishment_has_the_printed_values(most: int, cache: int, expected: dict[int, float]) -> None:
-    part = OverlongPunishment(max_response_tokens=most, cache_tokens=cache)
-    found = part.punishment(torch.tensor(list(expected)))
+    found = OverlongPunishment(cache_share=cache / most).punishment(torch.tensor(list(expected)), most)
     assert found.tolist() == pytest.approx(list(expected.values()))
 
 
 def test_a_cache_longer_than_the_response_is_refused() -> None:
-    with pytest.raises(ValueError, match="cache_tokens = 30"):
-        OverlongPunishment(max_response_tokens=20, cache_tokens=30)
+    with pytest.raises(InputError, match="cache_share"):
+        OverlongPunishment(cache_share=1.5)

@@ -16,7 +16,7 @@ import torch
 import legato
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.policy.model.load import Loading, load_policy
-from legato.policy.model.supervised import Example, supervise
+from legato.policy.model.supervised import Example, WarmUp, supervise
 from legato.policy.model.tiny import TinyShape
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits
@@ -27,7 +27,7 @@ from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
 from legato.training.collect import Collector
 from legato.training.evaluate import Evaluator
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.step import Trainer, TrainingSettings
 
 DIGITS, CORRUPTED, STEPS = 3, 0.7, 35
@@ -42,7 +42,7 @@ def problem(source: random.Random) -> Problem:
 @cache
 def warmed(seed: int) -> Policy:
     """A fresh model, supervised on labels of which seven in ten have a wrong digit or two."""
-    policy = load_policy("tiny", Loading(dtype="float32", device="cpu", seed=seed, tiny=TinyShape(hidden=64, heads=4)))
+    policy = load_policy("tiny", Loading(dtype="float32", device="cpu", tiny=TinyShape(hidden=64, heads=4)), seed=seed)
     words, source = policy.tokenizer, random.Random(f"warm {seed}")
 
     def examples(step: int) -> Sequence[Example]:
@@ -56,7 +56,7 @@ def warmed(seed: int) -> Policy:
             found.append((torch.tensor(words(str(asked.prompt))["input_ids"]), torch.tensor(said)))
         return found
 
-    supervise(policy, examples, steps=160, lr=4e-3)
+    supervise(policy, examples, WarmUp(steps=160, lr=4e-3))
     return policy
 
 
@@ -90,9 +90,7 @@ def trainer(policy: Policy, seed: int, shuffled: bool) -> Trainer:
         policy=policy,
         algorithm=legato.algorithm("gspo"),
         collector=collector(policy, seed, shuffled),
-        optimizer=Optimizer(
-            policy.parameters(), OptimizerSettings(lr=8e-4), Schedule(kind="constant", warm_up=20, total=4 * STEPS)
-        ),
+        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=8e-4, warm_up_updates=20), total_updates=4 * STEPS),
         settings=TrainingSettings(seed=seed, prompts_per_step=16),
     )
 

@@ -66,7 +66,7 @@ def test_a_layer_that_is_more_than_its_matrix_is_called(kind: str) -> None:
 
 
 def model(**shape: Any) -> Any:
-    return tiny_model(TinyShape(hidden=32, heads=2, **shape), vocabulary=50, seed=0)
+    return tiny_model(TinyShape(hidden=32, heads=2, **shape), vocabulary=50, seed=0, mixture="experts" in shape)
 
 
 def test_adapted_layers_are_called_and_the_others_copied() -> None:

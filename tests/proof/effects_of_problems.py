@@ -320,9 +320,9 @@ def a_warm_up(bench: Bench) -> None:
 
     supervise = supervised.supervise
 
-    def watched(policy: Any, examples: Any, **settings: Any) -> None:
-        shown.extend([len(examples(0)), settings["steps"]])
-        supervise(policy, examples, **settings)
+    def watched(policy: Any, examples: Any, stage: Any, **more: Any) -> None:
+        shown.extend([len(examples(0)), stage.steps])
+        supervise(policy, examples, stage, **more)
 
     bench.patch.setattr("legato.run.wire.supervise", watched)
     stage = {"steps": 3, "examples_per_step": 5, "lr": 1e-2}

@@ -81,7 +81,7 @@ def test_settings_reach_the_data_set_and_hash() -> None:
         ({"dataset": "chain_sum", "settings": {"min_terms": 9}}, "max_terms must be >= min_terms"),
         ({"dataset": "chain_sum", "settings": {"seed": 9}}, "settings.seed is drawn for each problem"),
         ({"dataset": "chain_sum", "settings": {"min_terms": {1}}}, "a mapping of names to text"),
-        ({"dataset": " "}, "a text that is not empty is"),
+        ({"dataset": " "}, "expected a text that is not empty"),
     ],
 )
 def test_mistakes_are_told_when_the_task_is_made(options: dict[str, object], message: str) -> None:

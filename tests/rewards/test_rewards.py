@@ -96,8 +96,8 @@ def test_a_weighted_sum_tells_its_parts_and_what_is_accuracy() -> None:
     reward = WeightedSum(
         components={
             "right": Component(reward=NumberMatch()),
-            "short": Component(reward=LengthPenalty(free=2, most=6), weight=0.5, is_accuracy=False),
-            "style": Component(reward=lambda _: {"a": 0.1, "b": 0.2}, is_accuracy=False),
+            "short": Component(reward=LengthPenalty(free=2, most=6), weight=0.5, judges=False),
+            "style": Component(reward=lambda _: {"a": 0.1, "b": 0.2}, judges=False),
         }
     )
     found = reward.score(rollout("42", length=4))
@@ -105,7 +105,7 @@ def test_a_weighted_sum_tells_its_parts_and_what_is_accuracy() -> None:
     assert found.reward == pytest.approx(1 - 0.25 + 0.3)
     assert found.components == {"right": 1, "short": -0.5, "style/a": 0.1, "style/b": 0.2}
     with pytest.raises(ValueError, match="judges the answer"):
-        WeightedSum(components={"short": Component(reward=LengthPenalty(), is_accuracy=False)})
+        WeightedSum(components={"short": Component(reward=LengthPenalty(), judges=False)})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1", {"a": math.nan}, {}, True, 1j])

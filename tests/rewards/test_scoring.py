@@ -90,7 +90,7 @@ def test_an_async_reward_that_takes_too_long_is_cancelled_and_only_that_one() ->
         await asyncio.sleep(0 if one.text else 60)
         return 1.0
 
-    found = WeightedSum(components={"slow": Component(reward=slow, timeout_seconds=0.2)}).score_all(ROLLOUTS)
+    found = WeightedSum(components={"slow": Component(reward=slow)}, timeout_seconds=0.2).score_all(ROLLOUTS)
     assert found[2] == Unscorable("slow: timed out after 0.2 s")
     assert [one.reward for one in found if isinstance(one, Score)] == [1, 1, 1]
 
@@ -106,9 +106,9 @@ def test_a_time_out_of_the_rewards_own_and_a_cancellation_are_told_as_what_they_
 @pytest.mark.parametrize("reward", [plain, whole_batch, ExactMatch()])
 def test_a_time_limit_is_for_async_rewards(reward: object) -> None:
     with pytest.raises(ValueError, match="timeout_seconds = 1 is for async rewards"):
-        Component(reward=reward, timeout_seconds=1.0)
-    with pytest.raises(ValueError, match="timeout_seconds = 0 is not allowed"):
-        Component(reward=later, timeout_seconds=0.0)
+        WeightedSum(components={"a": Component(reward=reward)}, timeout_seconds=1.0)
+    with pytest.raises(ValueError, match="timeout_seconds: expected a finite number > 0"):
+        WeightedSum(components={"a": Component(reward=later)}, timeout_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_a_component_is_not_asked_about_what_is_already_unscorable() -> None:
 
 
 def test_the_punishment_for_length_is_in_the_reward_and_not_in_accuracy() -> None:
-    overlong = OverlongPunishment(max_response_tokens=10, cache_tokens=4, factor=0.5)
-    whole = WeightedSum(components={"right": Component(reward=ExactMatch())}, overlong=overlong)
+    overlong = OverlongPunishment(cache_share=0.4, factor=0.5)
+    whole = WeightedSum(components={"right": Component(reward=ExactMatch())}, overlong=overlong, longest_response=10)
     found = whole.score_all([rollout("42", length=length) for length in (5, 8, 12)])
     assert [one.reward for one in found] == [1, 0.75, 0.5]
     assert [one.accuracy for one in found] == [1, 1, 1]

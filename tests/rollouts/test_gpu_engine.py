@@ -96,7 +96,7 @@ def test_sampled_log_probs_are_those_of_a_plain_forward(name: str, dtype: torch.
 def test_in_float32_slots_write_what_the_plain_engine_does(name: str) -> None:
     made, requests = policy(name, device="cuda"), asked(3, 9, 1, 17, 70, each=4)
     for sampling in (Sampling(), Sampling(temperature=0.7), Sampling(top_p=0.8, top_k=30)):
-        for limits in (LIMITS, Limits(max_response_tokens=9, end_tokens=(), stop_strings=("<7>", "<30><"))):
+        for limits in (LIMITS, Limits(max_response_tokens=9, end_tokens=(), stop=("<7>", "<30><"))):
             plain = LocalEngine(made).generate(requests, sampling, limits)
             same(engine_of(made, 7).generate(requests, sampling, limits), plain)
 

@@ -32,7 +32,9 @@ TRUNCATIONS = {
 def tiny(experts: int = 0, ends: float = 0.0) -> Policy:
     """Random weights large enough to have opinions; `ends` makes the end token likelier, so that lengths are ragged."""
     words = character_tokenizer()
-    model = tiny_model(TinyShape(hidden=32, heads=2, experts=experts), vocabulary=len(words), seed=0).eval()
+    model = tiny_model(
+        TinyShape(hidden=32, heads=2, experts=experts or 8), vocabulary=len(words), seed=0, mixture=experts > 0
+    ).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -237,7 +239,7 @@ def test_a_stop_string_ends_the_response_and_leaves_the_text() -> None:
     (free,) = engine.generate([request], Sampling(), endless)
     # Two characters that the first response writes in its middle: the string spans tokens.
     stop = free[0].text[5:7]
-    (row,) = engine.generate([request], Sampling(), replace(endless, stop_strings=("~never~", stop)))
+    (row,) = engine.generate([request], Sampling(), replace(endless, stop=("~never~", stop)))
     assert len(stop) == 2 and row[0].stop is StopReason.STOP_STRING
     for before, after in zip(free, row, strict=True):
         written = before.tokens.tolist()
@@ -256,7 +258,7 @@ def test_the_stop_string_that_comes_first_in_the_text_cuts_it() -> None:
     ((free,),) = LocalEngine(policy).generate([request], Sampling(), endless)
     late, early = free.text[6], free.text[4:7]
     assert late not in free.text[:6]
-    ((found,),) = LocalEngine(policy).generate([request], Sampling(), replace(endless, stop_strings=(late, early)))
+    ((found,),) = LocalEngine(policy).generate([request], Sampling(), replace(endless, stop=(late, early)))
     assert found.text == free.text[:4] and found.stop is StopReason.STOP_STRING
 
 

@@ -18,8 +18,8 @@ from tests.rollouts.families import END, VOCABULARY, asked, plainly, policy, sam
 LIMITS = Limits(max_response_tokens=8, end_tokens=(END,))
 
 
-def engine(of: Policy, kind: str, **options: float) -> MismatchedEngine:
-    return MismatchedEngine(of, Mismatch(kind=kind, **options))  # type: ignore[arg-type]
+def engine(of: Policy, kind: str, seed: int = 0, **options: float) -> MismatchedEngine:
+    return MismatchedEngine(of, Mismatch(kind=kind, **options), seed=seed)  # type: ignore[arg-type]
 
 
 def said(of: LocalEngine | MismatchedEngine, requests: list[Request] | None = None) -> list[list[Response]]:

@@ -72,7 +72,7 @@ def test_more_conversations_than_slots_go_on_from_what_is_left() -> None:
 
 
 def test_a_text_that_a_stop_string_cut_is_known_up_to_the_cut() -> None:
-    limits = Limits(max_response_tokens=30, end_tokens=(), stop_strings=("<17>", "<3"))
+    limits = Limits(max_response_tokens=30, end_tokens=(), stop=("<17>", "<3"))
     engine = GraphedEngine(policy("llama"), 8, graphs=False)
     later = turn(engine, asked(20, 31, 18, each=2), limits, more=5)
     same(engine.generate(later, Sampling(), limits), fresh(engine, later, limits))

@@ -46,7 +46,7 @@ def test_a_script_is_cut_at_the_end_token_and_at_the_length() -> None:
 
 
 def test_a_script_is_cut_at_a_stop_string() -> None:
-    limits = Limits(max_response_tokens=9, end_tokens=(1,), stop_strings=("6 7",))
+    limits = Limits(max_response_tokens=9, end_tokens=(1,), stop=("6 7",))
     ((found, _),) = scripted([5, 6, 7, 8]).generate([REQUEST], Sampling(), limits)
     assert found.stop is StopReason.STOP_STRING and found.text == "5 " and found.tokens.tolist() == [5, 6, 7]
 
@@ -81,7 +81,7 @@ def test_a_chat_template_is_used_where_there_is_one_with_its_options_and_the_sys
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if think %}T{% endif %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     )
-    rendering = Rendering(tokenizer=words, system_prompt="hey", template_options={"think": True})
+    rendering = Rendering(tokenizer=words, system_prompt="hey", chat_template_kwargs={"think": True})
     assert words.decode(rendering.prompt(Problem(prompt="2+3="))) == "s:hey;u:2+3=;Ta:"
     given = Problem(prompt=[{"role": "system", "content": "own"}, {"role": "user", "content": "1"}])
     assert words.decode(rendering.prompt(given)) == "s:own;u:1;Ta:"

@@ -82,7 +82,7 @@ def test_looks_that_come_late_change_nothing_at_any_length(longest: int) -> None
 @pytest.mark.usefixtures("quick")
 def test_stop_strings_end_a_response_where_they_do_in_the_plain_engine() -> None:
     made, requests = policy("llama"), asked(3, 5, 1, 2, each=4)
-    limits = Limits(max_response_tokens=20, end_tokens=(END, 5), stop_strings=("<6>", "<17><", "<3"))
+    limits = Limits(max_response_tokens=20, end_tokens=(END, 5), stop=("<6>", "<17><", "<3"))
     found = GraphedEngine(made, 6, graphs=False).generate(requests, Sampling(), limits)
     same(found, LocalEngine(made).generate(requests, Sampling(), limits))
     assert len({response.stop for row in found for response in row}) >= 2

@@ -272,5 +272,5 @@ def test_the_kinds_of_data_by_name() -> None:
     assert lookup("data", "math") is CompetitionMath
     with pytest.raises(TypeError, match="path"):
         Jsonl()
-    with pytest.raises(ValueError, match="data 'jsonl': path = '' is not allowed; a text that is not empty is"):
+    with pytest.raises(ValueError, match=r"data 'jsonl'.path: expected a text that is not empty, got ''"):
         Jsonl(path="")

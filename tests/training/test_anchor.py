@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 def float32_policy(experts: int = 0, packing: bool = True) -> Policy:
     words = character_tokenizer()
-    shape = TinyShape(hidden=32, heads=2, experts=experts)
-    model = tiny_model(shape, vocabulary=len(words), seed=0)
+    shape = TinyShape(hidden=32, heads=2, experts=experts or 8)
+    model = tiny_model(shape, vocabulary=len(words), seed=0, mixture=experts > 0)
     return Policy(model=model, tokenizer=words, name="tiny", packing=packing)
 
 

@@ -26,7 +26,7 @@ from legato.tasks.procedural import Arithmetic
 from legato.tasks.source import Generated
 from legato.tasks.task import Split
 from legato.training.collect import Collector
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.probe import probe
 from legato.training.step import Trainer, TrainingSettings
 from legato.training.tables import Tables
@@ -62,9 +62,7 @@ def trainer(policy: Policy, name: str = "gspo", **settings: object) -> Trainer:
         policy=policy,
         algorithm=entry(name).value,
         collector=collector(policy),
-        optimizer=Optimizer(
-            policy.parameters(), OptimizerSettings(lr=1e-3), Schedule(kind="constant", warm_up=0, total=100)
-        ),
+        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=100),
         settings=TrainingSettings(prompts_per_step=8, **settings),  # type: ignore[arg-type]
     )
 
@@ -170,7 +168,7 @@ def test_slots_and_graphs_write_what_the_plain_engine_does(model: str, options: 
         for place, text in enumerate(("37+5=", "1+2=", "99+12=", "5=", "a in banana=", "12*34=", "7", "x y z="))
     ]
     for sampling in (Sampling(), Sampling(temperature=0.7), Sampling(temperature=0), Sampling(top_p=0.8)):
-        limits = Limits(max_response_tokens=40, end_tokens=(1,), stop_strings=("+",))
+        limits = Limits(max_response_tokens=40, end_tokens=(1,), stop=("+",))
         plain = LocalEngine(policy).generate(requests, sampling, limits)
         found = GraphedEngine(policy, **options).generate(requests, sampling, limits)  # type: ignore[arg-type]
         for left, right in zip(chain(*plain), chain(*found), strict=True):

@@ -84,9 +84,8 @@ def exact_policy(
         packing=packing,
         gradient_checkpointing=checkpointing,
         lora=Lora(rank=3, alpha=5.0) if lora else None,
-        value_head="values" in needs(value),
     )
-    policy = load_policy(family(kind), loading, tokenizer=Words())
+    policy = load_policy(family(kind), loading, tokenizer=Words(), value_head="values" in needs(value))
     if lora:
         # Fresh adapters are 0 on one side, and half of their gradients with them.
         for parameter in policy.parameters().values():

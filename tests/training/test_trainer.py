@@ -22,7 +22,7 @@ from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule
+from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.report import StepReport
 from legato.training.step import Trainer, TrainingSettings
 from legato.training.tables import needs
@@ -45,10 +45,10 @@ def trainer(
 ) -> Trainer:
     value = legato.algorithm(name, changes)
     words = character_tokenizer()
-    shape = TinyShape(hidden=32, heads=2, experts=experts)
-    model = tiny_model(shape, vocabulary=len(words), seed=1, dtype=torch.float64)
-    loading = Loading(dtype="float64", device="cpu", value_head="values" in needs(value))
-    policy: Policy = load_policy(model, loading, tokenizer=words)
+    shape = TinyShape(hidden=32, heads=2, experts=experts or 8)
+    model = tiny_model(shape, vocabulary=len(words), seed=1, mixture=experts > 0, dtype=torch.float64)
+    loading = Loading(dtype="float64", device="cpu")
+    policy: Policy = load_policy(model, loading, tokenizer=words, value_head="values" in needs(value))
     problems = [Problem(prompt=f"{a}+{b}=") for a in range(10) for b in range(6)]
     collector = Collector(
         source=Pool(problems, share=0.0, seed=0),
@@ -68,7 +68,7 @@ def trainer(
         policy=policy,
         algorithm=value,
         collector=collector,
-        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), Schedule(kind="constant", warm_up=0, total=9)),
+        optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=9),
         settings=TrainingSettings(**chosen),
         reference=Reference.of(policy) if needs_reference(value) else None,
     )

@@ -160,7 +160,7 @@ def _print_part(part: type[Part], reference: str) -> None:
     table = _grid("field", "default", "allowed", "")
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         # A class of the user's may declare a field as any dataclass does, without a rule and a sentence.
-        allowed = field.metadata["rule"].allowed if "rule" in field.metadata else "anything"
+        allowed = field.metadata["rule"].expected if "rule" in field.metadata else "anything"
         table.add_row(field.name, _words(field.default), allowed, escape(field.metadata.get("says", "")))
     if table.row_count:
         console.print(table)

@@ -10,10 +10,10 @@ from legato.config.kinds import FAMILIES, find
 from legato.config.messages import shown
 from legato.config.resolved import flatten
 from legato.config.schema import Config
-from legato.config.schema_results import Health
 from legato.core.importing import is_import_path
 from legato.core.parts import names, nearest
 from legato.errors import InputError
+from legato.health.actions import HealthOptions
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
 
@@ -36,7 +36,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    checks = (_updates, _stages, _epochs, _environment, _reward, _model, _mismatch, _evaluation, _health, _output)
+    checks = (_updates, _stages, _epochs, _environment, _reward, _mismatch, _evaluation, _health, _output)
     for check in (*checks, _algorithm, _turns, _values):
         yield from check(case)
 
@@ -47,12 +47,6 @@ def _updates(case: Case) -> Iterator[str]:
         yield (
             f"{case.says('training.prompts_per_step')} is below {case.says('training.updates_per_step')};"
             " an update takes whole groups, at least one"
-        )
-    total = training.steps * training.updates_per_step * training.epochs_per_step
-    if training.warm_up_updates >= total:
-        yield (
-            f"{case.says('training.warm_up_updates')} is not below the {total} updates of the run"
-            " (training.steps * training.updates_per_step * training.epochs_per_step)"
         )
     if training.load_balance and training.update_passes == "one":
         yield (
@@ -116,17 +110,6 @@ def _reward(case: Case) -> Iterator[str]:
         yield "reward.components: none of them judges the answer (judges = true); accuracy would be unknown"
 
 
-def _model(case: Case) -> Iterator[str]:
-    tiny = case.config.policy.tiny
-    if tiny.hidden % tiny.heads:
-        yield f"{case.says('policy.tiny.heads')} does not divide {case.says('policy.tiny.hidden')}"
-    if tiny.experts_per_token > tiny.experts:
-        yield f"{case.says('policy.tiny.experts_per_token')} exceeds {case.says('policy.tiny.experts')}"
-    upcycle = case.config.policy.upcycle
-    if upcycle is not None and upcycle.experts_per_token > upcycle.experts:
-        yield f"{case.says('policy.upcycle.experts_per_token')} exceeds {case.says('policy.upcycle.experts')}"
-
-
 def _mismatch(case: Case) -> Iterator[str]:
     mismatch = case.config.rollouts.mismatch
     for name, kind in (("size", "perturbed"), ("updates", "stale")):
@@ -152,7 +135,7 @@ def _health(case: Case) -> Iterator[str]:
             yield f"{case.says('health.ignored')}: there is no rule {name!r}; {nearest(name, known)}"
     if health.action != "recover":
         for path in ("recoveries", "lr_factor", "clip_factor", "skip_data"):
-            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(Health(), path):
+            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(HealthOptions(), path):
                 yield f"{case.says(f'health.{path}')} has no effect with {case.says('health.action')}; 'recover' uses it"
         return
     if not case.config.output.checkpoint_every_steps:

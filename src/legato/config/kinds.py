@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
+from legato.core.fields import Rule
 from legato.core.importing import is_import_path, make_imported
 from legato.core.parts import Part, lookup, names, nearest
 from legato.errors import InputError
@@ -53,10 +54,18 @@ def complete(part: type[Part], options: Mapping[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         rule, value = field.metadata.get("rule"), getattr(made, field.name)
         # A part keeps a table as pairs, so that it can be hashed.
-        value = plain(dict(value) if rule is not None and rule.accepts({}) else value)
+        value = plain(dict(value) if rule is not None and rule.takes({}) else value)
         if value is not None or field.default is not None:
             found[field.name] = value
     return found
+
+
+def refused_options(part: type[Part], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The options of a part that do not have an allowed value, and what is allowed."""
+    for field in dataclasses.fields(part):  # type: ignore[arg-type]
+        rule: Rule | None = field.metadata.get("rule")
+        if rule is not None and field.name in options and not rule.takes(_accepted(part, field.name, options[field.name])):
+            yield field.name, f"{rule.allowed} or absent" if rule.optional else rule.allowed
 
 
 def option_names(part: type[Part]) -> list[str]:
@@ -91,6 +100,6 @@ def _accepted(part: type[Part], name: str, value: Any) -> Any:
     """A value from TOML as the part takes it: lists are tuples, and `false` is None where None is meant."""
     field = next((field for field in dataclasses.fields(part) if field.name == name), None)  # type: ignore[arg-type]
     rule = field.metadata.get("rule") if field is not None else None
-    if value is False and rule is not None and not rule.accepts(False) and rule.accepts(None):
+    if value is False and rule is not None and not rule.accepts(False) and rule.optional:
         return None
     return tuple(value) if isinstance(value, list) else value

@@ -24,4 +24,4 @@ def shown(value: Any) -> str:
 
 def refused(path: Sequence[str], value: Any, origin: str, allowed: str) -> str:
     """An option with a value that it does not take."""
-    return f"{'.'.join(path)} = {shown(value)} ({origin}) is not allowed; {allowed} is"
+    return f"{'.'.join(path)}: expected {allowed}, got {shown(value)} ({origin})"

@@ -2,22 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, cast
 
 from legato.config import kinds
-from legato.config.document import allowed, hints, is_mapping, is_optional, table_of
+from legato.config.document import allowed, named_fields, rule_of
 from legato.config.locate import Path
 from legato.config.messages import refused
 from legato.config.schema import Component, Config, Reward, SecondTask, Task
 from legato.config.sources import Layer, not_plain
+from legato.core.fields import LARGEST, Rule
 from legato.core.parts import nearest
+from legato.core.settings import Table
 from legato.errors import InputError
-
-_ADAPTER = TypeAdapter(Config)
-
-_DEFAULT_KINDS = {Task: "arithmetic", Reward: "number"}
 
 NAMES_OF_TRL = {
     "adam_epsilon": "training.epsilon",
@@ -59,7 +55,7 @@ def merge(into: Layer, layer: Layer) -> None:
     for path, section in kinded(into.tree):
         below, above = into.at(path), layer.at(path)
         if isinstance(below, dict) and isinstance(above, dict):
-            if "kind" in above and above["kind"] != below.get("kind", _DEFAULT_KINDS.get(section)):
+            if "kind" in above and above["kind"] != below.get("kind", _default_kind(section)):
                 _drop_options(into, path, section)
             if section is Reward and above.get("kind") and not above.get("components"):
                 into.drop(("reward", "components"))
@@ -71,147 +67,141 @@ def merge(into: Layer, layer: Layer) -> None:
             into.put((name,), value, layer.origin)
 
 
+def _default_kind(section: type) -> str | None:
+    default = cast(Any, section).__dataclass_fields__["kind"].default
+    return None if default is dataclasses.MISSING else default
+
+
 def _drop_options(into: Layer, path: Path, section: type) -> None:
     for key in list(into.at(path)):
-        if key not in _named_fields(section):
+        if key not in named_fields(section):
             into.drop((*path, key))
-
-
-def _named_fields(section: type) -> list[str]:
-    """The options of a section that are written under their own names."""
-    return [field.name for field in dataclasses.fields(section) if field.name not in ("options", "changes")]
 
 
 def validate(given: Layer, faults: list[str]) -> Config | None:
     """The configuration; None, with a line for each fault, if it has any."""
     before = len(faults)
-    tree = _prepared(Config, {"task": {}, "reward": {}, **given.tree})
-    if isinstance(tree.get("reward"), dict):
-        _one_reward(tree["reward"], given, faults)
-    for path, _ in list(kinded(tree)):
-        table = Layer(tree=tree).at(path)
-        if isinstance(table, dict):
-            _fill_options(path, table, given, faults)
-    try:
-        config = _ADAPTER.validate_python(tree)
-    except ValidationError as error:
-        told = {message: None for each in error.errors(include_url=False) for message in _told(each, given)}
-        faults.extend(told)
-        return None
-    for path, value, wanted in not_plain(dict(config.policy.chat_template_kwargs), ("policy", "chat_template_kwargs")):
-        faults.append(refused(path, value, given.origin(path), wanted))
+    tree = {"task": {}, "reward": {}, **given.tree}
+    if isinstance(tree["reward"], dict):
+        tree["reward"] = _one_reward(tree["reward"], given, faults)
+    config: Config | None = _build(Config, tree, (), given, faults)
     return config if len(faults) == before else None
 
 
-def _prepared(section: type, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree as the schema has it: options of a kind in `options`; `false` and `true` for tables that may be absent."""
-    known, prepared = hints(section), {}
-    free: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key not in _named_fields(section):
-            free[key] = value
-            continue
-        annotation, table = known[key], table_of(known[key])
-        if is_optional(annotation) and value is False:
-            value = None
-        elif is_optional(annotation) and table is not None and value is True:
-            value = {}
-        if table is not None and isinstance(value, dict):
-            inner = value if is_mapping(annotation) else {"": value}
-            inner = {name: _prepared(table, each) if isinstance(each, dict) else each for name, each in inner.items()}
-            value = inner if is_mapping(annotation) else inner[""]
-        prepared[key] = value
-    return {**prepared, "options": free} if "options" in known else {**prepared, **free}
+def _build(section: type, tree: Mapping[str, Any], path: Path, given: Layer, faults: list[str]) -> Any:
+    """The settings that a table describes; None, with a line for each fault, if it has any."""
+    before, known = len(faults), named_fields(section)
+    values = {
+        key: _value(rule_of(section, key), value, (*path, key), given, faults) for key, value in tree.items() if key in known
+    }
+    others = {key: value for key, value in tree.items() if key not in known}
+    if "kind" in known and "options" in cast(Any, section).__dataclass_fields__:
+        values["options"] = _options(section, tree.get("kind", _default_kind(section)), others, path, given, faults)
+    else:
+        faults.extend(
+            f"{_at(given, (*path, key))} does not exist; {_nearest_option((*path, key), section)}" for key in others
+        )
+    for field in dataclasses.fields(cast(Any, section)):
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and field.name not in tree:
+            wanted = allowed(rule_of(section, field.name))
+            faults.append(f"{'.'.join((*path, field.name))}: expected {wanted}, got nothing ({given.origin(path)})")
+    if len(faults) > before:
+        return None
+    try:
+        return section(**values)
+    except InputError as error:  # fields that are each allowed contradict each other; the message begins with one of them
+        places = dict.fromkeys(given.origin((*path, key)) for key in tree)
+        faults.append(f"{'.'.join(path)}.{error} ({', '.join(places)})")
+        return None
 
 
-def _one_reward(reward: dict[str, Any], given: Layer, faults: list[str]) -> None:
+def _value(rule: Rule, value: Any, path: Path, given: Layer, faults: list[str]) -> Any:
+    """The value of a field. `false` is None where None is allowed and false is not; `true` is a table with its defaults."""
+    where = given.origin(path)
+    if value is False and rule.optional and not rule.accepts(False):
+        return None
+    if isinstance(rule, Table) and rule.section is not None:
+        table = {} if value is True and rule.optional else value
+        if table is None and rule.optional:
+            return None
+        if not isinstance(table, dict):
+            faults.append(refused(path, value, where, allowed(rule)))
+            return None
+        if rule.several:
+            each = Table("a table", rule.accepts, section=rule.section)
+            return {name: _value(each, inner, (*path, name), given, faults) for name, inner in table.items()}
+        return _build(rule.section, table, path, given, faults)
+    if not rule.takes(value):
+        too_large = isinstance(value, int) and not isinstance(value, bool) and value > LARGEST
+        faults.append(refused(path, value, where, allowed(rule) + (" and below 2**63" if too_large else "")))
+        return None
+    if isinstance(rule, Table):
+        faults.extend(refused(at, each, given.origin(at), wanted) for at, each, wanted in not_plain(dict(value), path))
+    return rule.stored(value)
+
+
+def _one_reward(reward: Mapping[str, Any], given: Layer, faults: list[str]) -> dict[str, Any]:
+    """The table of rewards with either a kind or components."""
     kind, components = ("reward", "kind"), ("reward", "components")
     if reward.get("components"):
-        if reward.get("kind") is not None:
+        if reward.get("kind"):
             places = f"{given.origin(kind)} and {given.origin(components)}"
             faults.append(f"reward.kind and reward.components are both given ({places}); one of them is allowed")
-        reward["kind"] = None
-    elif "kind" in reward and reward["kind"] is None:
+        return {**reward, "kind": None}
+    if "kind" in reward and reward["kind"] in (None, False):
         faults.append(f"reward.kind is off ({given.origin(kind)}) and there are no reward.components; one of them is needed")
+    return dict(reward)
 
 
-def _fill_options(path: Path, table: dict[str, Any], given: Layer, faults: list[str]) -> None:
-    """Checks the options of a kind by making its part, and completes them with its defaults."""
-    section = {("task",): Task, ("reward",): Reward, ("task", "second"): SecondTask}.get(path, Component)
-    kind = table.get("kind", _DEFAULT_KINDS.get(section))
-    options = table.get("options", {})
-    if kind is None or not isinstance(kind, str):
+def _options(
+    section: type, kind: Any, options: Mapping[str, Any], path: Path, given: Layer, faults: list[str]
+) -> dict[str, Any]:
+    """The options of a kind, checked by making its part and completed with its defaults."""
+    if not isinstance(kind, str) or not kind:
         for name in options:
-            faults.append(f"{_at(given, (*path, name))} does not exist; {nearest(name, _named_fields(section))}")
-        return
+            faults.append(f"{_at(given, (*path, name))} does not exist; {nearest(name, named_fields(section))}")
+        return {}
     try:
         part = kinds.find(path[0], kind)
     except InputError as error:
         faults.append(f"{_at(given, (*path, 'kind'))}: {error}")
-        return
+        return {}
     known = options if part is None else kinds.option_names(part)
     for name in [name for name in options if name not in known]:
-        words = nearest(name, [*known, *_named_fields(section)])
+        words = nearest(name, [*known, *named_fields(section)])
         faults.append(f"{_at(given, (*path, name))} is no option of {path[0]} {kind!r}; {words}")
-        return
+        return {}
+    wrong = [] if part is None else list(kinds.refused_options(part, options))
+    faults.extend(refused((*path, name), options[name], given.origin((*path, name)), wanted) for name, wanted in wrong)
+    if wrong:
+        return {}
     try:
-        full = options if part is None else kinds.complete(part, options)
-        # Where a part has a field of the section's own name (system_prompt), the section speaks.
-        table["options"] = {name: value for name, value in full.items() if name not in _named_fields(section)}
+        full = dict(options) if part is None else kinds.complete(part, options)
     except InputError as error:
-        named = next((name for name in options if f"{name} = " in str(error)), None)
-        faults.append(f"{_at(given, path if named is None else (*path, named))}: {error}")
-        return
-    for where, value, wanted in not_plain({k: v for k, v in table["options"].items() if v is not None}, path):
+        faults.append(f"{_at(given, path)}: {error}")
+        return {}
+    # Where a part has a field of the section's own name (system_prompt), the section speaks.
+    own = {name: value for name, value in full.items() if name not in named_fields(section)}
+    for where, value, wanted in not_plain({name: value for name, value in own.items() if value is not None}, path):
         faults.append(refused(where, value, given.origin(where), wanted))
+    return own
 
 
 def _at(given: Layer, path: Path) -> str:
     return f"{'.'.join(path)} ({given.origin(path)})"
 
 
-def _told(error: Any, given: Layer) -> Iterator[str]:
-    """One of pydantic's errors in our words."""
-    path, annotation = _place([str(word) for word in error["loc"]])
-    where, value = given.origin(path), given.at(path)
-    if error["type"] == "unexpected_keyword_argument":
-        section = table_of(annotation)
-        assert section is not None
-        yield f"{_at(given, path)} does not exist; {_nearest_option(path, section)}"
-    elif error["type"] == "missing" and len(path) == len(error["loc"]):
-        yield f"{'.'.join(path)} must be given ({given.origin(path[:-1])}); {allowed(annotation)} is needed"
-    elif error["type"] == "less_than_equal" and isinstance(value, int) and value.bit_length() > 63:
-        yield refused(path, value, where, f"{allowed(annotation)} and below 2**63")
-    else:
-        yield refused(path, value, where, allowed(annotation))
-
-
-def _place(words: list[str]) -> tuple[Path, Any]:
-    """The path of an option and its annotation; an item of a list is told as the list."""
-    annotation: Any = Config
-    for depth, word in enumerate(words):
-        table = table_of(annotation)
-        if table is None:
-            return tuple(words[:depth]), annotation
-        if is_mapping(annotation):
-            annotation = get_args(annotation)[1]
-        elif word in hints(table):
-            annotation = hints(table)[word]
-        else:
-            return tuple(words[: depth + 1]), table
-    return tuple(words), annotation
-
-
 def _nearest_option(path: Path, section: type) -> str:
     """The nearest sibling; an option of that very name in another section is nearer, and one that TRL calls so."""
     name = path[-1]
     elsewhere = [
-        f"{outer.name}.{name}"
-        for outer in dataclasses.fields(Config)
-        if (table := table_of(hints(Config)[outer.name])) is not None and name in _named_fields(table)
+        f"{outer}.{name}"
+        for outer in named_fields(Config)
+        if name in named_fields(cast(Any, cast(Table, rule_of(Config, outer)).section))
     ]
     if name in NAMES_OF_TRL:
         elsewhere = [NAMES_OF_TRL[name].removeprefix("".join(f"{word}." for word in path[:-1]))]
     if elsewhere:
-        return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(_named_fields(section))}"
-    return nearest(name, _named_fields(section))
+        return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(named_fields(section))}"
+    return nearest(name, named_fields(section))

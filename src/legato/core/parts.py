@@ -4,7 +4,7 @@
     class Clip(Trust):
         low: float = number(default=0.2, says="Distance of the lower bound from 1.", minimum=0.0)
 
-    Clip(low=-1)                           ->  InputError: trust 'clip': low = -1 is not allowed; a number >= 0 is
+    Clip(low=-1)                           ->  InputError: trust 'clip'.low: expected a number >= 0, got -1
     lookup("trust", "clip")                ->  Clip
     lookup("trust", "my_clip.py:MyClip")   ->  the class MyClip of that file; `module:MyClip` works as well
     lookup("trust", "clp")                 ->  InputError: unknown trust 'clp'; did you mean 'clip'? Known: clip, ...
@@ -14,16 +14,33 @@ The declaration is also the documentation: `legato explain` prints each field wi
 """
 
 import dataclasses
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from legato.core.fields import check_fields, choice, flag, integer, mapping, number, numbers, pattern, text
 from legato.core.importing import OwnCode, import_object, is_import_path, own_code, reference_to, source_file
 from legato.errors import InputError
 from legato.errors import nearest as nearest
+
+__all__ = [
+    "Part",
+    "choice",
+    "flag",
+    "integer",
+    "lookup",
+    "mapping",
+    "names",
+    "nearest",
+    "number",
+    "numbers",
+    "ordered",
+    "part",
+    "pattern",
+    "text",
+]
+"""A part is declared with this module alone: the fields come from `core/fields.py`."""
 
 _REGISTRY: dict[str, dict[str, Any]] = {}
 
@@ -34,148 +51,6 @@ class Part:
     __slots__ = ()
     kind: ClassVar[str]
     name: ClassVar[str]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """What a field accepts: `accepts(value)` decides, `allowed` says it in words, `keep` makes it what is stored."""
-
-    allowed: str
-    accepts: Callable[[Any], bool]
-    keep: Callable[[Any], Any] = lambda value: value
-
-
-def _declare(default: Any, says: str, rule: Rule) -> Any:
-    return dataclasses.field(default=default, metadata={"says": says, "rule": rule})
-
-
-def _is_number(value: Any) -> bool:
-    # bool is an int to Python; a width of True is a mistake to a person. numpy's numbers are numbers.
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def number(
-    *,
-    default: float | None,
-    says: str,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    infinite: bool = False,
-    optional: bool = False,
-) -> Any:
-    """A finite real within the bounds (`minimum`/`maximum` inclusive, `above`/`below` exclusive); None if `optional`."""
-    limits = [
-        f"{sign} {bound:g}"
-        for sign, bound in ((">=", minimum), (">", above), ("<=", maximum), ("<", below))
-        if bound is not None
-    ]
-    words = "a number" if infinite else "a finite number"
-    allowed = " ".join(filter(None, [words, " and ".join(limits), "or None" if optional else ""]))
-
-    def accepts(value: Any) -> bool:
-        if value is None:
-            return optional
-        return (
-            _is_number(value)
-            and (infinite or math.isfinite(value))
-            and (minimum is None or value >= minimum)
-            and (above is None or value > above)
-            and (maximum is None or value <= maximum)
-            and (below is None or value < below)
-        )
-
-    # 20 and 20.0 are one value: they print alike and compare alike in a stored run.
-    return _declare(default, says, Rule(allowed, accepts, lambda value: None if value is None else float(value)))
-
-
-def integer(*, default: int, says: str, minimum: int, maximum: int | None = None) -> Any:
-    """A whole number of at least `minimum`, at most `maximum`."""
-
-    def accepts(value: Any) -> bool:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        return whole and value >= minimum and (maximum is None or value <= maximum)
-
-    allowed = f"a whole number >= {minimum}" + ("" if maximum is None else f" and <= {maximum}")
-    return _declare(default, says, Rule(allowed, accepts, int))
-
-
-def choice(*allowed: str, default: str, says: str) -> Any:
-    """One of the given words."""
-    return _declare(default, says, Rule("one of " + ", ".join(map(repr, allowed)), lambda value: value in allowed))
-
-
-def flag(*, default: bool, says: str) -> Any:
-    """True or False."""
-    return _declare(default, says, Rule("True or False", lambda value: isinstance(value, bool)))
-
-
-def pattern(*, default: str, says: str) -> Any:
-    """A regular expression that compiles."""
-
-    def accepts(value: Any) -> bool:
-        try:
-            re.compile(value)
-        except (re.error, TypeError):
-            return False
-        return True
-
-    return _declare(default, says, Rule("a regular expression", accepts))
-
-
-def text(*, default: Any = dataclasses.MISSING, says: str, optional: bool = False) -> Any:
-    """A text that is not blank; None if `optional`; without a default it must be given."""
-
-    def accepts(value: Any) -> bool:
-        return optional if value is None else isinstance(value, str) and bool(value.strip())
-
-    return _declare(default, says, Rule("a text that is not empty" + (" or None" if optional else ""), accepts))
-
-
-def mapping(*, default: tuple[tuple[str, Any], ...] = (), says: str) -> Any:
-    """Names with plain values (text, numbers, flags, None, and lists of these), kept as sorted pairs so that it hashes."""
-
-    def accepts(value: Any) -> bool:
-        try:
-            return all(isinstance(name, str) and _is_plain(held) for name, held in dict(value).items())
-        except (TypeError, ValueError, RecursionError):
-            return False
-
-    def keep(value: Any) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, _frozen(held)) for name, held in sorted(dict(value).items(), key=lambda pair: pair[0]))
-
-    return _declare(default, says, Rule("a mapping of names to text, numbers, flags, None or lists of these", accepts, keep))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def numbers(*, default: tuple[float, ...] | None, says: str) -> Any:
-    """A tuple of finite numbers, or None."""
-
-    def accepts(value: Any) -> bool:
-        return value is None or (isinstance(value, tuple) and all(_is_number(x) and math.isfinite(x) for x in value))
-
-    return _declare(default, says, Rule("a tuple of finite numbers or None", accepts))
-
-
-def _check_fields(self: Any) -> None:
-    for field in dataclasses.fields(self):
-        rule: Rule | None = field.metadata.get("rule")
-        value = getattr(self, field.name)
-        if rule is None:
-            continue
-        if not rule.accepts(value):
-            raise InputError(f"{self.kind} '{self.name}': {field.name} = {value!r} is not allowed; {rule.allowed} is")
-        object.__setattr__(self, field.name, rule.keep(value))
 
 
 _P = TypeVar("_P", bound=type[Part])
@@ -203,7 +78,7 @@ def _declare_part(cls: Any, kind: str, name: str) -> Any:
     check_of_class = getattr(cls, "__post_init__", None)
 
     def check(self: Any) -> None:
-        _check_fields(self)
+        check_fields(self, f"{self.kind} '{self.name}'")
         if check_of_class is not None:
             check_of_class(self)
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.algorithm import Algorithm
+from legato.core.fields import choice, flag, integer, number, texts
 from legato.core.scope import Scope
+from legato.core.settings import settings
 from legato.health.evidence import Evidence
 from legato.health.rule import Finding
 from legato.health.rules import MARGIN
@@ -34,11 +36,47 @@ def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
     return tuple(found)
 
 
+@settings(resume="free")
+class HealthOptions:
+    """What the health watch does (docs/health.md has its rules)."""
+
+    action: str = choice(
+        "say",
+        "pause",
+        "stop",
+        "recover",
+        default="say",
+        says="At an alarm: say so; wait for a person; end with exit code 3; or go back to a healthy checkpoint and go on.",
+    )
+    ignored: tuple[str, ...] = texts(default=(), says="Rules that are not looked at.")
+    evidence_steps: int = integer(
+        default=3,
+        says="Of how many steps an alarm keeps rollouts, tensors and metrics in evidence/; 0: none.",
+        minimum=0,
+    )
+    recoveries: int = integer(default=3, says="How often 'recover' may; then the run ends with exit code 3.", minimum=1)
+    lr_factor: float = number(
+        default=0.5, says="What the learning rate is multiplied by at each recovery.", above=0.0, maximum=1.0
+    )
+    clip_factor: float = number(
+        default=1.0, says="What the bounds of the clip are multiplied by at each recovery.", above=0.0, maximum=1.0
+    )
+    skip_data: bool = flag(
+        default=True,
+        says="Whether the problems of the steps given up are left out after a recovery, and others drawn.",
+    )
+
+
 class Health:
     """The watch of one run, with what it did so far."""
 
     def __init__(
-        self, options: Any, algorithm: Algorithm, warm_up_steps: int, directory: RunDirectory, say: Callable[[str], None]
+        self,
+        options: HealthOptions,
+        algorithm: Algorithm,
+        warm_up_steps: int,
+        directory: RunDirectory,
+        say: Callable[[str], None],
     ) -> None:
         self.options = options
         self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *meaningless(algorithm)])

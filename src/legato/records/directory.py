@@ -74,7 +74,6 @@ PACKAGES = (
     "vllm",
     "sglang",
     "numpy",
-    "pydantic",
 )
 """Packages whose versions are stored: an allow-list, since what else is installed is nobody's business."""
 

@@ -1,29 +1,26 @@
 """DAPO's soft punishment for overlong responses, added to the reward.
 
-0 up to L_max - L_c; falling linearly to -1 at L_max; -1 beyond; times `factor`.
+0 up to L_max - L_c; falling linearly to -1 at L_max; -1 beyond; times `factor`. L_max is the longest response of the run.
 """
 
-from legato.core.parts import Part, number, part
+from legato.core.fields import number
+from legato.core.settings import settings
 from legato.core.shapes import PerSequence, RowIds
-from legato.errors import InputError
 
 
-@part("shaping", "overlong-punishment")
-class OverlongPunishment(Part):
-    """max_response_tokens is L_max, cache_tokens is L_c."""
+@settings()
+class OverlongPunishment:
+    """DAPO's soft punishment of responses that come near the limit."""
 
-    max_response_tokens: float = number(default=20480, says="L_max: the length at which the punishment is full.", above=0.0)
-    cache_tokens: float = number(default=4096, says="L_c: over how many tokens before L_max it grows.", above=0.0)
-    factor: float = number(default=1.0, says="Weight of the punishment.", minimum=0.0)
+    cache_share: float = number(
+        default=0.2,
+        says="The last share of rollouts.max_response_tokens over which the punishment grows from 0 to full.",
+        above=0.0,
+        maximum=1.0,
+    )
+    factor: float = number(default=1.0, says="The full punishment.", above=0.0)
 
-    def __post_init__(self) -> None:
-        if self.cache_tokens > self.max_response_tokens:
-            raise InputError(
-                f"shaping 'overlong-punishment': cache_tokens = {self.cache_tokens} exceeds"
-                f" max_response_tokens = {self.max_response_tokens}"
-            )
-
-    def punishment(self, lengths: RowIds) -> PerSequence:
-        """What is added to the reward of each response, by its length in tokens."""
-        free = self.max_response_tokens - self.cache_tokens
-        return self.factor * ((free - lengths.double()) / self.cache_tokens).clamp(-1.0, 0.0)
+    def punishment(self, lengths: RowIds, longest: int) -> PerSequence:
+        """What is added to the reward of each response, by its length in tokens; L_max is `longest`."""
+        cache = self.cache_share * longest
+        return self.factor * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)

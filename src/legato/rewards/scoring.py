@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from legato.core.fields import flag, number
 from legato.core.rollout import Rollout, Score, Unscorable
+from legato.core.settings import optional_table, settings
 from legato.errors import InputError
 from legato.rewards.environment import EnvironmentReward
 from legato.rewards.overlong import OverlongPunishment
@@ -67,42 +69,58 @@ def check_reward(reward: Any, name: str) -> None:
         raise InputError(f"reward {name!r}: takes {signature}; one positional argument, the rollout, is needed") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
-    """One reward of several."""
+@settings()
+class ComponentSettings:
+    """What one reward counts for."""
+
+    weight: float = number(default=1.0, says="What its value is multiplied by in the sum.")
+    judges: bool = flag(default=True, says="Whether it says that an answer is right; accuracy is the mean of those that do.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component(ComponentSettings):
+    """One reward of several. Shaping terms do not judge, and filters must not look at them."""
 
     reward: Reward
-    weight: float = 1.0
-    is_accuracy: bool = True
-    """Whether it says that an answer is right; shaping terms do not, and filters must not look at them."""
-    timeout_seconds: float | None = None
-    """For async rewards: how long one call may take before it is cancelled and its rollout is unscorable. A plain function
-    cannot be stopped from outside: where it may hang, run it in a process (`workers/pool.py`), as math-verify is."""
-
-    def __post_init__(self) -> None:
-        if self.timeout_seconds is None:
-            return
-        if not is_async(self.reward):
-            raise InputError(
-                f"timeout_seconds = {self.timeout_seconds:g} is for async rewards; a plain one cannot be stopped"
-            )
-        if not self.timeout_seconds > 0:
-            raise InputError(f"timeout_seconds = {self.timeout_seconds:g} is not allowed; a number > 0 is")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedSum:
+@settings()
+class RewardSettings:
+    """What holds for the sum of all rewards."""
+
+    overlong: OverlongPunishment | None = optional_table(
+        OverlongPunishment,
+        default=None,
+        says="Punishes overlong responses; absent: not. It is no part of accuracy.",
+    )
+    # A plain function cannot be stopped from outside: where it may hang, it runs in a process (`workers/pool.py`), as
+    # math-verify does.
+    timeout_seconds: float | None = number(
+        default=None,
+        says="For async rewards: one that takes longer leaves its rollout unscored; absent: it may take for ever.",
+        above=0.0,
+        optional=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSum(RewardSettings):
     """reward = sum of weight * component, plus the punishment; accuracy = mean of the components that judge the answer."""
 
     components: Mapping[str, Component] = field(default_factory=dict)
-    overlong: OverlongPunishment | None = None
-    """Added to the reward by the number of tokens the policy wrote; no part of accuracy."""
+    longest_response: int | None = None
+    """In tokens; where length is punished."""
 
-    def __post_init__(self) -> None:
-        if not any(component.is_accuracy for component in self.components.values()):
-            raise InputError("a reward needs at least one component that judges the answer (is_accuracy)")
+    def check(self) -> None:
+        """The components and what holds for all of them fit each other."""
+        if not any(component.judges for component in self.components.values()):
+            raise InputError("a reward needs at least one component that judges the answer (judges)")
         if self.overlong is not None and "overlong" in self.components:
             raise InputError("a component is called 'overlong', as the punishment for length is; give it another name")
+        if self.timeout_seconds is not None and not all(is_async(each.reward) for each in self.components.values()):
+            raise InputError(
+                f"timeout_seconds = {self.timeout_seconds:g} is for async rewards; a plain one cannot be stopped"
+            )
 
     def score(self, rollout: Rollout) -> Score | Unscorable:
         return self.score_all([rollout])[0]
@@ -113,7 +131,7 @@ class WeightedSum:
         failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
             places = [place for place in range(len(rollouts)) if place not in failed]
-            verdicts = judge_all(component.reward, [rollouts[place] for place in places], component.timeout_seconds)
+            verdicts = judge_all(component.reward, [rollouts[place] for place in places], self.timeout_seconds)
             for place, verdict in zip(places, verdicts, strict=True):
                 if isinstance(verdict, Unscorable):
                     failed[place] = Unscorable(f"{name}: {verdict.reason}")
@@ -128,10 +146,12 @@ class WeightedSum:
             value = sum(verdict.values())
             total += self.components[name].weight * value
             listed |= {name if part == "" else f"{name}/{part}": number for part, number in verdict.items()}
-            if self.components[name].is_accuracy:
+            if self.components[name].judges:
                 judged.append(value)
         if self.overlong is not None:
-            listed["overlong"] = float(self.overlong.punishment(rollout.mask.sum().reshape(1).to(torch.int64))[0])
+            assert self.longest_response is not None
+            written = rollout.mask.sum().reshape(1).to(torch.int64)
+            listed["overlong"] = float(self.overlong.punishment(written, self.longest_response)[0])
             total += listed["overlong"]
         turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
         return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from legato.core.fields import flag_or, integer, number, texts
 from legato.core.rollout import Routes, StopReason
+from legato.core.settings import settings
 from legato.rollouts.sampling import Sampling
 
 
@@ -19,18 +21,50 @@ class Request:
     seeds: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+@settings()
+class ResponseSettings:
+    """When a response ends, whatever the tokenizer is."""
+
+    max_response_tokens: int = integer(default=64, says="The longest response.", minimum=1)
+    stop: tuple[str, ...] = texts(default=(), says="Strings that end a response.")
+
+
+@settings()
+class EngineOptions:
+    """What an engine may take of the machine, and what it notes."""
+
+    rows_at_once: int = integer(
+        default=256,
+        says="Sequences decoded together: more is faster and needs more memory.",
+        minimum=1,
+        resume="free",
+    )
+    kv_memory_share: float = number(
+        default=0.5,
+        says="On a GPU, the share of the memory training leaves free that keys and values may take; rows_at_once is cut to"
+        " fit.",
+        above=0.0,
+        maximum=1.0,
+        resume="free",
+    )
+    record_routes: bool | str = flag_or(
+        "auto",
+        default="auto",
+        says="Whether the engine notes the experts of every token it reads, K bytes a layer and token; auto: if there are"
+        " any.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(ResponseSettings):
     """When a response ends."""
 
-    max_response_tokens: int
     end_tokens: tuple[int, ...]
     """Written and counted: the policy chose to stop."""
-    stop_strings: tuple[str, ...] = ()
 
     def before_stop(self, text: str) -> str | None:
         """The text before the first stop string in it; None where there is none."""
-        cuts = [text.find(stop) for stop in self.stop_strings if stop in text]
+        cuts = [text.find(stop) for stop in self.stop if stop in text]
         return text[: min(cuts)] if cuts else None
 
 

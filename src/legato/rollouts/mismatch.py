@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.core.fields import choice, integer, number
+from legato.core.settings import settings
 from legato.errors import InputError
 from legato.policy.layout.attention import Heads, View
 from legato.policy.policy import Policy
@@ -33,21 +35,45 @@ KINDS = ("bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed", "stale")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings()
 class Mismatch:
-    """How the sampler differs."""
+    """How the sampler differs (docs/mismatch.md)."""
 
-    kind: str
-    size: float = 1e-3
-    """perturbed: the standard deviation of the relative change of a weight."""
-    updates: int = 4
-    """stale: how many updates old the weights are."""
-    seed: int = 0
+    kind: str = choice(
+        "none",
+        *KINDS,
+        default="none",
+        says="What differs: precision of the weights or of stored keys and values, noise on the weights, or their age.",
+    )
+    size: float | None = number(
+        default=None,
+        says="'perturbed': the standard deviation of the relative noise on a weight; absent: 0.001.",
+        above=0.0,
+        optional=True,
+    )
+    updates: int | None = integer(
+        default=None,
+        says="'stale': how many updates old the sampler's weights are; absent: 4. So many copies are held.",
+        minimum=1,
+        optional=True,
+    )
+
+    @property
+    def noise(self) -> float:
+        """What `size` comes to."""
+        return 1e-3 if self.size is None else self.size
+
+    @property
+    def age(self) -> int:
+        """What `updates` comes to."""
+        return 4 if self.updates is None else self.updates
 
     @property
     def copies(self) -> int:
         """How often the weights lie in memory beside those being trained."""
-        return 0 if self.kind.startswith("kv-") else 1 + (self.updates if self.kind == "stale" else 0)
+        if self.kind == "none" or self.kind.startswith("kv-"):
+            return 0
+        return 1 + (self.age if self.kind == "stale" else 0)
 
 
 def in_steps(values: Tensor) -> Tensor:
@@ -95,11 +121,12 @@ class MismatchedEngine(QueuedEngine):
         kv_memory_share: float = 0.5,
         *,
         record_routes: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.policy, self.mismatch = policy, mismatch
+        self.policy, self.mismatch, self.seed = policy, mismatch, seed
         self.name = f"local, {mismatch.kind}"
-        self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.updates if mismatch.kind == "stale" else 0)
+        self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.age if mismatch.kind == "stale" else 0)
         """The trained weights before each of the last updates, the oldest first."""
         self._weights: dict[str, Tensor] = {}
         """Those of the copy, by name."""
@@ -147,10 +174,10 @@ class MismatchedEngine(QueuedEngine):
         if self.mismatch.kind == "int8" and values.dim() >= 2 and id(weight) not in self._embeddings:
             return in_steps(values)
         if self.mismatch.kind == "perturbed":
-            source = torch.Generator(values.device).manual_seed(seed_of("mismatch", self.mismatch.seed, name))
+            source = torch.Generator(values.device).manual_seed(seed_of("mismatch", self.seed, name))
             exact = torch.promote_types(values.dtype, torch.float32)
             noise = torch.randn(values.shape, generator=source, device=values.device, dtype=exact)
-            return values.to(exact) * (1 + self.mismatch.size * noise)
+            return values.to(exact) * (1 + self.mismatch.noise * noise)
         return values
 
     @property

@@ -1,14 +1,44 @@
 """From problems and replies to tokens: by the chat template or as plain text, as the tokenizer has it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from legato.core.fields import choice, text
 from legato.core.rollout import Author, Message, Problem
+from legato.core.settings import free_table, settings
 from legato.errors import InputError
+
+
+@settings()
+class ChatSettings:
+    """How a model is spoken to."""
+
+    chat: str = choice(
+        "auto",
+        "always",
+        "never",
+        default="auto",
+        says="Whether problems are put into the chat template; auto: if the tokenizer has one.",
+    )
+    chat_template_kwargs: Mapping[str, Any] = free_table(
+        default_factory=dict, says="Further arguments of the chat template: enable_thinking = false."
+    )
+
+
+@settings()
+class SystemPrompt:
+    """What is said before every problem."""
+
+    system_prompt: str | None = text(
+        default=None,
+        says="A system message before every problem; without a chat template it is put before the text.",
+        optional=True,
+        blank=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +55,14 @@ class Inserted:
     """The policy's turn and the reply as chat messages; () without a chat template."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
+@dataclass(frozen=True, kw_only=True)
+class Rendering(ChatSettings, SystemPrompt):
     """How prompts and replies are written."""
 
     tokenizer: Any
-    chat: str = "auto"
-    """'auto': by the chat template where the tokenizer has one; 'always', 'never'."""
-    system_prompt: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template (`enable_thinking` and the like)."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """A template that is asked for is there."""
         if self.chat == "always" and not getattr(self.tokenizer, "chat_template", None):
             raise InputError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
 
@@ -48,7 +74,11 @@ class Rendering:
         """[P] token ids, ready for the first token of the answer."""
         if self.by_template:
             found = self.tokenizer.apply_chat_template(
-                self._messages(problem), add_generation_prompt=True, tokenize=True, return_dict=True, **self.template_options
+                self._messages(problem),
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self.chat_template_kwargs,
             )["input_ids"]
         else:
             # No special tokens of the tokenizer's own at the end: what follows is the answer itself.
@@ -85,7 +115,7 @@ class Rendering:
 
     def _rendered(self, messages: list[Message]) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.template_options
+            messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
         )
         return text
 
@@ -93,9 +123,9 @@ class Rendering:
         """What the template adds after the policy's turn."""
         rest = after[len(before) :]
         # Templates may take white space off a message; whatever else they change, the policy would read another past.
-        for text in (said, said.lstrip(), said.rstrip(), said.strip()):
-            if after.startswith(before) and rest.startswith(text):
-                return rest[len(text) :]
+        for written in (said, said.lstrip(), said.rstrip(), said.strip()):
+            if after.startswith(before) and rest.startswith(written):
+                return rest[len(written) :]
         name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         raise InputError(
             f"expected a chat template that leaves earlier turns as they were, got that of {name}: after a reply it renders"

@@ -5,18 +5,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from legato.core.fields import integer, number
+from legato.core.settings import settings
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@settings()
 class Sampling:
     """How tokens are chosen. Temperature 0 is greedy and for evaluation only: no ratio can be taken to it."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    """The smallest set of likeliest tokens that holds this much probability."""
-    top_k: int = 0
-    """The so many likeliest tokens; 0: all."""
-    min_p: float = 0.0
-    """Tokens at least this likely beside the likeliest one."""
+    temperature: float = number(default=1.0, says="Of sampling, and of every log-prob.", minimum=0.0)
+    top_p: float = number(
+        default=1.0,
+        says="Keeps the likeliest tokens that hold this probability together; 1: all.",
+        above=0.0,
+        maximum=1.0,
+    )
+    top_k: int = integer(default=0, says="Keeps this many tokens; 0: all.", minimum=0)
+    min_p: float = number(
+        default=0.0,
+        says="Keeps tokens at least this likely, relative to the likeliest; 0: all.",
+        minimum=0.0,
+        below=1.0,
+    )
 
     @property
     def truncates(self) -> bool:

@@ -29,8 +29,8 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     every = sum(weight.numel() for weight in policy.model.parameters())
     rows = max(training.prompts_per_step * each, config.task.held_out * config.evaluation.samples_per_problem)
     slots = min(rollouts.rows_at_once, rows)
-    mismatch = wire.mismatch_of(config)
-    copies = every * min(mismatch.copies, 1) + trained * max(mismatch.copies - 1, 0) if mismatch is not None else 0
+    held = rollouts.mismatch.copies
+    copies = every * min(held, 1) + trained * max(held - 1, 0)
     return Demand(
         shape=Shape.of(policy.body.config),
         size=size,

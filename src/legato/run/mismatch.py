@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from legato.config.resolved import Resolved
-from legato.config.schema import Mismatch, Rollouts
+from legato.config.schema import Rollouts
 from legato.core.generators import seed_generators
 from legato.core.rollout import Group
 from legato.errors import InputError
@@ -56,16 +56,16 @@ class Sampler:
     @property
     def name(self) -> str:
         """With its size, whether that was given or is the default."""
-        defaults = {"perturbed": mismatch.Mismatch(kind="perturbed").size, "stale": mismatch.Mismatch(kind="stale").updates}
+        defaults = {"perturbed": mismatch.Mismatch().noise, "stale": mismatch.Mismatch().age}
         size = self.size if self.size is not None else {**defaults, "top-p": _TOP_P}.get(self.kind)
         return self.kind if size is None else f"{self.kind}:{size:g}"
 
     def of(self, rollouts: Rollouts) -> Rollouts:
         """The options of a run that samples this way."""
         if self.kind == "top-p":
-            return replace(rollouts, top_p=self.size or _TOP_P, mismatch=Mismatch())
+            return replace(rollouts, top_p=self.size or _TOP_P, mismatch=mismatch.Mismatch())
         sized: dict[str, Any] = {} if self.size is None else {_SIZED[self.kind]: self.size}
-        return replace(rollouts, mismatch=Mismatch(kind=self.kind, **sized))  # type: ignore[arg-type]
+        return replace(rollouts, mismatch=mismatch.Mismatch(kind=self.kind, **sized))
 
 
 def samplers(words: str) -> list[Sampler]:
@@ -117,11 +117,11 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
     config = replace(config, task=replace(config.task, resampling="none"))
     reward = wire.reward_of(config, wire.Given())
     collector = wire.collector_of(config, policy, source, reward)
-    different = wire.mismatch_of(config)
-    if different is not None and different.kind == "stale":
+    different = config.rollouts.mismatch
+    if different.kind == "stale":
         reference = Reference.of(policy) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(replace(resolved, config=config), policy, collector, reference)
-        while (done := trainer.optimizer.updates) < different.updates:
+        while (done := trainer.optimizer.updates) < different.age:
             trainer.step()
             if trainer.optimizer.updates == done:
                 raise InputError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")

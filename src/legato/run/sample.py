@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
+from legato.core.settings import select
 from legato.rollouts.engine import Request, Response
 from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
+from legato.rollouts.sampling import Sampling
 from legato.run import wire
 from legato.run.target import Target
 
@@ -34,7 +36,8 @@ def sample(
     seed_generators(config.training.seed)
     policy = target.policy()
     engine = local_engine(policy, config.rollouts.rows_at_once, kv_memory_share=config.rollouts.kv_memory_share)
-    rendering, limits, sampling = wire.rendering_of(config, policy), wire.limits_of(config, policy), wire.sampling_of(config)
+    rendering, limits = wire.rendering_of(config, policy), wire.limits_of(config, policy)
+    sampling = select(Sampling, [config.rollouts])
     if max_response_tokens is not None:
         limits = replace(limits, max_response_tokens=max_response_tokens)
     if temperature is not None:

@@ -393,6 +393,11 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
     ]
+    if training.shortens_warm_up:
+        notes.append(
+            f"the run has {count(training.total_updates, 'update')}: training.warm_up_updates = {training.warm_up_updates}"
+            f" is shortened to {training.warm_up(training.total_updates)}"
+        )
     kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
     for path, kind in kinds.items():
         if kind is not None and ":" in kind:

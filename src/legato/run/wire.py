@@ -12,29 +12,25 @@ from legato.config.kinds import make
 from legato.config.resolved import Resolved
 from legato.config.schema import Config
 from legato.core.rollout import Problem
+from legato.core.settings import select
 from legato.errors import InputError
-from legato.policy.model.adapters import Lora
-from legato.policy.model.load import Loading, load_policy
+from legato.policy.model.load import load_policy
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
-from legato.policy.model.tiny import TinyShape
-from legato.policy.model.upcycle import Upcycling
 from legato.policy.policy import Policy
-from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum, check_reward
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.local.select import local_engine
-from legato.rollouts.mismatch import Mismatch, MismatchedEngine
+from legato.rollouts.mismatch import MismatchedEngine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
-from legato.tasks.source import Generated, Joined, Pool, Source
-from legato.tasks.task import Split
+from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector
 from legato.training.evaluate import Evaluator
-from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
-from legato.training.step import Trainer, TrainingSettings, routing_options
+from legato.training.optimizer import Optimizer, check_eight_bit
+from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
 
 
@@ -51,39 +47,14 @@ class Given:
 
 def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
     """The policy to train: as configured, or with the weights of a saved model folder."""
-    model = resolved.config.policy.model if given.model is None else given.model
-    return load_policy(model, loading_of(resolved), tokenizer=given.tokenizer, saved=saved)
-
-
-def loading_of(resolved: Resolved) -> Loading:
-    config = resolved.config.policy
-    tiny = config.tiny
-    return Loading(
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-        gradient_checkpointing=config.gradient_checkpointing is True,
-        packing=config.packing,
-        frozen=config.frozen,
-        lora=None
-        if config.lora is None
-        else Lora(rank=config.lora.rank, alpha=config.lora.alpha, targets=config.lora.targets),
-        upcycle=None
-        if config.upcycle is None
-        else Upcycling(
-            experts=config.upcycle.experts,
-            experts_per_token=config.upcycle.experts_per_token,
-            noise=config.upcycle.noise,
-        ),
-        tiny=TinyShape(
-            hidden=tiny.hidden,
-            layers=tiny.layers,
-            heads=tiny.heads,
-            experts=tiny.experts,
-            experts_per_token=tiny.experts_per_token,
-        ),
-        seed=resolved.config.training.seed,
-        value_head="values" in needs(resolved.algorithm) | set(resolved.algorithm.advantage.needs()),
+    config, algorithm = resolved.config, resolved.algorithm
+    return load_policy(
+        config.policy.model if given.model is None else given.model,
+        config.policy,
+        seed=config.training.seed,
+        tokenizer=given.tokenizer,
+        saved=saved,
+        value_head="values" in needs(algorithm) | set(algorithm.advantage.needs()),
     )
 
 
@@ -91,7 +62,7 @@ def source_of(config: Config, given: Given) -> Source:
     """Where the problems come from."""
     task, seed = config.task, config.training.seed
     if isinstance(given.problems, Sequence):
-        return Pool(given.problems, share=task.held_out_share, seed=seed, shuffle=task.shuffle)
+        return task.pool(given.problems, seed)
     if given.problems is not None:
         return _problems_of(given.problems, "problems", config)
     first = _source(task.kind, task.options, config)
@@ -109,35 +80,27 @@ def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
 def _problems_of(made: Any, name: str, config: Config) -> Source:
     task, seed = config.task, config.training.seed
     if hasattr(made, "load"):
-        return Pool(made.load(), share=task.held_out_share, seed=seed, shuffle=task.shuffle)
+        return task.pool(made.load(), seed)
     if not hasattr(made, "problem"):
         raise InputError(f"{name} has neither problem(random) nor load(); a task needs one of them")
-    return Generated(split=Split(task=made, share=task.held_out_share), seed=seed, size=task.problems_per_epoch)
+    return task.generated(made, seed)
 
 
 def reward_of(config: Config, given: Given) -> WeightedSum:
     """What scores a rollout."""
     reward = config.reward
-    overlong = None
-    if reward.overlong is not None:
-        longest = config.rollouts.max_response_tokens
-        overlong = OverlongPunishment(
-            max_response_tokens=longest, cache_tokens=reward.overlong.cache_share * longest, factor=reward.overlong.factor
-        )
     if given.reward is not None:
-        named = {getattr(given.reward, "__name__", "reward"): (given.reward, 1.0, True)}
+        components = {getattr(given.reward, "__name__", "reward"): Component(reward=given.reward)}
     elif reward.components:
-        named = {name: (_reward(c.kind, c.options), c.weight, c.judges) for name, c in reward.components.items()}
+        components = {
+            name: select(Component, [each], reward=_reward(each.kind, each.options))
+            for name, each in reward.components.items()
+        }
     else:
         assert reward.kind is not None
-        named = {reward.kind.rpartition(":")[2]: (_reward(reward.kind, reward.options), 1.0, True)}
-    return WeightedSum(
-        components={
-            name: Component(reward=call, weight=weight, is_accuracy=judges, timeout_seconds=reward.timeout_seconds)
-            for name, (call, weight, judges) in named.items()
-        },
-        overlong=overlong,
-    )
+        components = {reward.kind.rpartition(":")[2]: Component(reward=_reward(reward.kind, reward.options))}
+    longest = config.rollouts.max_response_tokens
+    return select(WeightedSum, [reward], components=components, longest_response=longest)
 
 
 def _reward(kind: str, options: Mapping[str, Any]) -> Any:
@@ -148,27 +111,13 @@ def _reward(kind: str, options: Mapping[str, Any]) -> Any:
 
 def rendering_of(config: Config, policy: Policy) -> Rendering:
     """How problems become prompts."""
-    return Rendering(
-        tokenizer=policy.tokenizer,
-        chat=config.policy.chat,
-        system_prompt=config.task.system_prompt,
-        template_options=config.policy.chat_template_kwargs,
-    )
+    return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer)
 
 
 def limits_of(config: Config, policy: Policy) -> Limits:
     """When a response ends."""
-    return Limits(
-        max_response_tokens=config.rollouts.max_response_tokens,
-        end_tokens=end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens),
-        stop_strings=config.rollouts.stop,
-    )
-
-
-def sampling_of(config: Config) -> Sampling:
-    """How tokens are chosen."""
-    rollouts = config.rollouts
-    return Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p)
+    ends = end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens)
+    return select(Limits, [config.rollouts], end_tokens=ends)
 
 
 def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:
@@ -194,7 +143,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         runner=runner,
         evaluation=None if other is None else replace(runner, engine=other),
         judge=reward.score_all,
-        sampling=sampling_of(config),
+        sampling=select(Sampling, [rollouts]),
         samples_per_prompt=rollouts.samples_per_prompt,
         seed=config.training.seed,
         max_prompt_tokens=config.policy.max_prompt_tokens,
@@ -225,21 +174,12 @@ def evaluator_of(collector: Collector) -> Evaluator:
 
 def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
     """What samples, and what evaluations sample with where that is another."""
-    rollouts, mismatch = config.rollouts, mismatch_of(config)
+    rollouts, mismatch = config.rollouts, config.rollouts.mismatch
     rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes is not False
-    if mismatch is None:
+    if mismatch.kind == "none":
         return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
-    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record)
+    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record, seed=config.training.seed)
     return engine, local_engine(policy, rows, kv_memory_share=share / 2)
-
-
-def mismatch_of(config: Config) -> Mismatch | None:
-    """How the sampler differs from the trainer; None: not at all."""
-    given = config.rollouts.mismatch
-    if given.kind == "none":
-        return None
-    sized = {name: value for name in ("size", "updates") if (value := getattr(given, name)) is not None}
-    return Mismatch(kind=given.kind, seed=config.training.seed, **sized)
 
 
 def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
@@ -287,7 +227,7 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         raise InputError("nothing is left to train: policy.frozen covers every parameter")
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
-    for option in routing_options(resolved.algorithm, _settings(resolved)):
+    for option in routing_options(resolved.algorithm, resolved.config.training):
         policy.known_routers(option)
     if resolved.config.rollouts.record_routes is True:
         policy.known_routers("rollouts.record_routes = true")
@@ -297,51 +237,13 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:
     """The trainer, as configured."""
     training = resolved.config.training
-    total = training.steps * training.updates_per_step * training.epochs_per_step
     return Trainer(
         policy=policy,
         algorithm=resolved.algorithm,
         collector=collector,
         reference=reference,
-        optimizer=Optimizer(
-            policy.parameters(),
-            OptimizerSettings(
-                lr=training.lr,
-                betas=training.betas,
-                epsilon=training.epsilon,
-                weight_decay=training.weight_decay,
-                gradient_clip=training.gradient_clip,
-                kind=training.optimizer,
-                offload=training.offload_optimizer,
-                value_lr=training.value_lr,
-            ),
-            Schedule(
-                kind=training.schedule,
-                warm_up=training.warm_up_updates,
-                total=total,
-                final_share=training.final_lr_share,
-            ),
-        ),
-        settings=_settings(resolved),
-    )
-
-
-def _settings(resolved: Resolved) -> TrainingSettings:
-    training = resolved.config.training
-    return TrainingSettings(
-        seed=training.seed,
-        prompts_per_step=training.prompts_per_step,
-        updates_per_step=training.updates_per_step,
-        epochs_per_step=training.epochs_per_step,
-        anchor=training.anchor,
-        accept_unsafe_anchor=training.accept_unsafe_anchor,
-        update_passes=training.update_passes,
-        skip_silent_rows=training.skip_silent_rows,
-        tokens_per_pack=training.tokens_per_pack,
-        probe_every_steps=training.probe_every_steps,
-        minimum_scored=training.minimum_scored,
-        routing_replay=training.routing_replay,
-        load_balance=training.load_balance,
+        optimizer=Optimizer(policy.parameters(), training, total_updates=training.total_updates),
+        settings=training,
     )
 
 
@@ -378,4 +280,4 @@ def warm_up(
     """The supervised stage."""
     stage = config.policy.warm_up
     assert stage is not None
-    supervise(policy, examples, steps=stage.steps, lr=stage.lr, stop_loss=stage.stop_loss, after_step=after)
+    supervise(policy, examples, stage, after_step=after)

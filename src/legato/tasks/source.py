@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from legato.core.fields import flag, integer, number
 from legato.core.rollout import Problem
+from legato.core.settings import settings
 from legato.errors import InputError
-from legato.tasks.task import Split, held_out
+from legato.tasks.task import Split, Task, held_out
 
 
 @runtime_checkable
@@ -96,6 +98,34 @@ class Joined:
     def held_out(self, count: int) -> list[Problem]:
         half = self.second.held_out(max(1, count // 2))
         return self.first.held_out(max(1, count - len(half))) + half
+
+
+@settings()
+class SourceSettings:
+    """How problems are divided and ordered."""
+
+    held_out_share: float = number(
+        default=0.2,
+        says="The share of all problems, chosen by hash, that is never trained on.",
+        above=0.0,
+        below=1.0,
+        resume="refused",
+    )
+    shuffle: bool = flag(default=True, says="Whether the order of the problems changes from epoch to epoch.")
+    problems_per_epoch: int | None = integer(
+        default=None,
+        says="For tasks made in code: how many drawn problems make an epoch; absent: never the same list twice.",
+        minimum=1,
+        optional=True,
+    )
+
+    def pool(self, problems: Sequence[Problem], seed: int) -> Pool:
+        """Problems from data."""
+        return Pool(problems, share=self.held_out_share, seed=seed, shuffle=self.shuffle)
+
+    def generated(self, task: Task, seed: int) -> Generated:
+        """Problems made by a task."""
+        return Generated(split=Split(task=task, share=self.held_out_share), seed=seed, size=self.problems_per_epoch)
 
 
 _ORDERS: dict[tuple[int, int, int], list[int]] = {}

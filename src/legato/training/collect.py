@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from legato.core.fields import choice, integer
 from legato.core.rollout import Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.core.settings import settings
 from legato.errors import InputError
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
@@ -29,6 +31,49 @@ def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Un
         return scores
     judged = iter(scores)
     return [next(judged) if rollout.fault is None else Unscorable(rollout.fault) for rollout in rollouts]
+
+
+@settings()
+class PromptSettings:
+    """How long a prompt may be."""
+
+    max_prompt_tokens: int = integer(default=256, says="The longest prompt.", minimum=1)
+    too_long: str = choice(
+        "drop",
+        "error",
+        default="drop",
+        says="What becomes of a problem whose prompt is longer: left out and counted, or the end of the run.",
+    )
+
+
+@settings()
+class ResamplingSettings:
+    """Which groups and problems are left out, and what replaces them."""
+
+    resampling: str = choice(
+        "none",
+        "dynamic",
+        "history",
+        default="none",
+        says="'dynamic': groups of equal accuracy are replaced (DAPO); 'history': problems that all solved are left out"
+        " (SRPO).",
+    )
+    max_refills: int = integer(
+        default=8,
+        says="How often a step may sample again to replace groups before it goes on with fewer.",
+        minimum=1,
+    )
+
+
+@settings()
+class GroupSettings:
+    """How many responses answer one problem."""
+
+    samples_per_prompt: int = integer(
+        default=8,
+        says="The size of a group. One response has no siblings to be compared with.",
+        minimum=2,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,60 +2,93 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from legato.core.fields import choice, flag, integer, number, pair
+from legato.core.settings import settings
 from legato.errors import InputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings()
 class Schedule:
     """The learning rate of each update, as a share of the peak: a linear rise, then constant, linear or cosine."""
 
-    kind: str
-    warm_up: int
-    total: int
-    final_share: float = 0.0
+    schedule: str = choice(
+        "constant",
+        "linear",
+        "cosine",
+        default="constant",
+        says="How the learning rate goes on after the warm-up, down to final_lr_share at the last update.",
+    )
+    warm_up_updates: int = integer(
+        default=0,
+        says="Updates over which the learning rate rises from 0; in a run that has no more than these, all but the last.",
+        minimum=0,
+    )
+    final_lr_share: float = number(
+        default=0.0,
+        says="The share of the learning rate that is left at the end of a falling schedule.",
+        minimum=0.0,
+        maximum=1.0,
+    )
 
-    def share(self, update: int) -> float:
-        """For update 0, 1, 2 ..."""
-        if update < self.warm_up:
-            return (update + 1) / self.warm_up
-        if self.kind == "constant":
+    def warm_up(self, total: int) -> int:
+        """The length of the warm-up in a run of `total` updates: the last update always has the whole learning rate."""
+        return min(self.warm_up_updates, max(0, total - 1))
+
+    def share(self, update: int, total: int) -> float:
+        """For update 0, 1, 2 ... of `total`."""
+        warm_up = self.warm_up(total)
+        if update < warm_up:
+            return (update + 1) / warm_up
+        if self.schedule == "constant":
             return 1.0
-        done = min(1.0, (update - self.warm_up) / max(1, self.total - self.warm_up))
-        falling = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.final_share + (1 - self.final_share) * falling
+        done = min(1.0, (update - warm_up) / max(1, total - warm_up))
+        falling = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.final_lr_share + (1 - self.final_lr_share) * falling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
+@settings()
+class OptimizerSettings(Schedule):
     """What the optimizer is made of."""
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    """On matrices only; norms and biases keep their scale."""
-    gradient_clip: float = 1.0
-    """Largest norm of the whole gradient; 0: off."""
-    kind: str = "adamw"
-    """'adamw' or 'adamw-8bit' (bitsandbytes)."""
-    offload: bool = False
-    """Keep masters and moments in the host's memory."""
-    value_lr: float | None = None
+    lr: float = number(default=1e-6, says="The learning rate.", above=0.0)
+    value_lr: float | None = number(
+        default=None,
+        says="The learning rate of the value head (ppo); absent: that of the policy.",
+        above=0.0,
+        optional=True,
+    )
+    weight_decay: float = number(
+        default=0.0, says="Of AdamW. On matrices only: norms and biases keep their scale.", minimum=0.0
+    )
+    betas: tuple[float, float] = pair(default=(0.9, 0.95), says="Of Adam.", minimum=0.0, below=1.0)
+    epsilon: float = number(
+        default=1e-8,
+        says="Of Adam, at most 0.001. The clip of the ratio is algorithm.objective.trust.clip.",
+        above=0.0,
+    )
+    gradient_clip: float = number(default=1.0, says="The largest norm of the gradient; 0: no limit.", minimum=0.0)
+    optimizer: str = choice(
+        "adamw", "adamw-8bit", default="adamw", says="'adamw-8bit' needs bitsandbytes and a GPU.", resume="refused"
+    )
+    offload_optimizer: bool = flag(
+        default=False,
+        says="Whether the state of the optimizer is kept in the memory of the CPU.",
+        resume="refused",
+    )
 
 
 class Optimizer:
     """Steps on masters: float32 copies of 16-bit weights (or copies on the host), the weights themselves otherwise."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, schedule: Schedule) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, total_updates: int) -> None:
         if not parameters:
             raise InputError("nothing is left to train: policy.frozen covers every parameter")
-        self.settings, self.schedule = settings, schedule
+        self.settings, self.total_updates = settings, total_updates
         self.weights = dict(parameters)
         for weight in self.weights.values():
             # The packs of an update add up in float32, whatever the weights are kept in.
@@ -68,9 +101,9 @@ class Optimizer:
 
     def _master(self, weight: nn.Parameter) -> Tensor:
         half = weight.dtype in (torch.bfloat16, torch.float16)
-        if not half and not self.settings.offload:
+        if not half and not self.settings.offload_optimizer:
             return weight
-        device = torch.device("cpu") if self.settings.offload else weight.device
+        device = torch.device("cpu") if self.settings.offload_optimizer else weight.device
         return weight.detach().to(device, torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -89,7 +122,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Of the next update."""
-        return self.settings.lr * self.scale * self.schedule.share(self.updates)
+        return self.settings.lr * self.scale * self.settings.share(self.updates, self.total_updates)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
@@ -102,10 +135,10 @@ class Optimizer:
         applied, clip = norm.isfinite(), self.settings.gradient_clip
         for name, master in self.masters.items():
             master.grad = gradients[name]
-        share = self.scale * self.schedule.share(self.updates)
+        share = self.scale * self.settings.share(self.updates, self.total_updates)
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
-        if self.settings.kind == "adamw":
+        if self.settings.optimizer == "adamw":
             # The fused kernel divides by the one and leaves everything alone where the other is 1; it reads both as float32.
             self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else norm.new_ones(()).float()
             self.inner.found_inf = (~applied).float()
@@ -164,7 +197,7 @@ class Optimizer:
             if owner and kind != "master":
                 states.setdefault(owner, {})[kind] = value
         # The 8-bit optimizer keeps other things for small weights than for large ones; what is there is taken as it is.
-        wanted = {"step", "exp_avg", "exp_avg_sq"} if self.settings.kind == "adamw" else set[str]()
+        wanted = {"step", "exp_avg", "exp_avg_sq"} if self.settings.optimizer == "adamw" else set[str]()
         for name in self.masters:
             lacking = wanted - set(states.get(name, {}))
             if self.updates and (lacking or name not in states):
@@ -184,7 +217,7 @@ class Optimizer:
 
 def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.epsilon}
-    if settings.kind == "adamw-8bit":
+    if settings.optimizer == "adamw-8bit":
         return check_eight_bit()(groups, **common)
     return torch.optim.AdamW(groups, fused=True, **common)
 

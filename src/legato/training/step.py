@@ -3,14 +3,15 @@ compute advantages; for each update: forward, objective, backward, optimizer; re
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import collate
+from legato.core.fields import choice, flag, integer, number
 from legato.core.scope import Scope
+from legato.core.settings import settings
 from legato.core.sums import Sums, fetched
 from legato.core.texts import Texts
 from legato.core.world import OneProcess, World
@@ -39,31 +40,72 @@ from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import BREAK_EVEN, Look, Report, count_update, silent_rows, update_gradient
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings()
 class TrainingSettings:
-    """The numbers of a step."""
+    """The settings of a step."""
 
-    seed: int = 0
-    prompts_per_step: int = 32
-    updates_per_step: int = 4
-    epochs_per_step: int = 1
-    anchor: str = "auto"
-    """'recompute', 'sampler', or 'auto': the sampler's where the probe finds it safe."""
-    accept_unsafe_anchor: bool = False
-    """Whether 'sampler' is kept where the first probe finds it unsafe; else the step raises UnsafeAnchorError."""
-    update_passes: str = "auto"
-    """'one', 'two', or 'auto': by how many tokens had no gradient the last times."""
-    skip_silent_rows: bool = True
-    """Leave out rows that cannot have a gradient whatever the policy says; the gradient is the same either way."""
-    tokens_per_pack: int = 16384
-    probe_every_steps: int = 100
-    """0: once, before the first update."""
-    minimum_scored: float = 0.5
-    """Below this share of scored rollouts a step is not trained on."""
-    routing_replay: str = "off"
-    """'R2': the routes of the old-policy pass are forced in every pass of an update; 'R3': those of the engine."""
-    load_balance: float = 0.0
-    """The coefficient of the load-balance loss of the routers."""
+    seed: int = integer(default=0, says="Everything random follows from it.", minimum=0, resume="refused")
+    prompts_per_step: int = integer(
+        default=32, says="Problems of a step; each is sampled rollouts.samples_per_prompt times.", minimum=1
+    )
+    updates_per_step: int = integer(
+        default=4, says="Optimizer steps into which the groups of a step are divided.", minimum=1
+    )
+    epochs_per_step: int = integer(default=1, says="How often each response is used.", minimum=1)
+    minimum_scored: float = number(
+        default=0.5,
+        says="A step of whose rollouts a smaller share could be scored is not trained on.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    anchor: str = choice(
+        "auto",
+        "recompute",
+        "sampler",
+        default="auto",
+        says="Where the old log-probs come from; auto decides by the measured noise floor and says so.",
+    )
+    accept_unsafe_anchor: bool = flag(
+        default=False,
+        says='Go on with anchor = "sampler" where the measured noise floor is above a third of the clip band; else the run'
+        " ends.",
+        resume="free",
+    )
+    probe_every_steps: int = integer(
+        default=100,
+        says="How often the noise floor of the ratio is measured; 0: before the first step only.",
+        minimum=0,
+        resume="free",
+    )
+    tokens_per_pack: int = integer(
+        default=16384,
+        says="Tokens in one forward pass: more is faster and needs more memory. It changes no result.",
+        minimum=1,
+    )
+    update_passes: str = choice(
+        "auto",
+        "one",
+        "two",
+        default="auto",
+        says="'one': every row forward and backward; 'two': rows without a gradient are skipped; auto: the cheaper.",
+    )
+    skip_silent_rows: bool = flag(
+        default=True,
+        says="Leaves rows out of an update that have no advantage and nothing else to pull at them. It changes no gradient.",
+    )
+    routing_replay: str = choice(
+        "off",
+        "R2",
+        "R3",
+        default="off",
+        says="Forces the experts of 'R2' the old-policy pass or 'R3' the engine in every pass of an update (mixtures of"
+        " experts).",
+    )
+    load_balance: float = number(
+        default=0.0,
+        says="Coefficient of the routers' load-balance loss, which is 1 where the load is even; 0: off. Takes two passes.",
+        minimum=0.0,
+    )
 
 
 def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:

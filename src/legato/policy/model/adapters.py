@@ -1,23 +1,26 @@
 """LoRA through peft: small trained matrices beside frozen ones. Served unmerged: what is sampled is what is trained."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from legato.core.fields import integer, number, texts
+from legato.core.settings import settings
 from legato.errors import InputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(resume="refused")
 class Lora:
     """The size and place of the adapters."""
 
-    rank: int = 16
-    alpha: float | None = None
-    """Scale times rank; None: twice the rank."""
-    targets: tuple[str, ...] = ()
-    """Names of modules; none: every linear layer but the head."""
+    rank: int = integer(default=16, says="Rank of the adapters.", minimum=1)
+    alpha: float | None = number(
+        default=None, says="Their scale times the rank; absent: twice the rank.", above=0.0, optional=True
+    )
+    targets: tuple[str, ...] = texts(
+        default=(), says="Names of the modules that get one; empty: every linear layer but the output's."
+    )
 
 
 def with_lora(model: Any, lora: Lora, saved: Path | None = None, *, seed: int = 0) -> Any:

@@ -3,13 +3,14 @@
 import fnmatch
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from legato.core.fields import choice, flag, flag_or, texts
+from legato.core.settings import optional_table, settings, table
 from legato.errors import InputError
 from legato.policy.model import selfcheck
 from legato.policy.model.adapters import Lora, with_lora
@@ -19,27 +20,59 @@ from legato.policy.model.upcycle import Upcycling, upcycle, without_grouped_floa
 from legato.policy.policy import Policy, ValueHead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings()
 class Loading:
     """How a policy is loaded."""
 
-    dtype: str = "auto"
-    """'auto': float32 on a CPU, bfloat16 on a GPU."""
-    device: str = "auto"
-    trust_remote_code: bool = False
-    gradient_checkpointing: bool = False
-    packing: bool = True
-    frozen: tuple[str, ...] = ()
-    """Patterns of parameter names that are not trained."""
-    lora: Lora | None = None
-    upcycle: Upcycling | None = None
-    tiny: TinyShape = field(default_factory=TinyShape)
-    seed: int = 0
-    value_head: bool = False
+    dtype: str = choice(
+        "auto",
+        "float32",
+        "bfloat16",
+        "float64",
+        default="auto",
+        says="Of the weights; auto: bfloat16 on a GPU, float32 on a CPU. Log-probs are float32 or better whatever it is.",
+        resume="refused",
+    )
+    device: str = choice("auto", "cpu", "cuda", default="auto", says="Where; auto: a GPU if there is one.")
+    trust_remote_code: bool = flag(
+        default=False, says="Whether code that comes with a model may run. It can do anything you can."
+    )
+    gradient_checkpointing: bool | str = flag_or(
+        "auto",
+        default="auto",
+        says="Computes activations again in the backward pass: less memory, more time, the same result; auto: if they do"
+        " not fit.",
+        resume="free",
+    )
+    packing: bool = flag(default=True, says="Whether responses stand one after the other in a row, without padding.")
+    frozen: tuple[str, ...] = texts(
+        default=(), says='Parameters that are not trained, by patterns of their names: "*embed_tokens*".', resume="refused"
+    )
+    tiny: TinyShape = table(default_factory=TinyShape, says="The size of the models built in code.", resume="refused")
+    upcycle: Upcycling | None = optional_table(
+        Upcycling,
+        default=None,
+        says='Makes a mixture of experts of a dense Llama, Mistral or Qwen3 ("smollm2", "tiny"); absent: it stays as it is.',
+        resume="refused",
+    )
+    lora: Lora | None = optional_table(
+        Lora, default=None, says="Low-rank adapters; absent: all weights are trained.", resume="refused"
+    )
 
 
-def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: Path | None = None) -> Policy:
-    """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from."""
+def load_policy(
+    model: Any,
+    loading: Loading,
+    *,
+    seed: int = 0,
+    tokenizer: Any = None,
+    saved: Path | None = None,
+    value_head: bool = False,
+) -> Policy:
+    """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from.
+
+    `loading.gradient_checkpointing = "auto"` leaves it off here: whether it is needed is known once the policy is there.
+    """
     _no_progress_bars()
     device = _device(loading.device)
     dtype = _dtype(loading.dtype, device)
@@ -48,7 +81,7 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     if saved is not None and loading.lora is None:
         found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
     else:
-        found, module = _made(model, loading, dtype, tokenizer, notes)
+        found, module = _made(model, loading, dtype, tokenizer, seed, notes)
     tokenizer = found if tokenizer is None else tokenizer
     if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
         raise InputError(
@@ -60,14 +93,14 @@ def load_policy(model: Any, loading: Loading, *, tokenizer: Any = None, saved: P
     _without_dropout(module)
     _freeze(module, loading.frozen)
     if loading.lora is not None:
-        module = with_lora(module, loading.lora, saved, seed=loading.seed)
+        module = with_lora(module, loading.lora, saved, seed=seed)
     policy = Policy(model=module, tokenizer=tokenizer, name=name, packing=loading.packing, notes=notes)
-    if loading.gradient_checkpointing:
+    if loading.gradient_checkpointing is True:
         if not getattr(module, "supports_gradient_checkpointing", True):
             raise InputError("policy.gradient_checkpointing = true, but this model does not support it")
         recompute_layers(policy)
     selfcheck.check(policy)
-    if loading.value_head:
+    if value_head:
         policy.value_head = ValueHead(module.get_input_embeddings().weight.shape[1], dtype, device)
     return policy
 
@@ -94,26 +127,24 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, notes: list[str]) -> tuple[Any, Any]:
+def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int, notes: list[str]) -> tuple[Any, Any]:
     """Tokenizer and module of what was named or given, a mixture of experts made of it where that is asked for."""
     if loading.upcycle is None:
-        return _fresh(model, loading, dtype, tokenizer)
+        return _fresh(model, loading, dtype, tokenizer, seed)
     # Compared and disturbed before it is rounded: 16 bits would hide a fault and swallow small noise.
-    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer)
-    upcycled = upcycle(dense, loading.upcycle, seed=loading.seed)
+    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer, seed)
+    upcycled = upcycle(dense, loading.upcycle, seed=seed)
     notes.append(upcycled.words)
     return tokenizer, upcycled.model.to(dtype)
 
 
-def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any) -> tuple[Any, Any]:
+def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int) -> tuple[Any, Any]:
     """Tokenizer and module of what was named or given."""
     if isinstance(model, nn.Module):
         return _tokenizer_of(model) if tokenizer is None else tokenizer, model
     if model in ("tiny", "tiny-moe"):
-        characters, shape = character_tokenizer(), loading.tiny
-        if model == "tiny":
-            shape = TinyShape(hidden=shape.hidden, layers=shape.layers, heads=shape.heads)
-        return characters, tiny_model(shape, vocabulary=len(characters), seed=loading.seed, dtype=dtype)
+        characters, mixture = character_tokenizer(), model == "tiny-moe"
+        return characters, tiny_model(loading.tiny, vocabulary=len(characters), seed=seed, mixture=mixture, dtype=dtype)
     folder = str(smollm2_folder()) if model == "smollm2" else str(model)
     return _pretrained(folder, dtype, loading.trust_remote_code)
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from legato.core.fields import integer, number
 from legato.core.outcome import Coefficients
+from legato.core.settings import settings
 from legato.core.texts import Texts
 from legato.policy.policy import Policy
 
@@ -15,21 +17,35 @@ Example = tuple[Tensor, Tensor]
 """Prompt tokens and response tokens, the end token included."""
 
 
+@settings(resume="refused")
+class WarmUp:
+    """A short supervised stage before the first step, on training problems and their answers."""
+
+    steps: int = integer(default=150, says="How many supervised updates.", minimum=1)
+    examples_per_step: int = integer(default=256, says="Problems in each.", minimum=1)
+    lr: float = number(default=2e-3, says="Their learning rate.", above=0.0)
+    stop_loss: float | None = number(
+        default=None,
+        says="Ends the stage as soon as the mean loss of its last five steps is at most this; absent: all steps are done.",
+        above=0.0,
+        optional=True,
+    )
+
+
 def supervise(
     policy: Policy,
     examples: Callable[[int], Sequence[Example]],
+    stage: WarmUp,
     *,
-    steps: int,
-    lr: float,
-    stop_loss: float | None = None,
     after_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
     """Minimise the mean negative log-prob of the responses; `examples(step)` gives those of a step. Returns the last loss.
 
-    The rate rises over the first tenth of the steps and falls as a cosine to a tenth. With `stop_loss` it ends once the
+    The rate rises over the first tenth of the steps and falls as a cosine to a tenth. With a `stop_loss` it ends once the
     mean loss of the last five steps is at most that: seeds then end equally far, not equally long.
     """
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    steps, lr = stage.steps, stage.lr
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     rise = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.SequentialLR(
@@ -56,7 +72,7 @@ def supervise(
         last = float(torch.stack(losses).sum())
         recent.append(last)
         after_step(step, last)
-        if stop_loss is not None and len(recent) == 5 and sum(recent) / 5 <= stop_loss:
+        if stage.stop_loss is not None and len(recent) == 5 and sum(recent) / 5 <= stage.stop_loss:
             break
     return last
 

@@ -3,25 +3,34 @@
 They need no download, train in minutes on two cores, and take the same path as a large model.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from legato.core.fields import integer
+from legato.core.settings import settings
+from legato.errors import InputError
 
 ALPHABET = "0123456789+-*/=()<>.,:;!? abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(resume="refused")
 class TinyShape:
     """The size of a tiny model."""
 
-    hidden: int = 128
-    layers: int = 2
-    heads: int = 4
-    experts: int = 0
-    """0: dense."""
-    experts_per_token: int = 2
+    hidden: int = integer(default=128, says="Width.", minimum=1)
+    layers: int = integer(default=2, says="Depth.", minimum=1)
+    heads: int = integer(default=4, says="Attention heads; they divide the width.", minimum=1)
+    experts: int = integer(default=8, says='Experts of a layer ("tiny-moe").', minimum=1)
+    experts_per_token: int = integer(default=2, says='Experts a token is sent to ("tiny-moe").', minimum=1)
+
+    def check(self) -> None:
+        """Heads divide the width; a token cannot be sent to more experts than there are."""
+        if self.hidden % self.heads:
+            raise InputError(f"heads: expected a divisor of hidden = {self.hidden}, got {self.heads}")
+        if self.experts_per_token > self.experts:
+            raise InputError(f"experts_per_token: expected at most experts = {self.experts}, got {self.experts_per_token}")
 
 
 def character_tokenizer() -> Any:
@@ -39,8 +48,10 @@ def character_tokenizer() -> Any:
     )
 
 
-def tiny_model(shape: TinyShape, *, vocabulary: int, seed: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A randomly initialised Qwen3 (Qwen3-MoE with experts) whose weights depend on the seed alone."""
+def tiny_model(
+    shape: TinyShape, *, vocabulary: int, seed: int, mixture: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A randomly initialised Qwen3 (a `mixture`: Qwen3-MoE) whose weights depend on the seed alone."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
@@ -57,7 +68,7 @@ def tiny_model(shape: TinyShape, *, vocabulary: int, seed: int, dtype: torch.dty
         "bos_token_id": None,
     }
     config: Any
-    if shape.experts:
+    if mixture:
         config = Qwen3MoeConfig(
             **common,
             moe_intermediate_size=shape.hidden,

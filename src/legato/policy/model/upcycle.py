@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from legato.core.fields import integer, number
+from legato.core.settings import settings
 from legato.errors import InputError
 
 _INTO = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
@@ -42,25 +44,24 @@ _ALLOWED = 1e-4
 """How far logits may be from the dense model's, relative to the largest of them where that is above 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings(resume="refused")
 class Upcycling:
     """The size of the mixture, and what tells its experts apart before they are trained."""
 
-    experts: int = 8
-    experts_per_token: int = 2
-    noise: float = 0.0
-    """Standard deviation of what is added to the experts' weights, relative to that of each matrix; 0: exact copies."""
+    experts: int = integer(default=8, says="Experts of a layer.", minimum=2)
+    # The gate of a single expert is always 1, and the router would never learn.
+    experts_per_token: int = integer(default=2, says="Experts a token is sent to.", minimum=2)
+    noise: float = number(
+        default=0.0,
+        says="Standard deviation of noise on the experts, relative to that of each matrix; 0: copies, equal to the dense"
+        " model.",
+        minimum=0.0,
+    )
 
-    def __post_init__(self) -> None:
-        if self.experts < 2:
-            raise InputError(f"policy.upcycle.experts = {self.experts}; a mixture has at least 2")
-        if not 2 <= self.experts_per_token <= self.experts:
-            raise InputError(
-                f"policy.upcycle.experts_per_token = {self.experts_per_token}; 2 to policy.upcycle.experts ="
-                f" {self.experts} are allowed (the gate of a single one is always 1, and the router would never learn)"
-            )
-        if not 0 <= self.noise < float("inf"):
-            raise InputError(f"policy.upcycle.noise = {self.noise}; a finite number >= 0 is needed")
+    def check(self) -> None:
+        """A token cannot be sent to more experts than there are."""
+        if self.experts_per_token > self.experts:
+            raise InputError(f"experts_per_token: expected at most experts = {self.experts}, got {self.experts_per_token}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +152,9 @@ def without_grouped_float64(model: Any) -> None:
 def _copy(dense: Any, model: Any, family: str) -> None:
     """Everything but the MLPs as it is, and each MLP to every expert of its layer."""
     weights = dense.state_dict()
-    for number, layer in enumerate(model.get_decoder().layers):
+    for depth, layer in enumerate(model.get_decoder().layers):
         gate, up, down = (
-            weights.pop(f"model.layers.{number}.mlp.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
+            weights.pop(f"model.layers.{depth}.mlp.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
         )
         with torch.no_grad():
             layer.mlp.experts.gate_up_proj.copy_(torch.cat([gate, up]))

@@ -52,12 +52,12 @@ class Kind:
 
     sampling: Sampling
     end_tokens: tuple[int, ...]
-    stop_strings: tuple[str, ...]
+    stop: tuple[str, ...]
 
     @classmethod
     def of(cls, job: Job) -> "Kind":
         limits = job.limits
-        return cls(sampling=job.sampling, end_tokens=limits.end_tokens, stop_strings=limits.stop_strings)
+        return cls(sampling=job.sampling, end_tokens=limits.end_tokens, stop=limits.stop)
 
 
 class Scheduler:
@@ -88,7 +88,7 @@ class Scheduler:
         self.steps = 0
         self.until = 0
         """The step at which every response that has a slot has ended, at the latest."""
-        self.free_looks = [Look(memory, texts=bool(kind.stop_strings)) for _ in range(2)]
+        self.free_looks = [Look(memory, texts=bool(kind.stop)) for _ in range(2)]
         self.asked: deque[Look] = deque()
         self.landings: list[Landing] = []
         self.placed: tuple[Bucket, list[tuple[int, int]]] | None = None

@@ -292,7 +292,7 @@ class LocalEngine(JobEngine):
         ended = torch.isin(choice.tokens, wave.ends).logical_and_(~wave.finished)
         for row in wave.rows[ended].tolist():
             wave.stops[row] = StopReason.END_TOKEN
-        if limits.stop_strings:
+        if limits.stop:
             self._stop_at_strings(wave, ~(wave.finished | ended), place, limits, ended)
         wave.lengths[wave.rows[ended]] = place + 1
         wave.finished |= ended
