@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import is_not
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.rollout import START_STATE, Group, Rollout, Routes, Scored
+from legato.core.rollout import START_STATE, TRUNCATED, Group, Rollout, Routes, Scored
 from legato.core.texts import Texts
 from legato.errors import InputError
 
@@ -41,37 +43,37 @@ class Batch:
 def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batch:
     """Groups to tables. Values are checked here, once, so that nothing inside an update has to look at them."""
     members = [(number, member) for number, group in enumerate(groups) for member in group.members]
-    for _, member in members:
-        _check(member)
     rollouts = [member.rollout for _, member in members]
     scores = [member.score for _, member in members]
     prompts = [group.members[0].rollout.prompt_tokens for group in groups]
     truncation = [rollout.kept_logmass for rollout in rollouts]
     kept = None
-    if any(mass is not None for mass in truncation):
+    if _some(truncation):
         masses = zip(truncation, rollouts, strict=True)
         kept = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(dtype)
     names = sorted({name for score in scores for name in score.components})
+    mask, logprobs = (_table([getattr(r, name) for r in rollouts]) for name in ("mask", "sampler_logprobs"))
+    _check(rollouts, mask, logprobs)
     return Batch(
         texts=Texts(
             prompts=_table(prompts),
             prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
             tokens=_table([rollout.tokens for rollout in rollouts]),
             lengths=torch.tensor([len(rollout.tokens) for rollout in rollouts]),
-            mask=_table([rollout.mask for rollout in rollouts]),
+            mask=mask,
             group=torch.tensor([number for number, _ in members]),
             temperature=torch.tensor([rollout.temperature for rollout in rollouts], dtype=dtype),
         ),
         turn=_table([rollout.turn for rollout in rollouts], padding=-1),
         version=_table([rollout.version for rollout in rollouts]),
-        sampler_logprobs=_table([rollout.sampler_logprobs for rollout in rollouts]).to(dtype),
+        sampler_logprobs=logprobs.to(dtype),
         kept_logmass=kept,
         rewards=torch.tensor([score.reward for score in scores], dtype=torch.float64),
         accuracy=torch.tensor([score.accuracy for score in scores], dtype=torch.float64),
         components={
             name: torch.tensor([score.components.get(name, 0.0) for score in scores], dtype=torch.float64) for name in names
         },
-        truncated=torch.tensor([rollout.stop.truncated for rollout in rollouts]),
+        truncated=torch.tensor([rollout.stop in TRUNCATED for rollout in rollouts]),
         rollout_id=torch.tensor([rollout.rollout_id for rollout in rollouts]),
         turn_rewards=_turn_rewards([member for _, member in members]),
         turn_states=_turn_states(rollouts),
@@ -81,7 +83,7 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
 
 def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
     """[B, U]; a score that does not divide its reward has all of it at the last turn."""
-    if all(member.score.turn_rewards is None for member in members):
+    if not _some([member.score.turn_rewards for member in members]):
         return None
     rows = []
     for member in members:
@@ -98,7 +100,7 @@ def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
 
 
 def _turn_states(rollouts: Sequence[Rollout]) -> Tensor | None:
-    if all(rollout.turn_states is None for rollout in rollouts):
+    if not _some([rollout.turn_states for rollout in rollouts]):
         return None
     return _table([torch.tensor(rollout.turn_states or (START_STATE,)) for rollout in rollouts])
 
@@ -139,15 +141,21 @@ def _check_routes(rollout: Rollout, routes: Routes) -> None:
         )
 
 
+def _some(values: Sequence[object]) -> bool:
+    """Whether any of them is not None. A tensor is not compared with None by `in`, hence by identity."""
+    return any(map(partial(is_not, None), values))
+
+
 def _table(rows: Sequence[Tensor], padding: int = 0) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_value=padding)
 
 
-def _check(member: Scored) -> None:
-    rollout = member.rollout
-    where = f"rollout {rollout.rollout_id} of {rollout.problem.key}"
-    if rollout.temperature <= 0:
-        raise InputError(f"{where} was sampled at temperature {rollout.temperature:g}; training needs a temperature above 0")
-    sampled = rollout.sampler_logprobs[rollout.mask]
-    if not bool(torch.isfinite(sampled).all()) or bool((sampled > 0).any()):
-        raise InputError(f"{where}: the engine reported a log-prob that is above 0 or not finite")
+def _check(rollouts: Sequence[Rollout], mask: Tensor, logprobs: Tensor) -> None:
+    """What the engine reported of the policy's tokens can be trained on; all rows at once, the culprit named."""
+    wrong = (mask & ~(logprobs <= 0).logical_and(logprobs.isfinite())).any(1).tolist()
+    for rollout, unusable in zip(rollouts, wrong, strict=True):
+        if unusable or rollout.temperature <= 0:
+            where = f"rollout {rollout.rollout_id} of {rollout.problem.key}"
+            if unusable:
+                raise InputError(f"{where}: expected finite log-probs of at most 0 from the engine, got another")
+            raise InputError(f"{where}: expected a temperature above 0 for training, got {rollout.temperature:g}")

@@ -30,7 +30,11 @@ class StopReason(Enum):
     @property
     def truncated(self) -> bool:
         """Whether the model did not get to say that it was done."""
-        return self in (StopReason.LENGTH, StopReason.ABORTED)
+        return self in TRUNCATED
+
+
+TRUNCATED = frozenset({StopReason.LENGTH, StopReason.ABORTED})
+"""The reasons that are not the model's own."""
 
 
 class Author(Enum):

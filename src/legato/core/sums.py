@@ -238,18 +238,21 @@ class Histogram(Piece):
             torch.maximum(self.most, other.most),
         )
 
-    def quantile(self, share: float) -> float:
-        """The value below which `share` of the counted values lie; NaN if there is none."""
+    def quantiles(self, shares: Sequence[float]) -> list[float]:
+        """The values below which these shares of the counted values lie; NaN if nothing was counted."""
         total = int(self.counts.sum())
         if total == 0:
-            return math.nan
-        cumulative = self.counts.cumsum(0).double()
-        rank = share * (total - 1) + 0.5
-        index = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.float64), right=False))
-        before = int(cumulative[index - 1]) if index else 0
-        lower, upper = _edges(index)
-        found = lower + (upper - lower) * (rank - before) / int(self.counts[index])
-        return min(max(found, float(self.least)), float(self.most))
+            return [math.nan] * len(shares)
+        cumulative, least, most = self.counts.cumsum(0).double(), float(self.least), float(self.most)
+        values = []
+        for share in shares:
+            rank = share * (total - 1) + 0.5
+            index = int(torch.searchsorted(cumulative, torch.tensor(rank, dtype=torch.float64), right=False))
+            before = int(cumulative[index - 1]) if index else 0
+            lower, upper = _lower_edges(torch.tensor([index, index + 1])).tolist()
+            value = lower + (upper - lower) * (rank - before) / int(self.counts[index])
+            values.append(min(max(value, least), most))
+        return values
 
     def bars(self) -> dict[str, list[float]]:
         """The counts from the first filled bin to the last, and their edges, one more; what a figure draws."""
@@ -263,13 +266,9 @@ class Histogram(Piece):
         }
 
     def report(self) -> Mapping[str, float]:
-        return {f"_p{round(share * 100):02d}": self.quantile(share) for share in QUANTILES}
-
-
-def _edges(index: int) -> tuple[float, float]:
-    """Lower and upper edge of a bin."""
-    lower, upper = _lower_edges(torch.tensor([index, index + 1])).tolist()
-    return lower, upper
+        return {
+            f"_p{round(share * 100):02d}": value for share, value in zip(QUANTILES, self.quantiles(QUANTILES), strict=True)
+        }
 
 
 def _lower_edges(bins: Tensor) -> Tensor:

@@ -265,9 +265,9 @@ class Policy:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
         if without_logits:
             return [range(len(packed.counts))]
-        runs, start, held = [], 0, 0
+        runs, start, held, most = [], 0, 0, self.tokens_at_once
         for row, count in enumerate(packed.counts):
-            if row > start and held + count > self.tokens_at_once:
+            if row > start and held + count > most:
                 runs.append(range(start, row))
                 start, held = row, 0
             held += count

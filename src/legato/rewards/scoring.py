@@ -11,6 +11,7 @@ A reward has one of three forms:
 
 import asyncio
 import inspect
+import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,8 +180,14 @@ def judge_all(reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: floa
         verdicts = _run(_await_all(call, [rollouts], timeout_seconds))[0] if is_async(call) else _attempt(call, rollouts)
         return _judge_batch(verdicts, len(rollouts))
     if is_async(call):
-        return [_breakdown(verdict) for verdict in _run(_await_all(call, rollouts, timeout_seconds))]
-    return [_breakdown(_attempt(call, rollout)) for rollout in rollouts]
+        return _breakdowns(_run(_await_all(call, rollouts, timeout_seconds)))
+    verdicts = []
+    for rollout in rollouts:
+        try:
+            verdicts.append(call(rollout))
+        except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
+            verdicts.append(_raised(error))
+    return _breakdowns(verdicts)
 
 
 def _attempt(reward: Callable[..., Any], given: Any) -> Any:
@@ -205,7 +212,12 @@ def _judge_batch(verdicts: Any, count: int) -> list[Judgement]:
     if given is None or len(given) != count:
         what = f"a {type(verdicts).__name__}" if given is None else f"{len(given)} verdicts"
         return [Unscorable(f"returned {what} for {count} rollouts; a sequence of as many verdicts is needed")] * count
-    return [_breakdown(verdict) for verdict in given]
+    return _breakdowns(given)
+
+
+def _breakdowns(verdicts: Sequence[Any]) -> list[Judgement]:
+    """Verdicts as breakdowns; a plain finite float, which most are, needs no look at its parts."""
+    return [{"": each} if type(each) is float and math.isfinite(each) else _breakdown(each) for each in verdicts]
 
 
 def _breakdown(verdict: Any) -> Judgement:

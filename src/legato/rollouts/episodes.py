@@ -112,7 +112,7 @@ class _Playing:
     inserted: list[Inserted] = field(default_factory=list)
     """What the environment said after each turn but the last."""
     rewards: list[float | None] = field(default_factory=list)
-    states: list[int] = field(default_factory=lambda: [START_STATE])
+    states: list[int] = field(default_factory=[START_STATE].copy)
     messages: list[Message] = field(default_factory=list)
     """What was said so far after the problem, where a chat template needs it."""
     length: int = 0
@@ -259,6 +259,28 @@ class Runner:
 
     def _rollout(self, playing: _Playing, temperature: float) -> Rollout:
         """The record of an episode."""
+        first = playing.turns[0]
+        length = len(first.tokens)
+        if self.environment.max_turns == 1:
+            # Most rollouts by far: nothing has to be joined.
+            return Rollout(
+                problem=playing.problem,
+                rollout_id=playing.number,
+                prompt_tokens=playing.prompt,
+                tokens=first.tokens,
+                sampler_logprobs=first.logprobs,
+                version=playing.versions[0],
+                text=first.text,
+                stop=playing.stop or first.stop,
+                temperature=temperature,
+                mask=torch.ones(length, dtype=torch.bool),
+                turn=torch.zeros(length, dtype=torch.int64),
+                author=torch.full((length,), Author.POLICY.value),
+                kept_logmass=first.kept_logmass,
+                routes=first.routes,
+                turn_rewards=None if not playing.rewards or playing.rewards[0] is None else (playing.rewards[0],),
+                fault=playing.fault,
+            )
         columns: dict[str, list[Tensor]] = {name: [] for name in _COLUMNS}
         texts: list[str] = []
         for number, turn in enumerate(playing.turns):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from legato.core.fields import choice, integer
-from legato.core.rollout import Group, Problem, Rollout, Score, Scored, Unscorable
+from legato.core.rollout import TRUNCATED, Group, Problem, Rollout, Score, Scored, Unscorable
 from legato.core.settings import settings
 from legato.errors import InputError
 from legato.rollouts.episodes import Runner, Start
@@ -176,11 +176,11 @@ class Collector:
                 continue
             prompt = self.runner.rendering.prompt(problem)
             if len(prompt) <= self.max_prompt_tokens:
-                each = self.samples_per_prompt
+                each, key = self.samples_per_prompt, problem.key
                 return Start(
                     problem=problem,
                     prompt=prompt,
-                    seeds=tuple([seed_of(self.seed, problem.key, number, k) for k in range(each)]),
+                    seeds=tuple([seed_of(self.seed, key, number, k) for k in range(each)]),
                     ids=range(number * each, (number + 1) * each),
                 )
             if self.too_long == "error":
@@ -217,7 +217,7 @@ class Collector:
             tally.rewards.append(score.reward)
             tally.accuracy.append(score.accuracy)
             tally.lengths.append(len(rollout.tokens))
-            tally.truncated += rollout.stop.truncated
+            tally.truncated += rollout.stop in TRUNCATED
             for name, value in score.components.items():
                 tally.components.setdefault(name, []).append(value)
         tally.groups += 1
