@@ -18,7 +18,7 @@ ENVIRONMENT = "task.environment=mine.py:World"
     ],
 )
 def test_what_looks_at_turns_needs_an_environment(words: list[str], path: str) -> None:
-    with pytest.raises(InputError, match="expected task.environment, got none") as refusal:
+    with pytest.raises(InputError, match=r"expected task\.environment, got none") as refusal:
         load([], words)
     assert path in str(refusal.value) and f"word {len(words)}" in str(refusal.value)
     assert load([], [*words, ENVIRONMENT]).config.task.environment == "mine.py:World"
@@ -59,7 +59,7 @@ def test_what_is_written_down_of_an_environment_loads_as_the_same(tmp_path_facto
 
 
 def test_the_reward_of_an_environment_needs_one() -> None:
-    with pytest.raises(InputError, match="needs task.environment"):
+    with pytest.raises(InputError, match=r"needs task\.environment"):
         load([], ["reward.kind=environment"])
     with pytest.raises(InputError, match=r"reward\.components\.a\.kind = 'environment'"):
         load([], ["reward.components={a = {kind = 'environment'}}"])
