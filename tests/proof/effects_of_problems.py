@@ -11,6 +11,7 @@ from legato.config.load import load
 from legato.core.rollout import Problem, Unscorable
 from legato.policy.model.tiny import character_tokenizer
 from legato.run import wire
+from tests.proof import turns
 from tests.proof.effects import Bench, effect, rollout, scored
 from tests.proof.runs import SMALL
 
@@ -52,6 +53,17 @@ def the_share_of_held_out_problems(bench: Bench) -> None:
     few, many = (bench.wired({"task.held_out_share": share}, wire.Given(problems=POOL)).source for share in (0.1, 0.7))
     assert few.size > many.size
     assert many.size + len(many.held_out(60)) == 60
+
+
+@effect("task.environment")
+def an_environment(bench: Bench) -> None:
+    kind = f"{turns.__file__}:Early"
+    assert [bench.wired(options).collector.runner.environment.max_turns for options in ({}, {"task.environment": kind})] == [
+        1,
+        2,
+    ]
+    found = bench.run({"task.environment": kind, "rollouts.max_response_tokens": 12, "rollouts.stop": ["e"]})
+    assert {int(m.rollout.turn.max()) for group in found.reports[0].groups for m in group.members} == {0, 1}
 
 
 @effect("task.system_prompt")

@@ -206,7 +206,8 @@ def test_an_environment_that_makes_no_episode_costs_the_rollout() -> None:
 
 def response(text: str, **more: Any) -> Response:
     tokens = torch.tensor([*ids(text), END])
-    given = {"kept_logmass": None, "text": text, "stop": StopReason.END_TOKEN, **more}
+    given = {"kept_logmass": None, "stop": StopReason.END_TOKEN, "version": torch.zeros(len(tokens), dtype=torch.int64)}
+    given |= {"text": text, **more}
     return Response(tokens=tokens, logprobs=torch.full((len(tokens),), -0.5), **given)
 
 
@@ -238,7 +239,7 @@ def test_a_turn_is_submitted_while_other_episodes_still_decode() -> None:
     assert engine.log[:3] == [("submit", 2), ("finish", 1), ("submit", 1)]
 
 
-def test_turns_with_different_room_are_decoded_together_and_cut_to_their_own() -> None:
+def test_each_turn_has_the_room_that_its_own_rollout_has_left() -> None:
     class ByNumber(QueuedEngine):
         """First turns of 1 and 5 tokens; then as many as there is room for."""
 
@@ -252,37 +253,35 @@ def test_turns_with_different_room_are_decoded_together_and_cut_to_their_own() -
                 return [
                     [response(text, kept_logmass=-torch.ones(len(text) + 1)) for text in ("1", "22222")] for _ in requests
                 ]
-            tokens = torch.tensor(ids("9" * limits.max_response_tokens))
-            routes = [
-                Routes(tokens=torch.cat([r.prompt, tokens])[:-1], experts=_experts(r, tokens), count=4) for r in requests
-            ]
-            long = Response(
-                tokens=tokens,
-                logprobs=torch.linspace(-1, 0, len(tokens)),
-                kept_logmass=torch.linspace(-2, 0, len(tokens)),
-                text="9" * len(tokens),
-                stop=StopReason.LENGTH,
-                version=torch.arange(len(tokens)),
-            )
-            return [[replace(long, routes=each)] for each in routes]
+            most = limits.max_response_tokens
+            given = {"kept_logmass": torch.linspace(-2, 0, most), "stop": StopReason.LENGTH, "version": torch.arange(most)}
+            return [[replace(response("9" * (most - 1)), **given)] for _ in requests]
 
     engine = ByNumber()
-    this = runner(engine, Replying(once), most=12)
-    short, long = play(this, start(seeds=(1, 2)))
-    assert engine.calls == [(1, 12), (2, 12 - 2 - 3)]
+    short, long = play(runner(engine, Replying(once), most=12), start(seeds=(1, 2)))
+    assert engine.calls == [(1, 12), (1, 12 - 2 - 3), (1, 12 - 6 - 3)]
     assert len(short.tokens) == len(long.tokens) == 12
-    assert long.text == "999" and long.stop is StopReason.LENGTH and long.version.tolist()[-3:] == [0, 1, 2]
-    assert short.text == "9999999" and short.kept_logmass is not None and long.kept_logmass is not None
-    assert short.kept_logmass[:5].tolist() == [-1.0, -1.0, 0.0, 0.0, 0.0]
-    assert torch.equal(long.kept_logmass[-3:], torch.linspace(-2, 0, 7)[:3])
-    narrow = ByNumber()
-    play(runner(narrow, Replying(once), most=12, context_length=4 + 12), start(seeds=(1, 2)))
-    # Together they would lead the longer one beyond what the policy can read.
-    assert narrow.calls == [(1, 12), (1, 7), (1, 3)]
+    assert long.stop is StopReason.LENGTH and long.version.tolist()[-3:] == [0, 1, 2]
+    assert short.kept_logmass is not None and short.kept_logmass[:5].tolist() == [-1.0, -1.0, 0.0, 0.0, 0.0]
 
 
-def _experts(request: Request, tokens: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(request.prompt) + len(tokens) - 1, 2, 1, dtype=torch.uint8)
+def test_requests_are_given_up_where_the_runner_fails() -> None:
+    class Silent(Speaking):
+        def __init__(self) -> None:
+            super().__init__("5")
+            self.given_up = 0
+
+        def cancel(self, handle: Handle) -> None:
+            self.given_up += 1
+            super().cancel(handle)
+
+        def poll(self) -> list[Finished]:
+            return []
+
+    engine = Silent()
+    with pytest.raises(RuntimeError, match="with 2 requests outstanding"):
+        play(runner(engine, SingleTurn()), start("1+1="), start("2+2="))
+    assert engine.given_up == 2
 
 
 def test_routes_of_several_turns_are_those_of_the_first_reading() -> None:

@@ -15,7 +15,7 @@ environment's tokens between them (mask False, turn -1), and the prompt of a tur
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
-from legato.rollouts.engine import Engine, Handle, Limits, Request, Response
+from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
 from legato.rollouts.sampling import Sampling
@@ -130,8 +130,6 @@ class Runner:
     limits: Limits
     """`max_response_tokens` is of a whole rollout, the environment's tokens included."""
     environment: Environment = field(default_factory=SingleTurn)
-    context_length: int | None = None
-    """What the policy can read; None: as much as it is given."""
     weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
     """The policy's, for engines that hold weights of their own."""
     version: int = 0
@@ -159,23 +157,37 @@ class Runner:
         requests = [Request(prompt=start.prompt, seeds=start.seeds) for start in starts]
         handles = self.engine.submit(requests, sampling, self.limits)
         waiting: dict[Handle, list[_Playing]] = dict(zip(handles, groups, strict=True))
-        while waiting:
-            going_on = []
-            for finished in self.engine.poll():
-                for playing, response in zip(waiting.pop(finished.handle), finished.responses, strict=True):
-                    if self._take(playing, response):
-                        going_on.append(playing)
-            for together, limits in self._with_room(going_on):
-                requests = [self._next_request(playing) for playing in together]
-                handles = self.engine.submit(requests, sampling, limits)
-                waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+        try:
+            while waiting:
+                finished = self.engine.poll()
+                if not finished:
+                    raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
+                waiting |= self._hear(finished, waiting, sampling)
+        except BaseException:
+            # Nobody will ask for these any more.
+            for handle in waiting:
+                self.engine.cancel(handle)
+            raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
+
+    def _hear(
+        self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling
+    ) -> dict[Handle, list[_Playing]]:
+        """Take finished turns out of `waiting` and submit the turns that follow them; what was submitted."""
+        going_on: dict[int, list[_Playing]] = {}
+        for each in finished:
+            for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
+                if self._take(playing, response):
+                    going_on.setdefault(self.limits.max_response_tokens - playing.length, []).append(playing)
+        submitted: dict[Handle, list[_Playing]] = {}
+        for left, together in going_on.items():
+            requests = [self._next_request(playing) for playing in together]
+            handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
+            submitted |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
+        return submitted
 
     def _take(self, playing: _Playing, response: Response) -> bool:
         """Add a turn to its episode and hear the environment; whether another turn follows."""
-        left = self.limits.max_response_tokens - playing.length
-        if len(response.tokens) > left:
-            response = self._cut(response, left, playing)
         playing.turns.append(response)
         length = len(response.tokens)
         playing.versions.append(torch.full((length,), self.engine.version) if response.version is None else response.version)
@@ -219,37 +231,6 @@ class Runner:
         turn = len(playing.turns)
         playing.states.append(seed_of("state", playing.number, turn) if reply.state is None else seed_of(repr(reply.state)))
         return True
-
-    def _cut(self, response: Response, left: int, playing: _Playing) -> Response:
-        """The response as its own limit would have ended it: it was decoded beside others that had more room."""
-        tokens, routes = response.tokens[:left], response.routes
-        if routes is not None:
-            read = len(playing.prompt) + playing.length + left - 1
-            routes = replace(routes, tokens=routes.tokens[:read], experts=routes.experts[:read])
-        return Response(
-            tokens=tokens,
-            logprobs=response.logprobs[:left],
-            kept_logmass=None if response.kept_logmass is None else response.kept_logmass[:left],
-            text=self.rendering.tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
-            stop=StopReason.LENGTH,
-            routes=routes,
-            version=None if response.version is None else response.version[:left],
-        )
-
-    def _with_room(self, playing: list[_Playing]) -> Iterator[tuple[list[_Playing], Limits]]:
-        """Episodes that may be decoded under one limit: engines work on requests of equal limits together.
-
-        The limit is what the roomiest of them has left; the others are cut to their own. None is led beyond what the policy
-        can read on the way.
-        """
-        waiting = sorted(playing, key=lambda each: each.length)
-        most = self.limits.max_response_tokens
-        while waiting:
-            left = most - waiting[0].length
-            room = math.inf if self.context_length is None else max(self.context_length - left, _read(waiting[0]))
-            together = [each for each in waiting if _read(each) <= room]
-            waiting = [each for each in waiting if _read(each) > room]
-            yield together, replace(self.limits, max_response_tokens=left)
 
     def _next_request(self, playing: _Playing) -> Request:
         pieces = [playing.prompt]
@@ -347,11 +328,6 @@ def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
             count=joined.count,
         )
     return joined
-
-
-def _read(playing: _Playing) -> int:
-    """How many tokens the next turn begins after."""
-    return len(playing.prompt) + playing.length
 
 
 def _fault_of(reply: Any) -> str | None:

@@ -135,7 +135,6 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         rendering=rendering_of(config, policy),
         limits=limits_of(config, policy),
         environment=environment_of(config),
-        context_length=policy.context_length,
         weights=policy.model.named_parameters,
     )
     return Collector(

@@ -1,0 +1,70 @@
+"""Settings about turns and values that would have no effect are refused, and an environment brings its reward."""
+
+import pytest
+
+from legato.config.load import dump, load
+from legato.errors import InputError
+
+ENVIRONMENT = "task.environment=mine.py:World"
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["algorithm=turn-gspo"], "objective.ratio.level = 'turn'"),
+        (["algorithm.advantage=turn-return"], "advantage = 'turn-return'"),
+        (["algorithm=gspo-token", "algorithm.advantage=gigpo"], "advantage = 'gigpo'"),
+        (["algorithm=ppo", "algorithm.advantage.level=turn"], "advantage.level = 'turn'"),
+    ],
+)
+def test_what_looks_at_turns_needs_an_environment(words: list[str], path: str) -> None:
+    with pytest.raises(InputError, match=r"expected task\.environment, got none") as refusal:
+        load([], words)
+    assert path in str(refusal.value) and f"word {len(words)}" in str(refusal.value)
+    assert load([], [*words, ENVIRONMENT]).config.task.environment == "mine.py:World"
+
+
+@pytest.mark.parametrize(
+    ("words", "trained"),
+    [
+        (["algorithm=gspo-token", "algorithm.advantage=gae"], False),
+        (["algorithm=ppo", "algorithm.objective.penalties=[]"], False),
+        (["algorithm=ppo", "algorithm.objective.penalties.value.coefficient=0"], False),
+        (["algorithm=gspo-token", "algorithm.advantage=gae", 'algorithm.objective.penalties=["value"]'], True),
+        (["algorithm=ppo"], True),
+    ],
+)
+def test_values_need_a_penalty_that_trains_them(words: list[str], trained: bool) -> None:
+    if trained:
+        load([], words)
+        return
+    with pytest.raises(InputError, match="expected a penalty that trains the value head, got none"):
+        load([], words)
+
+
+def test_an_environment_brings_its_reward_and_another_may_be_named() -> None:
+    resolved = load([], [ENVIRONMENT])
+    assert resolved.config.reward.kind == "environment" and resolved.provenance["reward.kind"] == "task.environment"
+    assert load([], [ENVIRONMENT, "reward.kind=exact"]).config.reward.kind == "exact"
+    components = load([], [ENVIRONMENT, "reward.components={a = {kind = 'exact'}}"]).config.reward
+    assert components.kind is None and list(components.components) == ["a"]
+    assert load([]).config.reward.kind == "number"
+
+
+def test_what_is_written_down_of_an_environment_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("dumped") / "config.toml"
+    resolved = load([], [ENVIRONMENT])
+    path.write_text(dump(resolved))
+    assert load([path]).config == resolved.config
+
+
+def test_the_reward_of_an_environment_needs_one() -> None:
+    with pytest.raises(InputError, match=r"needs task\.environment"):
+        load([], ["reward.kind=environment"])
+    with pytest.raises(InputError, match=r"reward\.components\.a\.kind = 'environment'"):
+        load([], ["reward.components={a = {kind = 'environment'}}"])
+
+
+def test_an_environment_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown environment 'world'; none is registered"):
+        load([], ["task.environment=world"])
