@@ -25,8 +25,8 @@ MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) f
 # Kernels are read by Triton as source and take no checks.
 MODULES = {name for name in MODULES if not name.startswith("legato.policy.kernels.")}
 
-if find_spec("pydantic") is None:
-    # A machine without pydantic runs everything up to `training`; the rooms above stay unopened there.
+if find_spec("tomli_w") is None or find_spec("typer") is None:
+    # A machine without them runs everything up to `training`; the rooms above stay unopened there.
     MODULES = {name for name in MODULES if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
     DOORS = {name for name in DOORS if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
 

@@ -24,7 +24,7 @@ from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import answer
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.step import Trainer, TrainingSettings
@@ -80,9 +80,8 @@ def collector(policy: Policy, seed: int, shuffled: bool) -> Collector:
         judge=judging(seed, shuffled),
         sampling=Sampling(),
         limits=LIMITS,
-        samples_per_prompt=8,
+        settings=CollectorSettings(samples_per_prompt=8, max_prompt_tokens=20),
         seed=seed,
-        max_prompt_tokens=20,
     )
 
 

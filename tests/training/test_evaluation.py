@@ -15,7 +15,7 @@ from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Answered, accuracy_metrics, answer, pass_at
 
 
@@ -95,9 +95,8 @@ def asking() -> Collector:
         judge=judge,
         sampling=Sampling(),
         limits=Limits(max_response_tokens=4, end_tokens=(1,)),
-        samples_per_prompt=8,
+        settings=CollectorSettings(samples_per_prompt=8, max_prompt_tokens=9),
         seed=0,
-        max_prompt_tokens=9,
     )
 
 

@@ -28,7 +28,7 @@ from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
-from legato.training.collect import Collector, Tally
+from legato.training.collect import Collector, CollectorSettings, Tally
 from legato.training.optimizer import Optimizer, check_eight_bit
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
@@ -130,12 +130,8 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         judge=reward.score_all,
         sampling=select(Sampling, [rollouts]),
         limits=limits_of(config, policy),
-        samples_per_prompt=rollouts.samples_per_prompt,
+        settings=select(CollectorSettings, [rollouts, config.policy, config.task]),
         seed=config.training.seed,
-        max_prompt_tokens=config.policy.max_prompt_tokens,
-        too_long=config.policy.too_long,
-        resampling=config.task.resampling,
-        max_refills=config.task.max_refills,
     )
 
 

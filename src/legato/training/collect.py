@@ -92,6 +92,11 @@ class GroupSettings:
     )
 
 
+@settings()
+class CollectorSettings(GroupSettings, PromptSettings, ResamplingSettings):
+    """What a collector reads of a run; the options stand in three sections."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Collector:
     """Where a step's groups come from."""
@@ -102,14 +107,8 @@ class Collector:
     judge: Judge
     sampling: Sampling
     limits: Limits
-    samples_per_prompt: int
+    settings: CollectorSettings
     seed: int
-    max_prompt_tokens: int
-    too_long: str = "drop"
-    resampling: str = "none"
-    """'dynamic': groups whose responses all score alike are replaced by fresh ones; 'history': problems whose responses were
-    all right are left out of later epochs."""
-    max_refills: int = 8
     evaluator: Engine | None = None
     """What evaluations sample with, where `engine` is not the policy itself."""
     cursor: int = 0
@@ -127,7 +126,7 @@ class Collector:
         if isinstance(self.source, Joined) and self.source.after is None and self.steps_begun >= self.source.after_steps:
             self.source.after = self.cursor
         self.steps_begun += 1
-        rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
+        rounds = 1 + (self.settings.max_refills if self.settings.resampling == "dynamic" else 0)
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
             drawn = [self.draw(tally) for _ in range(count - len(groups))]
@@ -157,40 +156,41 @@ class Collector:
         for _ in range(2 * size if size is not None else 10_000):
             number, problem = self.cursor, self.source.training(self.cursor)
             self.cursor += 1
-            if self.resampling == "history" and problem.key in self.solved:
+            if self.settings.resampling == "history" and problem.key in self.solved:
                 continue
             prompt = self.rendering.prompt(problem)
-            if len(prompt) <= self.max_prompt_tokens:
+            if len(prompt) <= self.settings.max_prompt_tokens:
                 return number, problem, prompt
-            if self.too_long == "error":
+            if self.settings.too_long == "error":
                 raise InputError(
                     f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
-                    f" {self.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
+                    f" {self.settings.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
                 )
             tally.too_long += 1
-        if self.resampling == "history" and self.solved:
+        if self.settings.resampling == "history" and self.solved:
             raise ExhaustedError("every problem of the task was answered right by all its rollouts")
         raise InputError(
-            f"no problem has a prompt of at most policy.max_prompt_tokens = {self.max_prompt_tokens} tokens; raise it"
+            f"no problem has a prompt of at most policy.max_prompt_tokens = {self.settings.max_prompt_tokens} tokens;"
+            " raise it"
         )
 
     def _roll(self, drawn: Sequence[tuple[int, Problem, Tensor]], tally: Tally) -> list[Group | None]:
         requests = [
             Request(
                 prompt=prompt,
-                seeds=tuple(seed_of(self.seed, problem.key, number, k) for k in range(self.samples_per_prompt)),
+                seeds=tuple(seed_of(self.seed, problem.key, number, k) for k in range(self.settings.samples_per_prompt)),
             )
             for number, problem, prompt in drawn
         ]
         responses = self.engine.generate(requests, self.sampling, self.limits)
         rollouts = [
-            self.rollout(problem, prompt, response, number * self.samples_per_prompt + k)
+            self.rollout(problem, prompt, response, number * self.settings.samples_per_prompt + k)
             for (number, problem, prompt), row in zip(drawn, responses, strict=True)
             for k, response in enumerate(row)
         ]
         scores = self.judge(rollouts)
         scored = list(zip(rollouts, scores, strict=True))
-        each = self.samples_per_prompt
+        each = self.settings.samples_per_prompt
         return [
             self._group(problem, scored[place * each : (place + 1) * each], tally)
             for place, (_, problem, _) in enumerate(drawn)
@@ -243,8 +243,8 @@ class Collector:
         tally.flat += max(rewards) - min(rewards) <= 1e-6
         tally.all_right += right
         tally.all_wrong += flat and max(accuracy) <= 0.0
-        if self.resampling == "history":
+        if self.settings.resampling == "history":
             (self.solved.add if right else self.solved.discard)(problem.key)
-        if self.resampling == "dynamic" and flat:
+        if self.settings.resampling == "dynamic" and flat:
             return None
         return Group(problem=problem, members=tuple(members))
