@@ -25,8 +25,8 @@ MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) f
 # Triton reads kernels as source, and the cost of the health watch is measured: neither takes checks.
 MODULES = {name for name in MODULES if not name.startswith(("legato.policy.kernels.", "legato.health."))}
 
-if find_spec("pydantic") is None:
-    # A machine without pydantic runs everything up to `training`; the rooms above stay unopened there.
+if find_spec("tomli_w") is None or find_spec("typer") is None:
+    # A machine without them runs everything up to `training`; the rooms above stay unopened there.
     MODULES = {name for name in MODULES if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
     DOORS = {name for name in DOORS if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
 

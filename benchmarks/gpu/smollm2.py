@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.smollm2 FOLDER --output benchmarks/results/smollm2-gpu.json
 
 FOLDER is the converted model (`legato.policy.model.smollm2.smollm2_folder()`). It uses the rooms up to `training` only, so
-that it runs without pydantic. `experiment_page` makes docs/experiments/smollm2.md of the stored result.
+that torch and transformers are all it needs. `experiment_page` makes docs/experiments/smollm2.md of the stored result.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
     from legato.tasks.procedural import Arithmetic
     from legato.tasks.source import Generated
     from legato.tasks.task import Split
-    from legato.training.collect import Collector
+    from legato.training.collect import Collector, CollectorSettings
     from legato.training.optimizer import Optimizer, OptimizerSettings
     from legato.training.step import Trainer, TrainingSettings
 
@@ -50,9 +50,8 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
         ),
         judge=WeightedSum(components={"number": Component(reward=NumberMatch())}).score_all,
         sampling=Sampling(),
-        samples_per_prompt=8,
+        settings=CollectorSettings(samples_per_prompt=8, max_prompt_tokens=64),
         seed=seed,
-        max_prompt_tokens=64,
     )
     settings = OptimizerSettings(lr=lr, warm_up_updates=20)
     return Trainer(

@@ -25,7 +25,7 @@ from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.step import Trainer, TrainingSettings
 
@@ -83,9 +83,8 @@ def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = w
         ),
         judge=tabled(given.rewards),
         sampling=Sampling(),
-        samples_per_prompt=samples,
+        settings=CollectorSettings(samples_per_prompt=samples, max_prompt_tokens=max(map(len, given.prompts))),
         seed=0,
-        max_prompt_tokens=max(map(len, given.prompts)),
     )
     return Trainer(
         policy=policy,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from legato.rewards.importing import import_reward
 
 from legato.config.kinds import is_import_path, make
 from legato.core.rollout import Problem, Rollout, Unscorable
-from legato.rewards.importing import import_reward
 from legato.rewards.scoring import is_async, is_batched
 from legato.rewards.verifiers import finite
 from tests.contracts.conftest import chosen

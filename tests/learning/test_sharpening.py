@@ -25,7 +25,7 @@ from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Evaluator
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.step import Trainer, TrainingSettings
@@ -79,9 +79,8 @@ def collector(policy: Policy, seed: int, shuffled: bool) -> Collector:
         runner=Runner(engine=LocalEngine(policy), rendering=Rendering(tokenizer=policy.tokenizer), limits=LIMITS),
         judge=judging(seed, shuffled),
         sampling=Sampling(),
-        samples_per_prompt=8,
+        settings=CollectorSettings(samples_per_prompt=8, max_prompt_tokens=20),
         seed=seed,
-        max_prompt_tokens=20,
     )
 
 

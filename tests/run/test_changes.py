@@ -1,14 +1,14 @@
 """Resuming with changed keys: what is free, what needs a flag, what is refused; every option has its place."""
 
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from legato.config.changes import FREE, REFUSED, verdict
+from legato.config.changes import check, verdict
 from legato.config.document import options
 from legato.config.load import load
+from legato.errors import InputError
 from legato.run.train import resume, train
 from tests.proof.command import Command, refused
 from tests.proof.runs import SMALL, Listener, cut, differences, outcome, small
@@ -65,9 +65,25 @@ def test_every_option_has_its_place() -> None:
         assert verdict(path) == expected, path
 
 
-def test_every_pattern_is_of_an_option() -> None:
-    for pattern in (*FREE, *REFUSED):
-        assert any(fnmatchcase(path, pattern) for path in PATHS), pattern
+@pytest.mark.parametrize(
+    "words", [["training.schedule=cosine"], ["training.warm_up_updates=8", "training.updates_per_step=4"]]
+)
+def test_steps_that_change_the_learning_rate_need_the_flag(words: list[str]) -> None:
+    """A falling schedule is stretched over the steps; a warm-up of 8 updates is shortened in a run of 2 steps."""
+    before, after = (load([], [*words, f"training.steps={steps}"]) for steps in (2, 4))
+    with pytest.raises(InputError, match=r"training\.steps.*--allow-changes"):
+        check(before, after, allowed=False)
+    assert check(before, after, allowed=True)
+
+
+def test_a_warm_up_longer_than_the_run_is_shortened_and_told(tmp_path: Path) -> None:
+    run = small(tmp_path, {"training.steps": 1, "training.updates_per_step": 4, "training.warm_up_updates": 40})
+    lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    (note,) = [note for note in lines[0]["notes"] if "warm_up_updates" in note]
+    assert "40" in note and "3" in note
+    (step,) = [line for line in lines if line["kind"] == "step"]
+    assert step["optimizer/lr"] == load([run.directory / "config.toml"]).config.training.lr
+    assert load([run.directory / "config.toml"]).config.training.warm_up_updates == 40
 
 
 @pytest.mark.parametrize("word", ["training.steps=3", "evaluation.every_steps=1", "output.keep_last=1"])

@@ -1,5 +1,6 @@
 """The collector: who is drawn, with which seeds, who leaves, who is replaced, and when there is nothing left."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
 from legato.tasks.source import Pool
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.source import ExhaustedError, RolloutSource
 
 WORDS = character_tokenizer()
@@ -77,11 +78,13 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
         "runner": Runner(**{name: changes.pop(name, value) for name, value in played.items()}),
         "judge": judging(verdict),
         "sampling": Sampling(),
-        "samples_per_prompt": 4,
         "seed": 3,
-        "max_prompt_tokens": 10,
     }
-    return Collector(**{**given, **changes})
+    named = {field.name for field in dataclasses.fields(CollectorSettings)}
+    chosen = {"samples_per_prompt": 4, "max_prompt_tokens": 10}
+    chosen |= {name: value for name, value in changes.items() if name in named}
+    others = {name: value for name, value in changes.items() if name not in named}
+    return Collector(**{**given, **others}, settings=CollectorSettings(**chosen))
 
 
 def drawn(found: Sequence[Any]) -> list[str]:
@@ -212,14 +215,6 @@ def test_dynamic_sampling_gives_up_after_its_bound() -> None:
     this = collector(lambda prompt, sample: 0.0, resampling="dynamic", max_refills=2)
     groups, tally = this.next(5)
     assert groups == [] and tally.rounds == 3 and this.drawn == 15 and tally.all_wrong == 15
-
-
-def test_dynamic_sampling_with_no_refills_asks_once() -> None:
-    this = collector(
-        lambda prompt, sample: 0.0 if prompt == "p0" else float(sample % 2), resampling="dynamic", max_refills=0
-    )
-    groups, tally = this.next(2)
-    assert drawn(groups) == ["p1"] and tally.rounds == 1
 
 
 def test_dynamic_sampling_also_replaces_groups_that_could_not_be_scored() -> None:

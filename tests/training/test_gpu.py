@@ -25,7 +25,7 @@ from legato.rollouts.sampling import Sampling
 from legato.tasks.procedural import Arithmetic
 from legato.tasks.source import Generated
 from legato.tasks.task import Split
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.probe import probe
 from legato.training.step import Trainer, TrainingSettings
@@ -51,9 +51,8 @@ def collector(policy: Policy) -> Collector:
         ),
         judge=judge,
         sampling=Sampling(),
-        samples_per_prompt=8,
+        settings=CollectorSettings(samples_per_prompt=8, max_prompt_tokens=32),
         seed=0,
-        max_prompt_tokens=32,
     )
 
 

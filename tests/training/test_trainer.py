@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Pool
 from legato.training.anchor import needs_reference
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.optimizer import Optimizer, OptimizerSettings
 from legato.training.report import StepReport
 from legato.training.step import Trainer, TrainingSettings
@@ -59,9 +60,8 @@ def trainer(
         ),
         judge=judge,
         sampling=Sampling(),
-        samples_per_prompt=4,
+        settings=CollectorSettings(samples_per_prompt=4, max_prompt_tokens=20),
         seed=0,
-        max_prompt_tokens=20,
     )
     chosen = {"prompts_per_step": 8, "updates_per_step": 4, "anchor": "recompute", "tokens_per_pack": 60, **settings}
     return Trainer(
@@ -184,7 +184,7 @@ def test_a_first_step_without_scores_does_not_break_the_second() -> None:
 def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, told: float | None) -> None:
     """A task that is solved is no run whose updates are dropped, which is an alarm; one that is too hard is."""
     this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
-    this.collector.resampling, this.collector.max_refills = "dynamic", 1
+    this.collector.settings = replace(this.collector.settings, resampling="dynamic", max_refills=1)
     (report,) = run(this, 1)
     assert report.groups == () and report.metrics.get("update/applied") == told
 

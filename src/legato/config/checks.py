@@ -13,7 +13,7 @@ from legato.config.schema import Config
 from legato.core.importing import is_import_path
 from legato.core.parts import names, nearest
 from legato.errors import InputError
-from legato.health.actions import HealthOptions
+from legato.health.actions import HealthSettings
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
 
@@ -135,7 +135,7 @@ def _health(case: Case) -> Iterator[str]:
             yield f"{case.says('health.ignored')}: there is no rule {name!r}; {nearest(name, known)}"
     if health.action != "recover":
         for path in ("recoveries", "lr_factor", "clip_factor", "skip_data"):
-            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(HealthOptions(), path):
+            if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(HealthSettings(), path):
                 yield f"{case.says(f'health.{path}')} has no effect with {case.says('health.action')}; 'recover' uses it"
         return
     if not case.config.output.checkpoint_every_steps:

@@ -9,11 +9,11 @@ from typing import Any
 
 from legato.core.fields import choice, flag, integer, number, text, texts
 from legato.core.settings import free_table, narrowed, optional_table, settings, table, tables
-from legato.health.actions import HealthOptions
+from legato.health.actions import HealthSettings
 from legato.policy.model.load import Loading
 from legato.policy.model.supervised import WarmUp
 from legato.rewards.scoring import ComponentSettings, RewardSettings
-from legato.rollouts.engine import EngineOptions, ResponseSettings
+from legato.rollouts.engine import EngineSettings, ResponseSettings
 from legato.rollouts.mismatch import Mismatch
 from legato.rollouts.render import ChatSettings, SystemPrompt
 from legato.rollouts.sampling import Sampling
@@ -122,7 +122,7 @@ class Policy(Loading, ChatSettings, PromptSettings):
 
 
 @settings()
-class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineOptions):
+class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
     """How responses are sampled."""
 
     engine: str = choice("local", default="local", says="What samples: 'local' is the very model being trained.")
@@ -222,5 +222,5 @@ class Config:
     rollouts: Rollouts = table(default_factory=Rollouts, says="How responses are sampled.")
     training: Training = table(default_factory=Training, says="How the policy is updated.")
     evaluation: Evaluation = table(default_factory=Evaluation, says="How held-out accuracy is measured.")
-    health: HealthOptions = table(default_factory=HealthOptions, says="What the health watch does.")
+    health: HealthSettings = table(default_factory=HealthSettings, says="What the health watch does.")
     output: Output = table(default_factory=Output, says="What is kept.")

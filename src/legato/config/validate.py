@@ -91,9 +91,7 @@ def validate(given: Layer, faults: list[str]) -> Config | None:
 def _build(section: type, tree: Mapping[str, Any], path: Path, given: Layer, faults: list[str]) -> Any:
     """The settings that a table describes; None, with a line for each fault, if it has any."""
     before, known = len(faults), named_fields(section)
-    values = {
-        key: _value(rule_of(section, key), value, (*path, key), given, faults) for key, value in tree.items() if key in known
-    }
+    values = {key: _value(rule_of(section, key), tree[key], (*path, key), given, faults) for key in known if key in tree}
     others = {key: value for key, value in tree.items() if key not in known}
     if "kind" in known and "options" in cast(Any, section).__dataclass_fields__:
         values["options"] = _options(section, tree.get("kind", _default_kind(section)), others, path, given, faults)

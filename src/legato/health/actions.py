@@ -37,7 +37,7 @@ def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 @settings(resume="free")
-class HealthOptions:
+class HealthSettings:
     """What the health watch does (docs/health.md has its rules)."""
 
     action: str = choice(
@@ -72,7 +72,7 @@ class Health:
 
     def __init__(
         self,
-        options: HealthOptions,
+        options: HealthSettings,
         algorithm: Algorithm,
         warm_up_steps: int,
         directory: RunDirectory,

@@ -30,7 +30,7 @@ class ResponseSettings:
 
 
 @settings()
-class EngineOptions:
+class EngineSettings:
     """What an engine may take of the machine, and what it notes."""
 
     rows_at_once: int = integer(

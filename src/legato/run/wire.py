@@ -27,7 +27,7 @@ from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
-from legato.training.collect import Collector
+from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Evaluator
 from legato.training.optimizer import Optimizer, check_eight_bit
 from legato.training.step import Trainer, routing_options
@@ -143,12 +143,8 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
         evaluation=None if other is None else replace(runner, engine=other),
         judge=reward.score_all,
         sampling=select(Sampling, [rollouts]),
-        samples_per_prompt=rollouts.samples_per_prompt,
+        settings=select(CollectorSettings, [rollouts, config.policy, config.task]),
         seed=config.training.seed,
-        max_prompt_tokens=config.policy.max_prompt_tokens,
-        too_long=config.policy.too_long,
-        resampling=config.task.resampling,
-        max_refills=config.task.max_refills,
     )
 
 

@@ -76,6 +76,11 @@ class GroupSettings:
     )
 
 
+@settings()
+class CollectorSettings(GroupSettings, PromptSettings, ResamplingSettings):
+    """What a collector reads of a run; the options stand in three sections."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Collector:
     """Samples and scores groups at the moment they are asked for."""
@@ -84,14 +89,8 @@ class Collector:
     runner: Runner
     judge: Judge
     sampling: Sampling
-    samples_per_prompt: int
+    settings: CollectorSettings
     seed: int
-    max_prompt_tokens: int
-    too_long: str = "drop"
-    resampling: str = "none"
-    """'dynamic': groups whose responses all score alike are replaced by fresh ones; 'history': problems whose responses were
-    all right are left out of later epochs."""
-    max_refills: int = 8
     evaluation: Runner | None = None
     """What evaluations sample with, where `runner` does not sample from the policy itself; told of new versions too."""
     _drawn: int = 0
@@ -106,7 +105,7 @@ class Collector:
         if isinstance(self.source, Joined) and self.source.after is None and self._steps_begun >= self.source.after_steps:
             self.source.after = self._drawn
         self._steps_begun += 1
-        rounds = 1 + (self.max_refills if self.resampling == "dynamic" else 0)
+        rounds = 1 + (self.settings.max_refills if self.settings.resampling == "dynamic" else 0)
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
             starts = [self._draw(tally) for _ in range(count - len(groups))]
@@ -172,34 +171,35 @@ class Collector:
         for _ in range(2 * size if size is not None else 10_000):
             number, problem = self._drawn, self.source.training(self._drawn)
             self._drawn += 1
-            if self.resampling == "history" and problem.key in self._solved:
+            if self.settings.resampling == "history" and problem.key in self._solved:
                 continue
             prompt = self.runner.rendering.prompt(problem)
-            if len(prompt) <= self.max_prompt_tokens:
-                each, key = self.samples_per_prompt, problem.key
+            if len(prompt) <= self.settings.max_prompt_tokens:
+                each, key = self.settings.samples_per_prompt, problem.key
                 return Start(
                     problem=problem,
                     prompt=prompt,
                     seeds=tuple([seed_of(self.seed, key, number, k) for k in range(each)]),
                     ids=range(number * each, (number + 1) * each),
                 )
-            if self.too_long == "error":
+            if self.settings.too_long == "error":
                 raise InputError(
                     f"the prompt of problem {number} has {len(prompt)} tokens, more than policy.max_prompt_tokens ="
-                    f" {self.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
+                    f" {self.settings.max_prompt_tokens}; raise it, or drop such problems with policy.too_long = 'drop'"
                 )
             tally.too_long += 1
-        if self.resampling == "history" and self._solved:
+        if self.settings.resampling == "history" and self._solved:
             raise ExhaustedError("every problem of the task was answered right by all its rollouts")
         raise InputError(
-            f"no problem has a prompt of at most policy.max_prompt_tokens = {self.max_prompt_tokens} tokens; raise it"
+            f"no problem has a prompt of at most policy.max_prompt_tokens = {self.settings.max_prompt_tokens} tokens;"
+            " raise it"
         )
 
     def _roll(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
         rows = self.runner.play(starts, self.sampling)
         rollouts = [rollout for row in rows for rollout in row]
         scored = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))
-        each = self.samples_per_prompt
+        each = self.settings.samples_per_prompt
         return [
             self._group(start.problem, scored[place * each : (place + 1) * each], tally)
             for place, start in enumerate(starts)
@@ -232,8 +232,8 @@ class Collector:
         tally.flat += max(rewards) - min(rewards) <= 1e-6
         tally.all_right += right
         tally.all_wrong += flat and max(accuracy) <= 0.0
-        if self.resampling == "history":
+        if self.settings.resampling == "history":
             (self._solved.add if right else self._solved.discard)(problem.key)
-        if self.resampling == "dynamic" and flat:
+        if self.settings.resampling == "dynamic" and flat:
             return None
         return Group(problem=problem, members=tuple(members))
