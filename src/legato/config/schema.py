@@ -243,8 +243,8 @@ class Rollouts:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    engine: Literal["local"] = "local"
-    """What samples: 'local' is the very model being trained."""
+    engine: Text = "local"
+    """What samples: "local" is the very model being trained; or "module:Name" or "file.py:Name" of an engine of your own."""
     samples_per_prompt: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = 8
     """The size of a group. One response has no siblings to be compared with."""
     temperature: Positive = 1.0

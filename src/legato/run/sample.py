@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.rollouts.engine import Request, Response
-from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
 from legato.run import wire
 from legato.run.target import Target
@@ -33,7 +32,7 @@ def sample(
     config = target.resolved.config
     seed_generators(config.training.seed)
     policy = target.policy()
-    engine = local_engine(policy, config.rollouts.rows_at_once, kv_memory_share=config.rollouts.kv_memory_share)
+    engine = wire.sampling_engine(config, policy)
     rendering, limits, sampling = wire.rendering_of(config, policy), wire.limits_of(config, policy), wire.sampling_of(config)
     if max_response_tokens is not None:
         limits = replace(limits, max_response_tokens=max_response_tokens)

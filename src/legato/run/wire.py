@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ from legato.rewards.importing import import_reward
 from legato.rewards.overlong import OverlongPunishment
 from legato.rewards.scoring import Component, WeightedSum
 from legato.rollouts.engine import Engine, Limits
-from legato.rollouts.local.select import local_engine
-from legato.rollouts.mismatch import Mismatch, MismatchedEngine
+from legato.rollouts.mismatch import Mismatch
+from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Generated, Joined, Pool, Source
 from legato.tasks.task import Split
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, Tally
+from legato.training.memory.kept import training_bytes
 from legato.training.optimizer import Optimizer, OptimizerSettings, Schedule, check_eight_bit
 from legato.training.step import Trainer, TrainingSettings, routing_options
 from legato.training.tables import needs
@@ -163,8 +164,8 @@ def sampling_of(config: Config) -> Sampling:
     return Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p, top_k=rollouts.top_k, min_p=rollouts.min_p)
 
 
-def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:
-    """prompts -> rollouts -> rewards, as configured."""
+def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum, *, trains: bool = True) -> Collector:
+    """prompts -> rollouts -> rewards, as configured. Not `trains`: no memory is kept back for updates."""
     rollouts = config.rollouts
     longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
     if policy.context_length is not None and longest > policy.context_length:
@@ -172,7 +173,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
-    engine, evaluator = _engines(config, policy)
+    engine, evaluator = _engines(config, policy, trains=trains)
     return Collector(
         source=source,
         engine=engine,
@@ -190,14 +191,75 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
     )
 
 
-def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
+def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, Engine | None]:
     """What samples, and what evaluations sample with where that is another."""
-    rollouts, mismatch = config.rollouts, mismatch_of(config)
-    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes is not False
-    if mismatch is None:
-        return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
-    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record)
-    return engine, local_engine(policy, rows, kv_memory_share=share / 2)
+    options, name = _engine_options(config, policy, trains=trains), config.rollouts.engine
+    if options.mismatch is None:
+        engine = build_engine(name, policy, options)
+        evaluator = None
+    else:
+        if name != "local":
+            raise InputError(
+                f"expected rollouts.engine = 'local' where rollouts.mismatch.kind = {options.mismatch.kind!r}, got {name!r}"
+                " (rollouts.engine): a copy of the policy that differs on purpose is made by the engine 'local' alone"
+            )
+        # Two engines share what keys and values may take.
+        options = replace(options, kv_memory_share=options.kv_memory_share / 2)
+        engine = build_engine(name, policy, options)
+        evaluator = build_engine(name, policy, replace(options, mismatch=None, record_routes=False))
+    if trains:
+        check_engine(config, policy, engine)
+    return engine, evaluator
+
+
+def sampling_engine(config: Config, policy: Policy) -> Engine:
+    """The engine of a policy that is only sampled from."""
+    options = replace(_engine_options(config, policy, trains=False), mismatch=None, record_routes=False)
+    return build_engine(config.rollouts.engine, policy, options)
+
+
+def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOptions:
+    rollouts, training = config.rollouts, config.training
+    later = 0
+    if trains:
+        later = training_bytes(
+            policy.parameters().values(),
+            eight_bit=training.optimizer == "adamw-8bit",
+            offload=training.offload_optimizer,
+        )
+    return EngineOptions(
+        rows_at_once=rollouts.rows_at_once,
+        kv_memory_share=rollouts.kv_memory_share,
+        training_bytes=later,
+        record_routes=rollouts.record_routes is not False,
+        mismatch=mismatch_of(config),
+        seed=training.seed,
+    )
+
+
+def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
+    """Refuse settings that need more than the engine can do. A model without experts is refused by `check_training`."""
+    can, rollouts, training = engine.capabilities, config.rollouts, config.training
+    lacking = {}
+    if not can.routes and policy.routers is not None:
+        lacking["routes"] = {
+            "training.routing_replay = 'R3'": training.routing_replay == "R3",
+            "rollouts.record_routes = true": rollouts.record_routes is True,
+        }
+    if not can.truncation:
+        lacking["truncation"] = {
+            f"rollouts.top_p = {rollouts.top_p}": rollouts.top_p < 1,
+            f"rollouts.top_k = {rollouts.top_k}": rollouts.top_k > 0,
+            f"rollouts.min_p = {rollouts.min_p}": rollouts.min_p > 0,
+        }
+    if not can.logprobs_at_temperature:
+        lacking["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
+    for capability, settings in lacking.items():
+        for setting in (setting for setting, wanted in settings.items() if wanted):
+            raise InputError(
+                f"expected an engine with the capability {capability!r} for {setting}, got {engine.name!r}"
+                f" (rollouts.engine = {rollouts.engine!r}); drop that setting or take another engine"
+            )
 
 
 def mismatch_of(config: Config) -> Mismatch | None:
