@@ -88,7 +88,7 @@ def stale(run: Path) -> Fault:
 
     def make(trainer: Trainer) -> Any:
         engine = MismatchedEngine(trainer.policy, Mismatch(kind="stale"))
-        engine._refresh = lambda: None  # type: ignore[method-assign]
+        engine.publish = lambda weights, version: None  # type: ignore[method-assign]
         return engine
 
     return _engine(make)
@@ -99,7 +99,7 @@ def without_adapter(run: Path) -> Fault:
 
     def make(trainer: Trainer) -> Any:
         engine = MismatchedEngine(trainer.policy, Mismatch(kind="stale"))
-        engine._refresh = lambda: None  # type: ignore[method-assign]
+        engine.publish = lambda weights, version: None  # type: ignore[method-assign]
         first = load_file(run / "checkpoints" / "step-000000" / "model" / "model.safetensors")
         with torch.no_grad():
             for name, weight in engine._weights.items():

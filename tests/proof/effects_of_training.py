@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
+from legato.rollouts import local_kind
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.gpu import budget
 from legato.rollouts.sampling import Sampling
-from legato.run import wire
 from tests.proof import verdicts
 from tests.proof.effects import Bench, effect
 
@@ -86,19 +87,19 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     from legato.rollouts.gpu.slots import Room
 
     # The engine of a GPU, on a machine that is said to have room for 64 rows beside what training will ask for.
-    bench.patch.setattr(wire, "local_engine", lambda policy, rows, **rest: GraphedEngine(policy, rows, graphs=False, **rest))
-    request, limits = (
-        Request(prompt=torch.tensor([5, 6]), seeds=tuple(range(64))),
-        Limits(max_response_tokens=64, end_tokens=()),
-    )
+    def with_slots(policy: Policy, rows: int, **rest: Any) -> GraphedEngine:
+        return GraphedEngine(policy, rows, graphs=False, **rest)
+
+    bench.patch.setattr(local_kind, "local_engine", with_slots)
     room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
     slots = []
     for share in (1.0, 0.4, 1e-6):
         engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.runner.engine
-        later = budget.LATER * sum(weight.numel() for weight in engine.policy.parameters().values())
+        # A float32 gradient and two moments; masters are the weights themselves.
+        later = 12 * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)
         bench.patch.setattr(budget, "free_bytes", lambda device, free=free: free)
-        slots.append(engine._prepare([request], limits).room.slots)
+        slots.append(engine._prepare(room).room.slots)
     assert slots == [64, 24, 1]
 
 

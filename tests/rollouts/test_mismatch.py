@@ -23,6 +23,8 @@ def engine(of: Policy, kind: str, seed: int = 0, **options: float) -> Mismatched
 
 
 def said(of: LocalEngine | MismatchedEngine, requests: list[Request] | None = None) -> list[list[Response]]:
+    """What an engine writes with the weights of its policy as they are now."""
+    of.publish(of.policy.model.named_parameters(), of.version + 1)
     return of.generate(asked(5, 9) if requests is None else requests, Sampling(), LIMITS)
 
 

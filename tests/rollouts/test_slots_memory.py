@@ -56,9 +56,8 @@ def test_the_configuration_says_what_a_token_takes(name: str) -> None:
 
 def test_a_small_budget_means_fewer_slots_a_message_and_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     made, said = policy("qwen3"), []
-    later = 14 * sum(weight.numel() for weight in made.parameters().values())
-    monkeypatch.setattr(budget, "free_bytes", lambda device: later + 2**20)
-    engine = GraphedEngine(made, 64, graphs=False, say=said.append)
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 10**9 + 2**20)
+    engine = GraphedEngine(made, 64, graphs=False, training_bytes=10**9, say=said.append)
     requests = asked(*[40] * 16, each=4)
     same(engine.generate(requests, Sampling(), LIMITS), LocalEngine(made).generate(requests, Sampling(), LIMITS))
     assert engine.store is not None

@@ -1,19 +1,22 @@
 """`policy.gradient_checkpointing = "auto"`: decided by the memory model, told, stored, and made anew when resumed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from legato.config.load import load
+from legato.errors import InputError
 from legato.policy.model.load import load_policy
 from legato.run import memory
 from legato.run.train import resume
 from legato.run.wire import Given, policy_of
 from legato.training.memory import available as machine
 from legato.training.memory.available import available
-from legato.training.memory.model import Memory
+from legato.training.memory.model import Demand, Memory
 from legato.training.memory.shape import Shape
 from tests.proof.runs import SMALL, Listener, cut, differences, outcome, records, small
 
@@ -45,6 +48,11 @@ def needed(options: dict[str, Any] | None = None) -> tuple[Memory, Memory]:
     return demand.memory(checkpointing=False), demand.memory(checkpointing=True)
 
 
+def scarce() -> int:
+    """Bytes that suffice for a small run with checkpointing, not without."""
+    return needed()[0].total - 1
+
+
 LARGE = {"policy.tiny.layers": 6, "rollouts.max_response_tokens": 64}
 """A model and a pack whose activations matter."""
 
@@ -67,9 +75,49 @@ def test_it_is_switched_on_exactly_where_the_pack_no_longer_fits(monkeypatch: py
     having(monkeypatch, less.total - 1)
     on, notes = decided(LARGE)
     assert on and "training.tokens_per_pack=" in notes[0] and notes[0].endswith("would fit")
-    having(monkeypatch, 1000)
-    on, notes = decided(LARGE)
-    assert on and "no pack fits" in notes[0]
+
+
+@pytest.mark.parametrize("asked", ["auto", True, False])
+def test_what_cannot_fit_at_all_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, asked: object) -> None:
+    options = {**LARGE, "policy.gradient_checkpointing": asked}
+    demand = memory.demand_of(resolved := load([], (), {**SMALL, **options}), policy_of(resolved, Given()))
+    longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
+    least = memory._least(demand, longest)
+    held = demand.memory(checkpointing=True)
+    assert held.weights + held.gradients + held.moments < least < held.total
+    having(monkeypatch, least - 1)
+    # Adapters of rank 16 are larger than this model is.
+    with pytest.raises(InputError, match=r"what would fit: a smaller model"):
+        decided(options)
+    having(monkeypatch, least)
+    on, notes = decided(options)
+    assert on is (asked is not False)
+    if asked == "auto":
+        assert "no pack fits" in notes[0]
+
+
+def test_a_large_model_is_told_of_every_setting_that_would_make_it_fit() -> None:
+    """8.2 billion weights in 16 bits: 147 GB without any activation, on a GPU of 149 GB."""
+    shape = Shape.of(
+        Qwen3Config(
+            vocab_size=151936,
+            hidden_size=4096,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=12288,
+            tie_word_embeddings=False,
+        )
+    )
+    demand = Demand(
+        shape=shape, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=2, stored_keys=10**6, fused=True
+    )
+    with pytest.raises(InputError) as refusal:
+        memory.refuse_what_cannot_fit(demand, 149 * 10**9, 4096, "8B", on_gpu=True)
+    for setting in ("policy.lora.rank=16 (", "training.optimizer=adamw-8bit (", "training.offload_optimizer=true ("):
+        assert setting in str(refusal.value)
+    memory.refuse_what_cannot_fit(replace(demand, offload=True), 149 * 10**9, 4096, "8B", on_gpu=True)
 
 
 def test_the_pack_it_names_fits_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +128,7 @@ def test_the_pack_it_names_fits_without_a_word(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("said", [True, False])
 def test_a_given_choice_is_followed_whatever_the_memory(said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    having(monkeypatch, 10**15 if said else 1)
+    having(monkeypatch, 10**15 if said else scarce())
     assert decided({"policy.gradient_checkpointing": said}) == (said, [])
 
 
@@ -92,7 +140,7 @@ def test_a_system_that_does_not_say_gets_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_that_cannot_be_estimated_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def strange(config: Any) -> Shape:
-        raise ValueError("the configuration Strange has no hidden_size; memory cannot be estimated")
+        raise InputError("the configuration Strange has no hidden_size; memory cannot be estimated")
 
     monkeypatch.setattr(Shape, "of", strange)
     having(monkeypatch, 1)
@@ -102,7 +150,7 @@ def test_a_model_that_cannot_be_estimated_gets_none(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_does_not_support_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen3ForCausalLM.supports_gradient_checkpointing", False)
-    having(monkeypatch, 1)
+    having(monkeypatch, scarce())
     on, notes = decided()
     assert not on and notes[0].startswith("this model does not support it")
     with pytest.raises(ValueError, match=r"policy\.gradient_checkpointing = true"):
@@ -128,7 +176,7 @@ def test_a_run_prints_and_stores_the_choice_and_is_the_same_either_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener, folders = Listener(), []
-    for name, size in (("off", 10**12), ("on", 1)):
+    for name, size in (("off", 10**12), ("on", scarce())):
         having(monkeypatch, size)
         folders.append(small(tmp_path / name, {"training.steps": 2}, watcher=listener).directory)
         (start,) = [record for record in records(folders[-1]) if record["kind"] == "start"]
@@ -144,7 +192,7 @@ def test_a_resumed_run_chooses_anew_and_ends_the_same(tmp_path: Path, monkeypatc
     having(monkeypatch, 10**12)
     straight = small(tmp_path / "straight", {"training.steps": 2}).directory
     resumed = cut(straight, tmp_path / "cut", 1)
-    having(monkeypatch, 1)
+    having(monkeypatch, scarce())
     listener = Listener()
     assert resume(resumed, watcher=listener).exit_code == 0
     assert "gradient checkpointing is on" in listener.said

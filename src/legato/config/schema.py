@@ -7,7 +7,7 @@ What several options have to agree on is in `checks.py`; how files and words bec
 from collections.abc import Mapping
 from typing import Any
 
-from legato.core.fields import choice, flag, integer, number, text, texts
+from legato.core.fields import flag, integer, number, text, texts
 from legato.core.settings import free_table, narrowed, optional_table, settings, table, tables
 from legato.health.actions import HealthSettings
 from legato.policy.model.load import Loading
@@ -125,7 +125,10 @@ class Policy(Loading, ChatSettings, PromptSettings):
 class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
     """How responses are sampled."""
 
-    engine: str = choice("local", default="local", says="What samples: 'local' is the very model being trained.")
+    engine: str = text(
+        default="local",
+        says='What samples: "local" is the very model being trained; or "module:Name" or "file.py:Name" of your own.',
+    )
     # No ratio can be taken to a greedy sampler; evaluations have temperatures of their own.
     temperature: float = narrowed(Sampling, "temperature", above=0.0)
     mismatch: Mismatch = table(

@@ -6,13 +6,13 @@
     kv-int8      the same in 255 steps per token and head
     perturbed    every weight times 1 + size * n, n standard normal, the same n after every update
     stale        the weights of so many updates ago; before there were so many, those of the start
-It samples from a copy of the policy that is written anew before every call, so that what it is follows from weights and
-seed; only `stale` remembers something. The log-probs it returns are the sampler's own.
+It samples from a copy of the policy, written anew by every `publish`, so that what it is follows from weights and seed; only
+`stale` remembers something. The log-probs it returns are the sampler's own.
 """
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from legato.core.settings import settings
 from legato.errors import InputError
 from legato.policy.layout.attention import Heads, View
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Limits, QueuedEngine, Request, Response
+from legato.rollouts.engine import Capabilities, Engine, Finished, Handle, Limits, Request
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
@@ -110,7 +110,7 @@ class _RoundedPolicy(Policy):
             yield
 
 
-class MismatchedEngine(QueuedEngine):
+class MismatchedEngine(Engine):
     """Samples as a policy that differs from the one being trained."""
 
     def __init__(
@@ -121,15 +121,15 @@ class MismatchedEngine(QueuedEngine):
         kv_memory_share: float = 0.5,
         *,
         record_routes: bool = False,
+        training_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
         self.policy, self.mismatch, self.seed = policy, mismatch, seed
         self.name = f"local, {mismatch.kind}"
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.age if mismatch.kind == "stale" else 0)
         """The trained weights before each of the last updates, the oldest first."""
         self._weights: dict[str, Tensor] = {}
-        """Those of the copy, by name."""
+        """Those of the copy, by name; none where keys and values differ, not weights."""
         if mismatch.kind.startswith("kv-"):
             if not policy.views:
                 raise InputError(
@@ -146,32 +146,53 @@ class MismatchedEngine(QueuedEngine):
             # Weights only: buffers such as rotary frequencies stay exact, as they do in a model loaded in 16 bits.
             weight.data = weight.data.to(_DTYPES.get(mismatch.kind, weight.dtype))
         ends = (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
-        self._embeddings = {id(layer.weight) for layer in ends if layer is not None}
+        embeddings = {id(layer.weight) for layer in ends if layer is not None}
+        self._embeddings = {name for name, weight in policy.model.named_parameters() if id(weight) in embeddings}
         self._weights = dict(body.named_parameters())
         with torch.no_grad():
             for name, weight in policy.model.named_parameters():
-                self._weights[name].copy_(self._altered(name, weight, weight))
-        sampler = Policy(**_as(policy, body))
-        self.engine = local_engine(sampler, rows_at_once, kv_memory_share=kv_memory_share, record_routes=record_routes)
+                self._weights[name].copy_(self._altered(name, weight))
+        self.engine = local_engine(
+            Policy(**_as(policy, body)),
+            rows_at_once,
+            kv_memory_share=kv_memory_share,
+            record_routes=record_routes,
+            training_bytes=training_bytes,
+        )
 
-    def respond(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        self._refresh()
-        found: list[list[Response]] = self.engine.generate(requests, sampling, limits)
-        return found
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        own: Capabilities = self.engine.capabilities
+        return replace(own, holds_weights=bool(self._weights))
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
+        handles: list[Handle] = self.engine.submit(requests, sampling, limits)
+        return handles
+
+    def poll(self) -> list[Finished]:
+        finished: list[Finished] = self.engine.poll()
+        return finished
+
+    def cancel(self, handle: Handle) -> None:
+        self.engine.cancel(handle)
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write the copy anew from the policy's weights, or under `stale` from those of so many updates ago."""
+        past = self._past[0] if self._past else {}
+        with torch.no_grad():
+            for name, weight in weights:
+                if name in self._weights:
+                    self._weights[name].copy_(self._altered(name, past.get(name, weight)))
+        self.version = version
+        self.engine.publish((), version)
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """What changes from update to update, where the sampler has a copy of it."""
         return ((name, p) for name, p in self.policy.model.named_parameters() if p.requires_grad and name in self._weights)
 
-    def _refresh(self) -> None:
-        past = self._past[0] if self._past else {}
-        with torch.no_grad():
-            for name, weight in self._trained():
-                self._weights[name].copy_(self._altered(name, weight, past.get(name, weight)))
-
-    def _altered(self, name: str, weight: Tensor, values: Tensor) -> Tensor:
+    def _altered(self, name: str, values: Tensor) -> Tensor:
         """The values of a weight of the policy as the sampler has them."""
-        if self.mismatch.kind == "int8" and values.dim() >= 2 and id(weight) not in self._embeddings:
+        if self.mismatch.kind == "int8" and values.dim() >= 2 and name not in self._embeddings:
             return in_steps(values)
         if self.mismatch.kind == "perturbed":
             source = torch.Generator(values.device).manual_seed(seed_of("mismatch", self.seed, name))

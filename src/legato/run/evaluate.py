@@ -62,7 +62,7 @@ def evaluate(
         listed = source.held_out(config.task.held_out if problems is None else problems)
     seed_generators(config.training.seed)
     policy = target.policy()
-    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
+    collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()), trains=False)
     longest = config.policy.max_prompt_tokens
     listed = [problem for problem in listed if len(collector.runner.rendering.prompt(problem)) <= longest]
     if not listed:

@@ -1,5 +1,6 @@
 """What the configured run asks of memory, and what is decided from it: `policy.gradient_checkpointing = "auto"`."""
 
+from dataclasses import replace
 from typing import Any
 
 from legato.config.resolved import Resolved
@@ -72,22 +73,29 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
 
 
 def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
-    """Under "auto": layers are recomputed in the backward pass only where activations would not fit; the note says why."""
-    if resolved.config.policy.gradient_checkpointing != "auto":
-        return
+    """Refuse a training that cannot fit. Under "auto", recompute layers in the backward pass where activations do not fit.
+
+    A note says what was decided and why.
+    """
+    auto = resolved.config.policy.gradient_checkpointing == "auto"
     there = available(policy.device)
     try:
         demand = demand_of(resolved, policy)
     except InputError as error:
-        policy.notes.append(f"gradient checkpointing is off: {error}")
+        if auto:
+            policy.notes.append(f"gradient checkpointing is off: {error}")
         return
     if there is None:
-        policy.notes.append("gradient checkpointing is off: this system does not say how much memory there is")
+        if auto:
+            policy.notes.append("gradient checkpointing is off: this system does not say how much memory there is")
         return
     longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
-    found = fit(demand, there, smallest=longest)
-    note = _sentence(demand, found, there)
-    if found.checkpointing:
+    refuse_what_cannot_fit(demand, there, longest, policy.name, on_gpu=policy.device.type == "cuda")
+    if not auto:
+        return
+    fitting = fit(demand, there, smallest=longest)
+    note = _sentence(demand, fitting, there)
+    if fitting.checkpointing:
         if getattr(policy.model, "supports_gradient_checkpointing", True):
             recompute_layers(policy)
         else:
@@ -95,14 +103,53 @@ def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
     policy.notes.append(note)
 
 
-def _sentence(demand: Demand, found: Fit, there: int) -> str:
+def refuse_what_cannot_fit(demand: Demand, there: int, longest: int, model: str, *, on_gpu: bool) -> None:
+    """InputError where not even the least a run can do with fits: one text a pack, layers recomputed, no slack.
+
+    Anything above that is an estimate that may err; the run starts with a note.
+    """
+    least = _least(demand, longest)
+    if least <= there:
+        return
+    alternatives = {"policy.lora.rank=16": replace(demand, adapter_rank=16, trained=None)} if not demand.adapter_rank else {}
+    if on_gpu:
+        eight_bit, offload = "training.optimizer=adamw-8bit", "training.offload_optimizer=true"
+        alternatives[eight_bit] = replace(demand, eight_bit=True)
+        alternatives[offload] = replace(demand, offload=True)
+        alternatives[f"{offload} {eight_bit}"] = replace(demand, offload=True, eight_bit=True)
+    helping = [
+        f"{setting} ({gigabytes(_least(other, longest))})"
+        for setting, other in alternatives.items()
+        if _least(other, longest) <= there
+    ]
+    raise InputError(
+        f"expected a training that fits in {gigabytes(there)}, got one that needs {gigabytes(least)} with the smallest pack"
+        f" and gradient checkpointing (policy.model = {model}); what would fit:"
+        f" {', '.join([*helping, 'a smaller model'])}"
+    )
+
+
+def _least(demand: Demand, longest: int) -> int:
+    """Bytes without which no update can be made: packs of one text, one response at a time in the engine."""
+    tokens = min(longest, demand.tokens_per_pack)
+    smallest = replace(
+        demand,
+        tokens_per_pack=tokens,
+        head_tokens=min(demand.head_tokens, tokens),
+        stored_keys=min(demand.stored_keys, 2 * longest),
+    )
+    memory = smallest.memory(checkpointing=True)
+    return memory.total - memory.slack
+
+
+def _sentence(demand: Demand, fitting: Fit, there: int) -> str:
     plain, less = (demand.memory(checkpointing=each).total for each in (False, True))
     have = f"there are {gigabytes(there)}"
-    if not found.checkpointing:
+    if not fitting.checkpointing:
         return f"gradient checkpointing is off: {gigabytes(plain)} are needed, {have}"
     words = f"gradient checkpointing is on: {gigabytes(plain)} would be needed without it, {gigabytes(less)} with it, {have}"
-    if found.tokens_per_pack == demand.tokens_per_pack and found.fits:
+    if fitting.tokens_per_pack == demand.tokens_per_pack and fitting.fits:
         return words
-    if found.fits:
-        return f"{words}; training.tokens_per_pack={found.tokens_per_pack} would fit"
+    if fitting.fits:
+        return f"{words}; training.tokens_per_pack={fitting.tokens_per_pack} would fit"
     return f"{words}; no pack fits: a smaller model, policy.lora or training.offload_optimizer=true would help"

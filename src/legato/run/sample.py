@@ -7,7 +7,6 @@ from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
 from legato.core.settings import select
 from legato.rollouts.engine import Request, Response
-from legato.rollouts.local.select import local_engine
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
@@ -35,7 +34,7 @@ def sample(
     config = target.resolved.config
     seed_generators(config.training.seed)
     policy = target.policy()
-    engine = local_engine(policy, config.rollouts.rows_at_once, kv_memory_share=config.rollouts.kv_memory_share)
+    engine = wire.sampling_engine(config, policy)
     rendering, limits = wire.rendering_of(config, policy), wire.limits_of(config, policy)
     sampling = select(Sampling, [config.rollouts])
     if max_response_tokens is not None:

@@ -21,14 +21,15 @@ from legato.policy.policy import Policy
 from legato.rewards.scoring import Component, WeightedSum, check_reward
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
-from legato.rollouts.local.select import local_engine
-from legato.rollouts.mismatch import MismatchedEngine
+from legato.rollouts.mismatch import Mismatch
+from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Evaluator
+from legato.training.memory.kept import training_bytes
 from legato.training.optimizer import Optimizer, check_eight_bit
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs
@@ -120,8 +121,8 @@ def limits_of(config: Config, policy: Policy) -> Limits:
     return select(Limits, [config.rollouts], end_tokens=ends)
 
 
-def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum) -> Collector:
-    """prompts -> rollouts -> rewards, as configured."""
+def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum, *, trains: bool = True) -> Collector:
+    """prompts -> rollouts -> rewards, as configured. Not `trains`: no memory is kept back for updates."""
     rollouts = config.rollouts
     longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
     if policy.context_length is not None and longest > policy.context_length:
@@ -129,7 +130,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
             f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
             f" ({policy.context_length} tokens); lower one of them"
         )
-    engine, other = _engines(config, policy)
+    engine, other = _engines(config, policy, trains=trains)
     runner = Runner(
         engine=engine,
         rendering=rendering_of(config, policy),
@@ -167,14 +168,68 @@ def evaluator_of(collector: Collector) -> Evaluator:
     return Evaluator(runner=collector.evaluation or collector.runner, judge=collector.judge)
 
 
-def _engines(config: Config, policy: Policy) -> tuple[Engine, Engine | None]:
+def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, Engine | None]:
     """What samples, and what evaluations sample with where that is another."""
-    rollouts, mismatch = config.rollouts, config.rollouts.mismatch
-    rows, share, record = rollouts.rows_at_once, rollouts.kv_memory_share, rollouts.record_routes is not False
-    if mismatch.kind == "none":
-        return local_engine(policy, rows, kv_memory_share=share, record_routes=record), None
-    engine = MismatchedEngine(policy, mismatch, rows, share / 2, record_routes=record, seed=config.training.seed)
-    return engine, local_engine(policy, rows, kv_memory_share=share / 2)
+    options, name = _engine_options(config, policy, trains=trains), config.rollouts.engine
+    if options.mismatch.kind == "none":
+        engine = build_engine(name, policy, options)
+        evaluator = None
+    else:
+        if name != "local":
+            raise InputError(
+                f"expected rollouts.engine = 'local' where rollouts.mismatch.kind = {options.mismatch.kind!r}, got {name!r}"
+                " (rollouts.engine): a copy of the policy that differs on purpose is made by the engine 'local' alone"
+            )
+        # Two engines share what keys and values may take.
+        options = replace(options, kv_memory_share=options.kv_memory_share / 2)
+        engine = build_engine(name, policy, options)
+        evaluator = build_engine(name, policy, replace(options, mismatch=Mismatch(), record_routes=False))
+    if trains:
+        check_engine(config, policy, engine)
+    return engine, evaluator
+
+
+def sampling_engine(config: Config, policy: Policy) -> Engine:
+    """The engine of a policy that is only sampled from."""
+    options = replace(_engine_options(config, policy, trains=False), mismatch=Mismatch(), record_routes=False)
+    return build_engine(config.rollouts.engine, policy, options)
+
+
+def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOptions:
+    rollouts, training = config.rollouts, config.training
+    later = 0
+    if trains:
+        later = training_bytes(
+            policy.parameters().values(),
+            eight_bit=training.optimizer == "adamw-8bit",
+            offload=training.offload_optimizer,
+        )
+    return select(EngineOptions, [rollouts], mismatch=rollouts.mismatch, training_bytes=later, seed=training.seed)
+
+
+def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
+    """Refuse settings that need more than the engine can do. A model without experts is refused by `check_training`."""
+    can, rollouts, training = engine.capabilities, config.rollouts, config.training
+    lacking = {}
+    if not can.routes and policy.routers is not None:
+        lacking["routes"] = {
+            "training.routing_replay = 'R3'": training.routing_replay == "R3",
+            "rollouts.record_routes = true": rollouts.record_routes is True,
+        }
+    if not can.truncation:
+        lacking["truncation"] = {
+            f"rollouts.top_p = {rollouts.top_p}": rollouts.top_p < 1,
+            f"rollouts.top_k = {rollouts.top_k}": rollouts.top_k > 0,
+            f"rollouts.min_p = {rollouts.min_p}": rollouts.min_p > 0,
+        }
+    if not can.logprobs_at_temperature:
+        lacking["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
+    for capability, settings in lacking.items():
+        for setting in (setting for setting, wanted in settings.items() if wanted):
+            raise InputError(
+                f"expected an engine with the capability {capability!r} for {setting}, got {engine.name!r}"
+                f" (rollouts.engine = {rollouts.engine!r}); drop that setting or take another engine"
+            )
 
 
 def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:

@@ -7,9 +7,6 @@ import torch
 from legato.policy.policy import Policy
 from legato.rollouts.gpu.slots import Room
 
-LATER = 16
-"""Bytes training will still ask for with every trained weight: a float32 gradient, master and two moments."""
-
 
 def free_bytes(device: torch.device) -> int | None:
     """What can be allocated on the device; None: not counted."""
@@ -19,13 +16,10 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def allowed(policy: Policy, share: float) -> int | None:
+def allowed(device: torch.device, share: float, training_bytes: int) -> int | None:
     """Bytes for keys and values: a share of what is free and training will not ask for."""
-    free = free_bytes(policy.device)
-    if free is None:
-        return None
-    later = LATER * sum(weight.numel() for weight in policy.parameters().values())
-    return max(0, int((free - later) * share))
+    free = free_bytes(device)
+    return None if free is None else max(0, int((free - training_bytes) * share))
 
 
 def bytes_per_token(policy: Policy) -> int:

@@ -52,12 +52,15 @@ class GraphedEngine(JobEngine):
         fused: bool = True,
         kv_memory_share: float = 0.5,
         record_routes: bool = False,
+        training_bytes: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__()
         self.policy, self.graphs, self.kv_memory_share, self.say = policy, graphs, kv_memory_share, say
         self.rows_at_once = rows_at_once
         """Lowered where memory runs out."""
+        self.training_bytes = training_bytes
+        """What training will still ask for of the device's memory; it is not given to keys and values."""
         self.routers = policy.routers if record_routes else None
         reason = why_not(policy.body.get_decoder()) if fused else "it was switched off"
         self.fused = reason is None
@@ -224,7 +227,7 @@ class GraphedEngine(JobEngine):
 
     def _make_room(self, wanted: Room) -> Store:
         if self._budget is None:
-            self._budget = budget.allowed(self.policy, self.kv_memory_share)
+            self._budget = budget.allowed(self.policy.device, self.kv_memory_share, self.training_bytes)
         self._per_token = self._per_token or budget.bytes_per_token(self.policy)
         self._room = room = budget.fitting(wanted, self._per_token, self._budget)
         if room.slots < wanted.slots:

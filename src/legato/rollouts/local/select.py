@@ -9,14 +9,26 @@ from legato.rollouts.local.agreement import disagreement
 from legato.rollouts.local.engine import LocalEngine
 
 
-def local_engine(policy: Policy, rows_at_once: int, *, kv_memory_share: float = 0.5, record_routes: bool = False) -> Engine:
-    """The fastest engine that serves this policy here; what was decided is added to the policy's notes."""
+def local_engine(
+    policy: Policy,
+    rows_at_once: int,
+    *,
+    kv_memory_share: float = 0.5,
+    record_routes: bool = False,
+    training_bytes: int = 0,
+) -> Engine:
+    """The fastest engine that serves this policy here; what was decided is added to the policy's notes.
+
+    `training_bytes`: memory of the device that training will still ask for.
+    """
     if policy.device.type != "cuda" or not policy.views:
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     if find_spec("triton") is None:
         policy.notes.append("the engine is the plain one: Triton is not installed")
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
-    return first_that_serves(policy, rows_at_once, kv_memory_share, record_routes=record_routes)
+    return first_that_serves(
+        policy, rows_at_once, kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
+    )
 
 
 def first_that_serves(
@@ -26,6 +38,7 @@ def first_that_serves(
     graphs: Sequence[bool] = (True, False),
     *,
     record_routes: bool = False,
+    training_bytes: int = 0,
 ) -> Engine:
     """Slots with captured graphs, slots without, or the plain engine: the first whose log-probs are the policy's own.
 
@@ -42,6 +55,7 @@ def first_that_serves(
             graphs=captured,
             kv_memory_share=kv_memory_share,
             record_routes=record_routes,
+            training_bytes=training_bytes,
             say=said.append,
         )
         wrong = disagreement(engine, policy)

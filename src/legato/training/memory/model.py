@@ -48,7 +48,7 @@ _SLACK = 0.06
 """Of everything else: rounding of blocks, fragments, workspaces of matrix products."""
 
 _FLOAT32 = 4
-_EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
+EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
 """A byte, and a float32 scale for each block of 256."""
 
 
@@ -107,7 +107,7 @@ class Demand:
         trained = all_of_it if self.trained is None else self.trained
         trained_size = exact if adapters else self.size
         masters = trained * exact if trained_size < exact or self.offload else 0
-        moments = int(2 * trained * (_EIGHT_BIT_MOMENT if self.eight_bit else exact))
+        moments = int(2 * trained * (EIGHT_BIT_MOMENT if self.eight_bit else exact))
         # A 16-bit gradient is a tensor of its own until it is added to the float32 one.
         passing = shape.largest * self.size if self.size < exact and not adapters and trained else 0
         layer = max(self.layer(sparse=sparse) for sparse in (False, True) if self._has(sparse=sparse))

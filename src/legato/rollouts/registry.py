@@ -1,0 +1,80 @@
+"""Engines by name: `rollouts.engine` is a registered name or "file.py:Name" of the user's.
+
+An engine is one file. It declares a class whose `build` makes the engine for a policy:
+
+    @part("engine", "mine")                       # only for engines of ours; a user's file needs no name
+    class Mine(EngineKind):
+        def build(self, policy: Policy, options: EngineOptions) -> Engine:
+            return MyEngine(policy, options.rows_at_once)
+
+Files of ours in `legato/rollouts/` are imported when an engine is asked for by name. `tests/contracts` checks what an engine
+must do; `examples/piped_engine.py` is one in another process.
+"""
+
+import functools
+import pkgutil
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import legato.rollouts
+from legato.core.importing import make_imported
+from legato.core.parts import Part, lookup
+from legato.errors import InputError
+from legato.policy.policy import Policy
+from legato.rollouts.engine import Engine, EngineSettings
+from legato.rollouts.mismatch import Mismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(EngineSettings):
+    """What a run says to its engine."""
+
+    training_bytes: int = 0
+    """Memory of the policy's device that training will still ask for; 0: nothing is trained."""
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    """How the sampler differs from the policy on purpose; only the engine "local" does that."""
+    seed: int = 0
+    """Of the run. Requests bring the seeds of their responses with them."""
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether responses carry the experts of every token, where there are any."""
+        return self.record_routes is not False
+
+
+class EngineKind(Part):
+    """What `rollouts.engine` names."""
+
+    __slots__ = ()
+
+    def build(self, policy: Policy, options: EngineOptions) -> Engine:
+        """The engine for a policy."""
+        raise NotImplementedError
+
+
+@functools.cache
+def _register_engines() -> None:
+    """Engines are registered when their modules are imported."""
+    for module in pkgutil.iter_modules(legato.rollouts.__path__):
+        if not module.ispkg:
+            import_module(f"legato.rollouts.{module.name}")
+
+
+def build_engine(name: str, policy: Policy, options: EngineOptions) -> Engine:
+    """The engine of a registered name or of a path "file.py:Name"."""
+    if ":" in name:
+        kind = make_imported("rollouts.engine", name)
+    else:
+        _register_engines()
+        kind = lookup("engine", name)()
+    if not callable(getattr(kind, "build", None)):
+        raise InputError(
+            f"expected a class with build(policy, options), got {name!r} (rollouts.engine); docs/engines.md shows one"
+        )
+    engine = kind.build(policy, options)
+    if not isinstance(engine, Engine):
+        raise InputError(
+            f"expected a legato.rollouts.engine.Engine from {name}.build, got {type(engine).__name__} (rollouts.engine);"
+            " subclass Engine, or QueuedEngine where all requests are answered at once"
+        )
+    return engine
