@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import legato
 from legato.algorithms.algorithm import Algorithm
 from legato.config.load import load
 from legato.config.resolved import dump
-from legato.core.parts import lookup, part
+from legato.core.parts import find as find_by_name
+from legato.core.parts import lookup, part, register
 from legato.errors import InputError
 from legato.objectives.slots import Bounds, Trust
 from legato.run.evaluate import evaluate
@@ -187,6 +189,28 @@ def test_a_field_is_told_by_the_name_of_the_part(tmp_path: Path) -> None:
     recipe.write_text('[algorithm]\n"objective.trust" = ["my_clip.py:MyClip"]\n"objective.trust.my-clip.ovr" = 0.1\n')
     with pytest.raises(InputError, match="did you mean 'over'"):
         load([recipe])
+
+
+def test_an_estimator_may_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "credit.py").write_text(
+        "from legato.parts import Estimate, Estimator\n"
+        "class Raw(Estimator):\n"
+        "    needs_groups = False\n"
+        "    def estimate(self, scores):\n"
+        "        return Estimate(advantages=scores.rewards)\n"
+    )
+    rewards = torch.tensor([1.0, 0.0])
+    assert torch.equal(legato.advantages("credit.py:Raw", rewards=rewards, mask=torch.ones(2, 3)).advantages, rewards)
+    assert steps(run(tmp_path, **{"algorithm.advantage": "credit.py:Raw", "training.steps": 1}))
+
+
+def test_anything_can_be_registered_and_found_by_name_or_path(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text("def remote(policy):\n    return policy\n")
+    local = register("engine-of-a-test", "local", lambda policy: policy)
+    assert find_by_name("engine-of-a-test", "local") is local
+    assert find_by_name("engine-of-a-test", "engines.py:remote")(3) == 3
+    with pytest.raises(InputError, match="unknown engine-of-a-test 'lcal'; did you mean 'local'"):
+        find_by_name("engine-of-a-test", "lcal")
 
 
 # Algorithms made in Python
