@@ -98,6 +98,22 @@ def test_it_is_tightened_when_a_run_recovers() -> None:
     assert (bounds.low, bounds.high) == (1.5e-4, 2e-4)
 
 
+def test_a_recovery_narrows_its_band(tmp_path: Path) -> None:
+    options = {
+        "algorithm": "grpo",
+        "algorithm.objective.trust.my-clip.under": 0.2,
+        "algorithm.objective.trust.my-clip.over": 0.2,
+        "health.action": "recover",
+        "health.lr_factor": 0.5,
+        "health.clip_factor": 0.5,
+        "training.lr": 0.5,
+        "training.steps": 12,
+    }
+    bands = [band for step in steps(run(tmp_path, **options)) if (band := step.get("clip/band_high"))]
+    assert max(bands) == pytest.approx(0.2)
+    assert min(bands) < 0.11
+
+
 def test_a_run_with_it_accepts_a_clip_factor(tmp_path: Path) -> None:
     words = ["health.action=recover", "health.clip_factor=0.5", "output.checkpoint_every_steps=1"]
     resolved = load([], ['algorithm.objective.trust=["my_clip.py:MyClip"]', *words])
@@ -182,6 +198,14 @@ def test_a_class_that_is_no_such_part_is_told(code: str, reference: str, message
     (tmp_path / "own.py").write_text(code)
     with pytest.raises(InputError, match=message):
         legato.algorithm("gspo", {"objective.trust": [reference]})
+
+
+def test_a_slot_and_fields_of_its_part_are_set_in_one_command() -> None:
+    words = ['algorithm.objective.trust=["my_clip.py:MyClip"]', "algorithm.objective.trust.my-clip.over=0.1"]
+    for each in (words, words[::-1]):
+        assert load([], each).algorithm.objective.trust[0].over == 0.1
+    words = ["algorithm.aggregate=token-mean", "algorithm.aggregate.denominator=kept"]
+    assert load([], words).algorithm.aggregate.denominator == "kept"
 
 
 def test_a_field_is_told_by_the_name_of_the_part(tmp_path: Path) -> None:
