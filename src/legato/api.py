@@ -13,6 +13,7 @@ from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.override import override
 from legato.core import checks
 from legato.core.counts import Counts
+from legato.core.importing import is_import_path
 from legato.core.mask import Mask
 from legato.core.outcome import Outcome
 from legato.core.parts import lookup, names, nearest
@@ -260,7 +261,7 @@ def _algorithm(value: str | Algorithm) -> Algorithm:
 def _estimator(value: str | Algorithm | Estimator) -> Estimator:
     if isinstance(value, Estimator):
         return value
-    if isinstance(value, str) and value in names("advantage"):
+    if isinstance(value, str) and (value in names("advantage") or is_import_path(value)):
         built = lookup("advantage", value)()
         assert isinstance(built, Estimator)
         return built

@@ -1,12 +1,18 @@
 """The command line as a person uses it."""
 
+import ast
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import legato
 from legato.algorithms.catalogue import algorithm_names
+from legato.algorithms.override import parts_of
+from legato.cli.explain import SLOTS, explain_one
+from legato.core.parts import names
 
 
 def legato_command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -24,8 +30,6 @@ def wide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_is_explained(name: str, wide: pytest.CaptureFixture[str]) -> None:
-    from legato.cli.explain import explain_one
-
     explain_one(name, [])
     text = wide.readouterr().out
     for words in (name, "J = ", "objective.ratio", "aggregate", "Beware"):
@@ -80,3 +84,33 @@ def test_help_comes_at_once() -> None:
         assert legato_command("--help").returncode == 0
         best = min(best, spent() - start)
     assert best < 0.5
+
+
+PARTS = [(kind, name) for kind in SLOTS for name in names(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{kind}-{name}" for kind, name in PARTS])
+def test_what_is_suggested_for_a_part_puts_it_into_the_algorithm(
+    kind: str, name: str, wide: pytest.CaptureFixture[str]
+) -> None:
+    explain_one(name, [])
+    # One name may be that of parts in several slots; each prints its own line.
+    printed = [line for line in wide.readouterr().out.splitlines() if line.startswith('legato.algorithm("gspo", ')]
+    values = [legato.algorithm("gspo", ast.literal_eval(line[len('legato.algorithm("gspo", ') : -1])) for line in printed]
+    assert any((part.kind, part.name) == (kind, name) for value in values for _, part in parts_of(value))
+
+
+def test_a_part_of_a_file_is_explained_with_its_fields(tmp_path: Path, wide: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from legato.parts import Trust, number\n"
+        "class Mine(Trust):\n"
+        '    """What it does."""\n'
+        '    width: float = number(default=0.25, says="How wide.", minimum=0.0)\n'
+        "    plain: float = 2.0\n"
+    )
+    explain_one(f"{tmp_path}/mine.py:Mine", [])
+    text = wide.readouterr().out
+    for words in ("mine  stands in objective.trust", "SHA-256", "What it does.", "width", "0.25", "How wide.", "plain"):
+        assert words in text
+    explain_one("gspo", [f'objective.trust=["{tmp_path}/mine.py:Mine"]', "objective.trust.mine.width=0.5"])
+    assert "0.5" in wide.readouterr().out

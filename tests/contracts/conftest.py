@@ -1,6 +1,7 @@
 """Contracts that anyone can run on code of their own:
 
     python -m pytest tests/contracts --environment my_env.py:MyEnv --reward my_reward.py:score --problems my_problems.jsonl
+    python -m pytest tests/contracts --part my_clip.py:MyClip
 
 Without these options the contracts are run on ours.
 """
@@ -20,6 +21,10 @@ OWN_PROBLEMS = [
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--environment", metavar="FILE.py:NAME", help="run the contract of environments on this one")
     parser.addoption("--reward", metavar="FILE.py:NAME", help="run the contract of rewards on this one")
+    parser.addoption("--part", metavar="FILE.py:NAME", help="run the contract of parts on this one")
+    parser.addoption(
+        "--detaches", action="store_true", help="the part stops gradients on purpose: its gradient is no derivative"
+    )
     parser.addoption("--problems", metavar="FILE.jsonl", help="problems for --environment and --reward")
 
 

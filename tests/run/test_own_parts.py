@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import legato
 from legato.algorithms.algorithm import Algorithm
 from legato.config.load import load
 from legato.config.resolved import dump
-from legato.core.parts import lookup, part
+from legato.core.parts import find as find_by_name
+from legato.core.parts import lookup, part, register
 from legato.errors import InputError
 from legato.objectives.slots import Bounds, Trust
 from legato.run.evaluate import evaluate
@@ -94,6 +96,22 @@ def test_it_is_tightened_when_a_run_recovers() -> None:
     assert clip_bounds(value) == {"objective.trust.my-clip.under": 3e-4, "objective.trust.my-clip.over": 4e-4}
     bounds = tightened(value, 0.5).objective.bounds()["my-clip"]
     assert (bounds.low, bounds.high) == (1.5e-4, 2e-4)
+
+
+def test_a_recovery_narrows_its_band(tmp_path: Path) -> None:
+    options = {
+        "algorithm": "grpo",
+        "algorithm.objective.trust.my-clip.under": 0.2,
+        "algorithm.objective.trust.my-clip.over": 0.2,
+        "health.action": "recover",
+        "health.lr_factor": 0.5,
+        "health.clip_factor": 0.5,
+        "training.lr": 0.5,
+        "training.steps": 12,
+    }
+    bands = [band for step in steps(run(tmp_path, **options)) if (band := step.get("clip/band_high"))]
+    assert max(bands) == pytest.approx(0.2)
+    assert min(bands) < 0.11
 
 
 def test_a_run_with_it_accepts_a_clip_factor(tmp_path: Path) -> None:
@@ -182,11 +200,41 @@ def test_a_class_that_is_no_such_part_is_told(code: str, reference: str, message
         legato.algorithm("gspo", {"objective.trust": [reference]})
 
 
+def test_a_slot_and_fields_of_its_part_are_set_in_one_command() -> None:
+    words = ['algorithm.objective.trust=["my_clip.py:MyClip"]', "algorithm.objective.trust.my-clip.over=0.1"]
+    for each in (words, words[::-1]):
+        assert load([], each).algorithm.objective.trust[0].over == 0.1
+    words = ["algorithm.aggregate=token-mean", "algorithm.aggregate.denominator=kept"]
+    assert load([], words).algorithm.aggregate.denominator == "kept"
+
+
 def test_a_field_is_told_by_the_name_of_the_part(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[algorithm]\n"objective.trust" = ["my_clip.py:MyClip"]\n"objective.trust.my-clip.ovr" = 0.1\n')
     with pytest.raises(InputError, match="did you mean 'over'"):
         load([recipe])
+
+
+def test_an_estimator_may_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "credit.py").write_text(
+        "from legato.parts import Estimate, Estimator\n"
+        "class Raw(Estimator):\n"
+        "    needs_groups = False\n"
+        "    def estimate(self, scores):\n"
+        "        return Estimate(advantages=scores.rewards)\n"
+    )
+    rewards = torch.tensor([1.0, 0.0])
+    assert torch.equal(legato.advantages("credit.py:Raw", rewards=rewards, mask=torch.ones(2, 3)).advantages, rewards)
+    assert steps(run(tmp_path, **{"algorithm.advantage": "credit.py:Raw", "training.steps": 1}))
+
+
+def test_anything_can_be_registered_and_found_by_name_or_path(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text("def remote(policy):\n    return policy\n")
+    local = register("engine-of-a-test", "local", lambda policy: policy)
+    assert find_by_name("engine-of-a-test", "local") is local
+    assert find_by_name("engine-of-a-test", "engines.py:remote")(3) == 3
+    with pytest.raises(InputError, match="unknown engine-of-a-test 'lcal'; did you mean 'local'"):
+        find_by_name("engine-of-a-test", "lcal")
 
 
 # Algorithms made in Python

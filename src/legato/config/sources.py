@@ -143,6 +143,9 @@ def _keys(path: Any, value: Any, origin: str) -> Path:
         raise InputError(f"the path {path!r} ({origin}) is not a dotted path, as in training.lr")
     if len(keys) > DEEPEST:
         raise InputError(f"a path of {len(keys)} words ({origin[:80]}) does not exist; the longest options have six")
+    if keys[0] == "algorithm" and len(keys) > 2:
+        # One key, as in a written configuration: a slot and the fields of its part cannot both be nested under one.
+        return "algorithm", ".".join(keys[1:])
     # `algorithm=grpo` names the algorithm and leaves what else is said of it.
     return (*keys, "name") if keys == ("algorithm",) and not isinstance(value, dict) else keys
 

@@ -138,14 +138,25 @@ def registered(kind: str) -> Mapping[str, Any]:
     return _REGISTRY.get(kind, {})
 
 
-def lookup(kind: str, reference: str) -> type[Part]:
-    """The part class that a reference means: a registered name, or the "file.py:Name" or "module:Name" of a user's class."""
+def find(kind: str, reference: str) -> Any:
+    """What a reference means: a registered name, or "file.py:Name" or "module:Name", whatever stands there.
+
+    For kinds that are no parts, such as engines: the thing itself is returned, and whoever asks knows what to do with it.
+    """
     if is_import_path(reference):
-        return _part_at(kind, reference)
+        return import_object(kind, reference)
     known = registered(kind)
     if reference not in known:
         raise InputError(f"unknown {kind} {reference!r}; {nearest(reference, sorted(known))}")
-    return known[reference]  # type: ignore[no-any-return]
+    return known[reference]
+
+
+def lookup(kind: str, reference: str) -> type[Part]:
+    """The part class that a reference means: a registered name, or the "file.py:Name" or "module:Name" of a user's class."""
+    cls: type[Part] = part_at(reference) if is_import_path(reference) else find(kind, reference)
+    if cls.kind != kind:
+        raise InputError(f"expected a {kind}, got the {cls.kind} {cls.name!r} ({reference})")
+    return cls
 
 
 def part_at(path: str) -> type[Part]:
@@ -161,13 +172,6 @@ def part_at(path: str) -> type[Part]:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError(f"expected a default for every field, got none for {field.name!r} ({path}); give it one")
-    return cls
-
-
-def _part_at(kind: str, path: str) -> type[Part]:
-    cls = part_at(path)
-    if cls.kind != kind:
-        raise InputError(f"expected a {kind}, got the {cls.kind} {cls.name!r} ({path})")
     return cls
 
 

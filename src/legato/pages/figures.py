@@ -149,16 +149,23 @@ def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
 
 
 def _adapted(steps: Sequence[Record]) -> Figure | None:
-    """Of a clip whose band adapts: the course of its bounds."""
-    named = (("log_high", "upper bound", BLUE), ("log_low", "lower bound", VIOLET), ("noise", "noise floor", GREY))
-    found = [(curve(steps, f"state/auto-clip.{key}"), name, colour) for key, name, colour in named]
+    """Of a clip whose band adapts, whatever its name: the course of its bounds."""
+    if not any("clip/beyond_positive" in step for step in steps):  # measured only where a band adapts
+        return None
+    noise = next((key for step in steps for key in step if key.startswith("state/") and key.endswith(".noise")), "")
+    named = (
+        ("clip/band_high", "upper bound", BLUE),
+        ("clip/band_low", "lower bound", VIOLET),
+        (noise, "noise floor", GREY),
+    )
+    found = [(curve(steps, key), name, colour) for key, name, colour in named if key]
     data = [
         line(each.steps, each.values, name, colour)
         for each, name, colour in found
         if each is not None and min(each.values) > 0
     ]
-    caption = "Bounds on |log ratio| after each step, moved so that the target share of responses is clipped."
-    layout = {"yaxis": {"title": {"text": "|log ratio|"}, "type": "log", "exponentformat": "power"}}
+    caption = "Distance of the bounds from a ratio of 1, moved so that the target share of responses is clipped."
+    layout = {"yaxis": {"title": {"text": "|ratio - 1|"}, "type": "log", "exponentformat": "power"}}
     return figure("Clip band", caption, data, layout)
 
 
