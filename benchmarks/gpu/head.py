@@ -1,7 +1,7 @@
 """B1 to B3: the head alone. Log-probs and entropy forward, a GSPO loss forward and backward, and rows without a gradient.
 
 Our head goes over whole sequences, as many at once as the policy holds logits for, and adds to the weight's gradient as it
-goes; that is what `Policy.learn` does with it. The bare matrix products are measured in the same rounds.
+goes; that is what `Policy.accumulate_gradient` does with it. The bare matrix products are measured in the same rounds.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class OurHead:
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
     def runs(self, given: Sequences) -> list[Sequences]:
-        """Runs of whole rows, as `Policy.learn` makes them; cut once, since a trainer has its packs before it learns."""
+        """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once, since a trainer has its packs before it learns."""
         if id(given) not in self._cut:
             parts = self.policy._parts(_as_pack(given.counts))
             self._cut[id(given)] = (given, [cut(given, part.start, part.stop) for part in parts])
@@ -71,7 +71,7 @@ class OurHead:
         return torch.cat(found)
 
     def learn(self, given: Sequences) -> Tensor:
-        """As `Policy.learn`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
+        """As `Policy.accumulate_gradient`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
         gradients = []
         for part in self.runs(given):
             leaf = part.hidden.detach().requires_grad_()

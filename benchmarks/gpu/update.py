@@ -133,7 +133,7 @@ def measured(
     called before each step and not timed.
     """
     packs, clock = work.Packs(), dict[str, float]()
-    own = trainer._anchored
+    own = trainer._score_old_policy
 
     def anchored(*given: Any) -> Any:
         bench.wait()
@@ -144,7 +144,7 @@ def measured(
         return found
 
     # On the instance: the trainer's own method, waited for.
-    trainer._anchored = anchored  # type: ignore[method-assign]
+    trainer._score_old_policy = anchored  # type: ignore[method-assign]
     samples, reports, found = [], [], dict[str, Any]()
     try:
         for number in range(1 + steps):
@@ -164,7 +164,7 @@ def measured(
             if bench.left() < 0:
                 break
     finally:
-        del trainer._anchored
+        del trainer._score_old_policy
     executed = {name: packs.flops(trainer.policy.body, name) / len(samples) for name in ("anchor", "update")}
     return {
         **found,

@@ -190,7 +190,7 @@ def counting(found: Packs) -> Iterator[None]:
     """Notes every pack that goes through the body, and whether it will go back."""
     from legato.policy.policy import Policy
 
-    original = Policy._laid_out
+    original = Policy._hidden_states
 
     @contextmanager
     def noted(self: Any, packed: Any) -> Iterator[Tensor]:
@@ -199,11 +199,11 @@ def counting(found: Packs) -> Iterator[None]:
         with original(self, packed) as hidden:
             yield hidden
 
-    Policy._laid_out = noted  # type: ignore[method-assign,assignment]
+    Policy._hidden_states = noted  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        Policy._laid_out = original  # type: ignore[method-assign]
+        Policy._hidden_states = original  # type: ignore[method-assign]
 
 
 def pack_size(prompts: list[int], responses: list[int], owner: list[int], *, shared: bool) -> tuple[int, float]:

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value"),
 ]
 ROWS = torch.arange(5)
-SMALL = TinyShape(hidden=32, layers=2, heads=2)
+SMALL = TinyShape(hidden=32, layers=2, heads=2, experts=4)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Packed, padded and one by one: three ways to the same log-probs, entropies and values, to 1e-12 in float64."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -186,3 +187,47 @@ def test_entropies_lie_between_0_and_that_of_equal_chances() -> None:
     texts, rows = ragged(), torch.arange(12)
     entropy = policy_of(family("qwen3")).score(texts, rows).entropy[inside(texts)]
     assert float(entropy.min()) > 0.0 and float(entropy.max()) <= torch.tensor(float(VOCABULARY)).log()
+
+
+def test_pieces_that_never_go_backward_leave_no_gradient() -> None:
+    policy = policy_of(family("qwen3"), logits_at_once=VOCABULARY * 8)
+    texts, rows = ragged(), torch.arange(12)
+    with policy.accumulate_gradient(texts, rows) as forward:
+        pieces = [piece.channels.logprobs for piece in forward.pieces()]
+    assert len(pieces) > 2 and torch.equal(torch.cat(pieces), policy.score(texts, rows).logprobs)
+    assert all(parameter.grad is None for parameter in policy.parameters().values())
+
+
+def test_pieces_add_up_whichever_of_them_go_backward() -> None:
+    """The gradient of some pieces and that of the others, one pass each, are that of all of them in one."""
+    policy = policy_of(family("qwen3"), logits_at_once=VOCABULARY * 8)
+    texts, rows = ragged(), torch.arange(12)
+
+    def slopes(chosen: Callable[[int], bool], stop: int | None = None) -> dict[str, Tensor]:
+        policy.model.zero_grad()
+        with policy.accumulate_gradient(texts, rows) as forward:
+            for number, piece in enumerate(forward.pieces()):
+                if chosen(number):
+                    piece.backward(ones(piece))
+                if number == stop:
+                    break
+        return {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
+
+    whole, first, later = (
+        slopes(lambda number: True),
+        slopes(lambda number: number < 2, 1),
+        slopes(lambda number: number >= 2),
+    )
+    assert all(torch.allclose(whole[name], first[name] + later[name], atol=1e-12) for name in whole)
+    assert any(float(slope.abs().max()) > 1e-3 for slope in first.values())
+
+
+def test_a_piece_goes_backward_once_and_before_the_next() -> None:
+    policy = policy_of(family("qwen3"), logits_at_once=VOCABULARY * 8)
+    with policy.accumulate_gradient(ragged(), torch.arange(12)) as forward:
+        before = None
+        for piece in forward.pieces():
+            if before is not None:
+                with pytest.raises(AssertionError, match="goes backward once"):
+                    before.backward(ones(before))
+            before = piece

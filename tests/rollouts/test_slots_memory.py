@@ -250,7 +250,7 @@ def test_a_model_slots_do_not_serve_gets_the_plain_engine_and_one_line(build: Ca
     made = Policy(model=build(), tokenizer=Words(), name="strange")
     assert isinstance(served(made), LocalEngine)
     (note,) = (said for said in made.notes if not said.startswith("routing is not measured"))
-    assert note.startswith("the engine is the plain one, slower: keys and values in slots do not serve ")
+    assert note.startswith("the engine is the plain one: keys and values in slots do not serve ")
     assert type(made.model).__name__ in note
 
 

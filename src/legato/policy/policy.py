@@ -256,10 +256,19 @@ class Policy:
     @property
     def trains_fused(self) -> bool:
         """Whether the layers of a pack go through fused parts: on a GPU in 16 bits, in a family whose parts are known."""
+        return self.why_not_fused() is None
+
+    def why_not_fused(self) -> str | None:
+        """Why training goes through the model's own layers; None: it goes through fused parts."""
         decoder = self.body.get_decoder()
-        if not self.fused or not self.packing or why_not(decoder) is not None:
-            return False
-        return Spans.serve(decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim)
+        if not self.fused or not self.packing:
+            return "fused layers are switched off" if self.packing else "rows are padded"
+        if (reason := why_not(decoder)) is not None:
+            return reason
+        weight, width = decoder.embed_tokens.weight, decoder.layers[0].self_attn.head_dim
+        if Spans.serve(weight, width):
+            return None
+        return f"no kernel for heads of {width} in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
 
     def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
         """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""

@@ -126,7 +126,7 @@ def _product_of(linear: nn.Module, hidden: Tensor) -> _Product | None:
 
 
 class _Exact(torch.autograd.Function):
-    """Forward and backward by hand (`triton/head.py`). Without a gradient to come, logits are kept nowhere."""
+    """Forward and backward by hand (`kernels/head.py`). Without a gradient to come, logits are kept nowhere."""
 
     @staticmethod
     def forward(

@@ -2,8 +2,8 @@
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
 The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
-runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels (`triton/layers.py`,
-with gradients in `triton/gradients.py`); on a CPU the same families decode through `unrolled.py`.
+runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels (`kernels/layers.py`,
+with gradients in `kernels/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
 from collections.abc import Callable, Iterator

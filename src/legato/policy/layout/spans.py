@@ -1,7 +1,7 @@
 """Attention of a pack on a GPU without a padded table: where its sequences lie, cut into tiles.
 
 The tokens of a pack lie as prompts, then responses in the order of their prompts. A response sees its prompt, which lies
-there once, and itself; `triton/attention.py` reads the keys where they are and adds up gradients in one order.
+there once, and itself; `kernels/attention.py` reads the keys where they are and adds up gradients in one order.
 """
 
 from dataclasses import dataclass, fields

@@ -1,18 +1,30 @@
-"""What a body can do is found out, not assumed: a few tokens through every path, beside the model's own forward.
+"""What a body can do is found out before it is trained, on a few tokens: how rows may be laid out, and at what price.
 
-A family whose attention does not go through transformers' interface, or whose state runs along the row, would be scored
-wrongly in packs without any error. Such a model gets padded rows and an engine that recomputes; a head that is more than a
-matrix and the known extras is refused.
+A family whose attention does not go through transformers' interface, or whose state runs along the row (Qwen3.5, LFM2,
+Nemotron-H), would be scored wrongly in packs without any error. Four questions, each with its own test:
+
+    head     are logits what `Head` makes of the last hidden state?    same hidden states: up to the rounding of a logit
+    leaks    does a text see another?                                  one text changes, the log-probs of others must not
+    gross    are log-probs those of the model's own forward?           as far apart as rounding may put them
+    slow     what does the layout cost?                                a note for the run to print
+
+A body that leaks in packs gets padded rows, one text a row through its own forward; one that fails there too is refused.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from legato.core.texts import Texts
 from legato.errors import InputError
+from legato.policy.experts.routing import Directions, Record
+from legato.policy.head.head import Head
 
 _TOKENS = 6
+_ROWS = torch.arange(4)
 
 
 def sample_texts(vocabulary: int) -> Texts:
@@ -32,7 +44,7 @@ def sample_texts(vocabulary: int) -> Texts:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two right ways to the same log-probs may lie apart. Wrong ones are off by tenths and more.
+    """How far two right ways to the same log-probs lie apart in a model of usual size and trained weights.
 
     In 16 bits it holds for the root mean square: random tokens through a model with outliers (SmolLM2) come out 0.4 apart
     here and there by rounding alone, while a row that sees another is wrong at every token.
@@ -40,49 +52,173 @@ def tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 0.25)
 
 
+_MIXTURES = {torch.float64: 1e-10, torch.float32: 1e-5}
+_REPLAYED, _FREE = 1e-3, 0.05
+"""How far log-probs of a mixture may move with a neighbour where its sums do not repeat to the bit; in 16 bits the first
+with all routes replayed, the second where they are not: routers are not known, or the padding of rows chooses afresh."""
+
+
+def distance(dtype: torch.dtype, left: Tensor, right: Tensor) -> float:
+    """How far log-probs are apart: the largest difference, or in 16 bits the root mean square of all."""
+    apart = (left - right).abs()
+    wide = dtype in (torch.float32, torch.float64)
+    return float(apart.max() if wide else apart.square().mean().sqrt())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What the model's own forward says, a text at a time."""
+
+    logprobs: Tensor
+    """[B, T], 0 beyond a text's length; on the host."""
+    spread: float
+    """Standard deviation of the logits over the vocabulary: about how far log-probs of unrelated texts are apart."""
+    head_gap: float
+    """The largest difference between its logits and those that `Head` makes of its last hidden state."""
+    largest: float
+    """The largest logit in size."""
+
+
+@torch.no_grad()
+def own_forward(policy: Any, texts: Texts) -> Own:
+    """Score texts by the model's own forward."""
+    table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
+    head, decoder = Head.of(policy.body), policy.body.get_decoder()
+    spreads, gaps, sizes = [], [], []
+    for row, length in enumerate(texts.lengths.tolist()):
+        prompt = texts.prompts[texts.group[row], : texts.prompt_lengths[texts.group[row]]]
+        whole = torch.cat([prompt, texts.tokens[row, :length]]).to(policy.device)
+        logits = policy.model(input_ids=whole.unsqueeze(0), use_cache=False).logits[0].to(policy.dtype)
+        hidden = decoder(input_ids=whole.unsqueeze(0), use_cache=False).last_hidden_state[0]
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        table[row, :length] = logprobs.gather(1, whole[len(prompt) :].unsqueeze(1)).squeeze(1).cpu()
+        spreads.append(logits.std(-1).mean())
+        gaps.append((head.exact(hidden) - logits).abs().max())
+        sizes.append(logits.abs().max())
+    stacked = [torch.stack(values) for values in (spreads, gaps, sizes)]
+    return Own(
+        logprobs=table,
+        spread=float(stacked[0].mean()),
+        head_gap=float(stacked[1].max()),
+        largest=float(stacked[2].max()),
+    )
+
+
 def check(policy: Any) -> None:
-    """Set `policy.packing` and `policy.views` to what holds for this body; ValueError where no path is right."""
-    texts, rows = sample_texts(policy.vocabulary), torch.arange(4)
+    """Set `policy.packing` and `policy.views` to what holds for this body; InputError where no layout is right."""
+    texts = sample_texts(policy.vocabulary)
     dtype = policy.model.get_input_embeddings().weight.dtype
-    right = _plainly(policy, texts)
-    if not bool(torch.isfinite(right).all()):
+    own = own_forward(policy, texts)
+    if not bool(torch.isfinite(own.logprobs).all()):
         raise InputError(f"policy.model {policy.name}: its log-probs are not finite; the weights hold NaN or infinity")
-    wanted, policy.packing = policy.packing, False
-    if not _close(policy.score(texts, rows).logprobs.cpu(), right, dtype):
+    # Both read the same hidden states: what is left is the rounding of a logit.
+    if not own.head_gap <= 4 * max(torch.finfo(dtype).eps, 1e-5) * max(1.0, own.largest):
         raise InputError(
             f"policy.model {policy.name}: the head of {type(policy.body).__name__} is not a linear layer with the extras"
-            " that are known (scale, soft cap); its log-probs would be wrong"
+            f" that are known (scale, soft cap); its logits would be off by up to {own.head_gap:.2g}"
         )
+    wanted = policy.packing
     policy.packing = True
-    reason = "its log-probs come out otherwise"
+    reason = _why_wrong(policy, texts, own, dtype)
+    policy.views = reason is None
+    policy.packing = wanted and policy.views
+    if not policy.packing:
+        failure = _why_wrong(policy, texts, own, dtype)
+        if failure is not None:
+            raise InputError(
+                f"policy.model {policy.name}: {type(policy.body).__name__} can be scored neither in packs"
+                f" ({reason or 'switched off by policy.packing = false'}) nor in padded rows ({failure})"
+            )
+    policy.notes += slow_paths(policy, reason)
+
+
+def slow_paths(policy: Any, wrong_in_packs: str | None) -> list[str]:
+    """A line for each slower way that training takes: why, and about how slow it is. Factors are of B4 and B7 on an H200."""
+    family, lines = type(policy.body).__name__, []
+    padded = "rows are padded: updates take about 5.5 times as long (0.6B, docs/performance.md B4)"
+    if wrong_in_packs is not None:
+        lines.append(
+            f"{family} cannot be laid out in packs ({wrong_in_packs}): {padded}, and the engine computes the whole text"
+            " again for every token (not measured; the slower, the longer the responses)"
+        )
+    elif not policy.packing:
+        lines.append(f"policy.packing = false: {padded}")
+    unfused = policy.why_not_fused() if policy.device.type == "cuda" and policy.packing else None
+    if unfused is not None:
+        lines.append(
+            f"training goes through the model's own layers ({unfused}): updates take about 1.9 times as long (0.6B,"
+            " docs/performance.md B4)"
+        )
+    return lines
+
+
+def _why_wrong(policy: Any, texts: Texts, own: Own, dtype: torch.dtype) -> str | None:
+    """Why the layout in force is wrong for this body; None: it is right."""
     try:
-        policy.views = _close(policy.score(texts, rows).logprobs.cpu(), right, dtype)
+        leak = _leak(policy, texts, own, dtype)
+        found = policy.score(texts, _ROWS).logprobs.cpu()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, KeyError, IndexError, RuntimeError, ValueError) as error:
-        policy.views, reason = False, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    policy.packing = wanted and policy.views
-    if not policy.views:
-        policy.notes.append(
-            f"{type(policy.body).__name__} cannot be laid out in packs ({reason}): rows are padded instead, and the engine"
-            " recomputes every token (slow)"
-        )
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    if leak is not None:
+        return leak
+    # In 16 bits rounding grows with depth and with the size of logits, in random weights up to tenths of their spread.
+    # Log-probs of other texts would be further apart than the spread.
+    scale = max(1.0, own.spread) if dtype in (torch.float32, torch.float64) else max(1.0, 4 * own.spread)
+    apart = distance(dtype, found, own.logprobs)
+    return None if apart <= tolerance(dtype) * scale else f"its log-probs are off by {apart:.2g}"
 
 
-def _close(found: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
-    apart = (found - right).abs()
-    exact = dtype in (torch.float32, torch.float64)
-    return bool((apart.max() if exact else apart.square().mean().sqrt()) <= tolerance(dtype))
+def _leak(policy: Any, texts: Texts, own: Own, dtype: torch.dtype) -> str | None:
+    """What neighbours see of a text; None: nothing. Log-probs of other rows are compared to the bit."""
+    score, replays = _scoring(policy, texts)
+    first = score(texts)
+    allowed = 0.0
+    replays = replays and policy.packing
+    if _has_experts(policy.body) and not (replays and torch.equal(score(texts), first)):
+        allowed = _MIXTURES.get(dtype, _REPLAYED if replays else _FREE) * max(1.0, own.spread)
+    for changed, others in _changes(texts, policy.vocabulary):
+        moved = float((score(changed) - first)[others].abs().max())
+        if not moved <= allowed:
+            return f"texts see one another: changing one moves log-probs of others by {moved:.2g}"
+    return None
 
 
-def _plainly(policy: Any, texts: Texts) -> torch.Tensor:
-    """Log-probs by the model's own forward, a row at a time."""
-    found = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
-    with torch.no_grad():
-        for row, length in enumerate(texts.lengths.tolist()):
-            prompt = texts.prompts[texts.group[row], : texts.prompt_lengths[texts.group[row]]]
-            whole = torch.cat([prompt, texts.tokens[row, :length]]).to(policy.device)
-            logits = policy.model(input_ids=whole.unsqueeze(0), use_cache=False).logits[0].to(policy.dtype)
-            logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            found[row, :length] = logprobs.gather(1, whole[len(prompt) :].unsqueeze(1)).squeeze(1).cpu()
-    return found
+def _has_experts(body: Any) -> bool:
+    """Whether tokens share batches of experts. Some configurations speak of experts that no layer has (Nemotron-H)."""
+    return any(name.rpartition(".")[2].startswith("expert") for name, _ in body.named_modules())
+
+
+def _scoring(policy: Any, texts: Texts) -> tuple[Callable[[Texts], Tensor], bool]:
+    """How texts of one shape are scored here, and whether a mixture's routes are those of `texts` each time.
+
+    A neighbour that changes would choose other experts; their batches would have other sizes and sum in another order.
+    """
+    routers = policy.routers
+    traffic = None if routers is None else policy.score(texts, _ROWS, Directions()).traffic
+    if traffic is None:
+        return lambda given: policy.score(given, _ROWS).logprobs, False
+    record = Record.empty(texts, routers, policy.device)
+    record.note(traffic)
+
+    def replayed(given: Texts) -> Tensor:
+        # A record speaks of tokens; here it is forced on whatever token stands there.
+        tokens = torch.cat([given.prompts.reshape(-1), given.tokens.reshape(-1)]).to(record.tokens)
+        directions = Directions(replay=replace(record, tokens=tokens), record=False)
+        logprobs: Tensor = policy.score(given, _ROWS, directions).logprobs
+        return logprobs
+
+    return replayed, True
+
+
+def _changes(texts: Texts, vocabulary: int) -> Iterator[tuple[Texts, list[int]]]:
+    """The texts with one changed in every token, and the rows that must not notice: a response or a prompt at a time."""
+    for row in (0, 2, 3):
+        tokens = texts.tokens.clone()
+        tokens[row] = (tokens[row] + 1) % vocabulary
+        yield replace(texts, tokens=tokens), [other for other in range(len(texts)) if other != row]
+    for group in range(len(texts.prompts)):
+        prompts = texts.prompts.clone()
+        prompts[group] = (prompts[group] + 1) % vocabulary
+        yield replace(texts, prompts=prompts), (texts.group != group).nonzero().squeeze(1).tolist()

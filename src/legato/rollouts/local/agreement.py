@@ -1,10 +1,10 @@
-"""Whether an engine says of its own words what the policy says of them; looked at on a few tokens before it is trusted."""
+"""Whether an engine reports the log-probs that the policy gives its tokens; tested on a few tokens before it is used."""
 
 from dataclasses import replace
 
 import torch
 
-from legato.policy.model.selfcheck import tolerance
+from legato.policy.model.selfcheck import distance, own_forward, tolerance
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, Limits, Request
 from legato.rollouts.prompts import prompt_texts
@@ -29,6 +29,15 @@ def disagreement(engine: Engine, policy: Policy) -> str | None:
         right = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
     except (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no words'}"
-    gap = float((torch.stack([row[0].logprobs for row in found]) - right).abs().max())
-    allowed = tolerance(policy.model.get_input_embeddings().weight.dtype)
+    dtype = policy.model.get_input_embeddings().weight.dtype
+    gap = distance(dtype, torch.stack([row[0].logprobs for row in found]), right)
+    if gap <= tolerance(dtype):
+        return None
+    own = own_forward(policy, texts)
+    if dtype in (torch.float32, torch.float64):
+        allowed = tolerance(dtype) * max(1.0, own.spread)
+    else:
+        # Rounding grows with depth and with the size of logits: the policy's own two ways to these log-probs say how much.
+        # Log-probs of other texts would be further apart than the spread.
+        allowed = min(4 * distance(dtype, own.logprobs, right), own.spread)
     return None if gap <= allowed else f"its log-probs are off by {gap:.2g}"

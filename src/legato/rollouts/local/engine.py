@@ -242,8 +242,11 @@ class LocalEngine(JobEngine):
                 self._way = way
                 return way
             how, instead = {
-                "blocks": ("layer by layer", "its own forward is tried"),
-                "cached": ("with our cache", "every token is recomputed (slow)"),
+                "blocks": ("layer by layer", "its own forward is tried (slower, not measured how much)"),
+                "cached": (
+                    "with our cache",
+                    "the whole text is computed again for every token (slower, not measured how much)",
+                ),
             }[way]
             self.policy.notes.append(f"{type(self.policy.body).__name__} cannot be decoded {how} ({wrong}): {instead}")
         self._way = "recomputed"

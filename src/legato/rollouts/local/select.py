@@ -24,7 +24,7 @@ def local_engine(
     if policy.device.type != "cuda" or not policy.views:
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     if find_spec("triton") is None:
-        policy.notes.append("the engine is the plain one: Triton is not installed")
+        policy.notes.append("the engine is the plain one (Triton is not installed): slower, not measured how much")
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     return first_that_serves(
         policy, rows_at_once, kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
@@ -63,12 +63,15 @@ def first_that_serves(
         if wrong is None:
             policy.notes += said
             if reasons:
-                policy.notes.append(f"the engine decodes without captured graphs, slower: {reasons[0]}")
+                policy.notes.append(
+                    f"the engine decodes without captured graphs ({reasons[0]}): slower, not measured how much"
+                )
             engine.say = policy.notes.append
             return engine
         reasons.append(wrong)
     family = type(policy.body).__name__
     policy.notes.append(
-        f"the engine is the plain one, slower: keys and values in slots do not serve {family} ({reasons[-1]})"
+        f"the engine is the plain one: keys and values in slots do not serve {family} ({reasons[-1]}); slower, not measured"
+        " how much"
     )
     return LocalEngine(policy, rows_at_once, record_routes=record_routes)
