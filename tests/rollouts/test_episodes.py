@@ -166,6 +166,13 @@ def test_a_state_without_a_name_is_shared_with_nobody() -> None:
     assert [each[0] for each in states if each] == [START_STATE] * 2 and len({each[1] for each in states if each}) == 2
 
 
+def odd(content: Any) -> Reply:
+    """A reply past the checks of types that tests have and runs have not."""
+    reply = Reply()
+    object.__setattr__(reply, "content", content)
+    return reply
+
+
 def raising(turn: int, text: str, stop: StopReason) -> Reply:
     raise RuntimeError("the tool is down")
 
@@ -176,6 +183,8 @@ def raising(turn: int, text: str, stop: StopReason) -> Reply:
         (raising, "environment: RuntimeError: the tool is down"),
         (lambda turn, text, stop: "no:", "environment: expected a Reply or None, got 'no:'"),
         (lambda turn, text, stop: Reply(reward=float("nan")), "environment: expected a finite reward or None, got nan"),
+        (lambda turn, text, stop: odd(5), "environment: expected text or chat messages, got 5"),
+        (lambda turn, text, stop: odd(["no"]), "environment: expected text or chat messages, got ['no']"),
         (lambda turn, text, stop: Reply(reward=True), "environment: expected a finite reward or None, got True"),
     ],
 )
@@ -352,6 +361,18 @@ def test_a_template_that_changes_earlier_turns_is_refused_by_name() -> None:
     this = replace(runner(Speaking("1=5", "6"), Replying(once), most=80), rendering=chatting(FORGETFUL))
     with pytest.raises(ValueError, match="expected a chat template that leaves earlier turns as they were"):
         play(this)
+
+
+def test_a_template_that_refuses_messages_is_named() -> None:
+    refusing = TEMPLATE.replace("<{{ m.role }}>", "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}")
+    environment = Replying(lambda turn, text, stop: Reply(content=[{"role": "tool", "content": "no"}]))
+    with pytest.raises(ValueError, match=r"got user, assistant, tool .*no tools"):
+        play(replace(runner(Speaking("5", "6"), environment), rendering=chatting(refusing)))
+
+
+def test_a_whole_number_is_a_reward() -> None:
+    (found,) = play(runner(Speaking("5"), Replying(lambda turn, text, stop: Reply(reward=1, done=True))))
+    assert found.turn_rewards == (1.0,) and type(found.turn_rewards[0]) is float
 
 
 def test_chat_messages_need_a_template() -> None:

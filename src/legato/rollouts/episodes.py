@@ -1,14 +1,11 @@
 """Episodes: a policy and an environment take turns, and the runner that plays many of them on one engine.
 
-    class Doubling:                                          an environment of one's own
-        max_turns, deterministic = 2, True
+    environment.episode(problem)     starts an episode
+    episode.reply(text, stop)        answers a turn of the policy with a Reply, or ends the episode with None
+    runner.play(starts, sampling)    plays many episodes and returns their rollouts
 
-        def episode(self, problem):
-            return Doubling.Episode(problem)
-
-    environment.episode(problem).reply(text, stop) -> Reply  what it says to a turn of the policy; None: nothing, the end
-
-A question with a reward is the environment that never replies (`SingleTurn`) and takes the same path.
+`examples/second_guess.py` is a whole environment. A question with a reward is the environment that never replies
+(`SingleTurn`) and takes the same path.
 
 Token in, token out: what the policy sampled is never tokenised again. A rollout's tokens are the policy's turns with the
 environment's tokens between them (mask False, turn -1), and the prompt of a turn is the first prompt with all tokens so far.
@@ -17,6 +14,7 @@ environment's tokens between them (mask False, turn -1), and the prompt of a tur
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,7 +33,7 @@ class Reply:
 
     content: str | Sequence[Message] = ""
     """Text, or chat messages. Under a chat template a text is a message of the user."""
-    reward: float | None = None
+    reward: float | int | None = None
     """Of the turn it answers; None: it has none of its own."""
     state: Hashable | None = None
     """The state in which the next turn begins. Episodes of a problem that reach equal states are compared there (GiGPO);
@@ -162,7 +160,7 @@ class Runner:
                 finished = self.engine.poll()
                 if not finished:
                     raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
-                waiting |= self._hear(finished, waiting, sampling)
+                self._continue(finished, waiting, sampling)
         except BaseException:
             # Nobody will ask for these any more.
             for handle in waiting:
@@ -170,24 +168,20 @@ class Runner:
             raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
 
-    def _hear(
-        self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling
-    ) -> dict[Handle, list[_Playing]]:
-        """Take finished turns out of `waiting` and submit the turns that follow them; what was submitted."""
+    def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
+        """Take finished turns out of `waiting`, submit the turns that follow them and put those in."""
         going_on: dict[int, list[_Playing]] = {}
         for each in finished:
             for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
-                if self._take(playing, response):
+                if self._add_turn(playing, response):
                     going_on.setdefault(self.limits.max_response_tokens - playing.length, []).append(playing)
-        submitted: dict[Handle, list[_Playing]] = {}
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
             handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
-            submitted |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
-        return submitted
+            waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
-    def _take(self, playing: _Playing, response: Response) -> bool:
-        """Add a turn to its episode and hear the environment; whether another turn follows."""
+    def _add_turn(self, playing: _Playing, response: Response) -> bool:
+        """Add a turn of the policy and the environment's reply to it; whether another turn follows."""
         playing.turns.append(response)
         length = len(response.tokens)
         playing.versions.append(torch.full((length,), self.engine.version) if response.version is None else response.version)
@@ -196,7 +190,7 @@ class Runner:
             if playing.episode is None:
                 playing.episode = self.environment.episode(playing.problem)
             reply = playing.episode.reply(response.text, response.stop)
-        except Exception as error:  # whatever an environment raises is its own affair; the run goes on without this rollout
+        except Exception as error:  # an environment may raise anything; only this rollout is lost
             playing.fault = f"environment: {type(error).__name__}: {error}"
             return False
         if reply is None:
@@ -205,15 +199,15 @@ class Runner:
         playing.fault = _fault_of(reply)
         if playing.fault is not None:
             return False
-        playing.rewards.append(reply.reward)
+        playing.rewards.append(None if reply.reward is None else float(reply.reward))
         if response.stop.truncated:
             return False
         if reply.done or len(playing.turns) >= self.environment.max_turns:
             playing.stop = StopReason.ENVIRONMENT
             return False
-        return self._insert(playing, response, reply)
+        return self._insert_reply(playing, response, reply)
 
-    def _insert(self, playing: _Playing, response: Response, reply: Reply) -> bool:
+    def _insert_reply(self, playing: _Playing, response: Response, reply: Reply) -> bool:
         """Put the environment's tokens behind the turn; False where no token of the policy would fit after them."""
         inserted = self.rendering.reply(
             playing.problem,
@@ -335,8 +329,10 @@ def _fault_of(reply: Any) -> str | None:
     if not isinstance(reply, Reply):
         return f"environment: expected a Reply or None, got {reply!r:.80}"
     reward, content = reply.reward, reply.content
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward)):
         return f"environment: expected a finite reward or None, got {reward!r:.80}"
-    if isinstance(content, str) or all(isinstance(each, Mapping) and "role" in each for each in content):
+    if isinstance(content, str):
+        return None
+    if isinstance(content, Sequence) and all(isinstance(each, Mapping) and "role" in each for each in content):
         return None
     return f"environment: expected text or chat messages, got {content!r:.80}"

@@ -114,10 +114,21 @@ class Rendering(ChatSettings, SystemPrompt):
         )
 
     def _rendered(self, messages: list[Message]) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-        )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+            )
+        except Exception as error:  # templates are programs, and many refuse roles or orders of messages
+            roles = ", ".join(str(each.get("role")) for each in messages)
+            raise InputError(
+                f"expected messages that the chat template of {self._name} can render, got {roles} (task.environment):"
+                f" {type(error).__name__}: {error}"
+            ) from error
         return text
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
     def _suffix(self, before: str, said: str, after: str) -> str:
         """What the template adds after the policy's turn."""
@@ -126,11 +137,10 @@ class Rendering(ChatSettings, SystemPrompt):
         for written in (said, said.lstrip(), said.rstrip(), said.strip()):
             if after.startswith(before) and rest.startswith(written):
                 return rest[len(written) :]
-        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
         raise InputError(
-            f"expected a chat template that leaves earlier turns as they were, got that of {name}: after a reply it renders"
-            f" {rest[:60]!r} where the policy wrote {said[:60]!r} (task.environment); use a template without such changes"
-            " (policy.chat_template_kwargs), or policy.chat = 'never'"
+            f"expected a chat template that leaves earlier turns as they were, got that of {self._name}: after a reply it"
+            f" renders {rest[:60]!r} where the policy wrote {said[:60]!r} (task.environment); use a template without such"
+            " changes (policy.chat_template_kwargs), or policy.chat = 'never'"
         )
 
     def _by_author(self, text: str, contents: Sequence[str]) -> tuple[list[int], list[int]]:
