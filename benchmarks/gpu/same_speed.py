@@ -164,7 +164,7 @@ def accumulate(policy: Any, texts: Any, rows: Any) -> None:
     if hasattr(policy, "learn"):
         policy.learn(policy.pack(texts, rows), lambda part, channels: coefficients(channels))
         return
-    with policy.accumulating(texts, rows) as forward:
+    with policy.accumulate_gradient(texts, rows) as forward:
         for piece in forward.pieces():
             piece.backward(coefficients(piece.channels))
 

@@ -1,6 +1,6 @@
 """Runs made by an earlier version still resume, export, evaluate and open in the dashboard.
 
-`tests/golden/runs/f0b7567.tar.xz` holds three runs of two steps made at commit f0b7567; the JSON beside it has the metrics
+`tests/golden/old-runs/f0b7567.tar.xz` holds three runs of two steps made at commit f0b7567; the JSON beside it has the metrics
 of steps 3 and 4 as that commit continued them.
 """
 
@@ -21,7 +21,7 @@ from legato.run.export import export
 from legato.run.target import find
 from legato.run.train import resume
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "runs"
+GOLDEN = Path(__file__).parents[1] / "golden" / "old-runs"
 REWARD = "def early(rollout):\n    return float((rollout.tokens < 40).float().mean())\n"
 
 
