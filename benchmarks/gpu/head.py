@@ -57,7 +57,7 @@ class OurHead:
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
     def runs(self, given: Sequences) -> list[Sequences]:
-        """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once: a trainer has its packs beforehand."""
+        """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once, as packs are."""
         if id(given) not in self._cut:
             parts = self.policy._parts(_as_pack(given.counts))
             self._cut[id(given)] = (given, [cut(given, part.start, part.stop) for part in parts])

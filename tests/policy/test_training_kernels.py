@@ -68,7 +68,7 @@ def test_the_head_and_its_gradient_are_those_of_float64(
     tokens = 150
     x, w = leaf(tokens, hidden), leaf(vocabulary, hidden, size=0.3)
     targets, temperature = torch.randint(0, vocabulary, (tokens,)), torch.rand(tokens) + 0.5
-    logprobs, entropy = _Exact.apply(x, w, None, targets, temperature, scale, softcap, at_once)
+    logprobs, entropy = _Exact.apply(x, w, None, targets, temperature, scale, softcap, at_once, True)
     xx, ww = (value.detach().double().requires_grad_() for value in (x, w))
     logits = xx @ ww.t() * scale
     if softcap is not None:
@@ -96,9 +96,9 @@ def test_without_a_gradient_the_head_gives_the_same_bits_and_keeps_no_logits(mon
 
     monkeypatch.setattr(kernels, "project", spy)
     with torch.no_grad():
-        quiet = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999)
-    loud = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999)
-    part = _Exact.apply(x[33:], w, None, targets[33:], temperature[33:], 1.0, None, 999)
+        quiet = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999, True)
+    loud = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999, True)
+    part = _Exact.apply(x[33:], w, None, targets[33:], temperature[33:], 1.0, None, 999, True)
     assert kept == [False, True, False]
     assert torch.equal(quiet[0], loud[0]) and torch.equal(quiet[1], loud[1])
     if DEVICE == "cpu":  # numpy's products depend on the number of rows; a GPU's tiles do not
@@ -113,7 +113,7 @@ def test_lora_on_the_head_is_one_wider_product() -> None:
     hidden, base, down, up = leaf(40, 24), torch.randn(60, 24), leaf(8, 24), leaf(60, 8)
     targets, temperature, pull = torch.randint(0, 60, (40,)), torch.ones(40), torch.randn(40)
     beside = hidden @ down.t() * 2.0
-    found, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16)
+    found, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16, True)
     logits = hidden @ base.t() + hidden @ down.t() * 2.0 @ up.t()
     right = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
     assert torch.allclose(found, right, atol=1e-4)
@@ -126,7 +126,7 @@ def test_a_head_whose_backward_never_comes_is_forgotten() -> None:
     if DEVICE == "cuda":
         pytest.skip("float32 products")
     x, w = leaf(20, 16), torch.randn(40, 16)
-    logprobs, _ = _Exact.apply(x, w, None, torch.zeros(20, dtype=torch.int64), torch.ones(20), 1.0, None, 99)
+    logprobs, _ = _Exact.apply(x, w, None, torch.zeros(20, dtype=torch.int64), torch.ones(20), 1.0, None, 99, True)
     kept = weakref.ref(logprobs.grad_fn.found.distances)
     assert kept() is not None
     del logprobs, _

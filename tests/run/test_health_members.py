@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run.test_health import early
+from tests.run.test_health import early
 
 import legato
 from legato.config.load import load

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
-from run.test_signals import at
+from tests.run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
+from tests.run.test_signals import at
 
 from legato.health import recovery, watch
 from legato.health.actions import Health
