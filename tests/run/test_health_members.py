@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.run.test_health import early
 
 import legato
 from legato.config.load import load
@@ -13,6 +12,7 @@ from legato.health.tighten import clip_bounds, tightened
 from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
 from tests.proof.runs import light, small
+from tests.run.test_health import early
 
 
 @pytest.fixture(scope="module", autouse=True)

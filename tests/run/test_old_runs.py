@@ -1,7 +1,7 @@
 """Runs made by an earlier version still resume, export, evaluate and open in the dashboard.
 
-`tests/golden/old-runs/f0b7567.tar.xz` holds three runs of two steps made at commit f0b7567; the JSON beside it has the metrics
-of steps 3 and 4 as that commit continued them.
+`tests/golden/old-runs/f0b7567.tar.xz` holds three runs of two steps made at commit f0b7567; the JSON beside it
+has the metrics of steps 3 and 4 as that commit continued them.
 """
 
 import json

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
-from tests.run.test_signals import at
 
 from legato.health import recovery, watch
 from legato.health.actions import Health
@@ -22,6 +20,8 @@ from legato.run.wire import Given
 from legato.training.report import StepReport
 from legato.training.step import Trainer
 from tests.proof.runs import cut, differences, light, outcome, state
+from tests.run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
+from tests.run.test_signals import at
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,8 @@
 """Gradients that a backward written by hand adds where they lie, in the dtype they are kept in (float32 for 16 bits)."""
 
+import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +16,20 @@ def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -
     It must where somebody waits for autograd: a weight has hooks, is no plain tensor (DTensor, quantised), or belongs to a
     module that shards its weights. `modules`: the module that holds the weights, and those around it that may be sharded.
     """
-    if any(_is_sharded(module) for module in modules):
-        return False
-    return all(_is_free(weight) for weight in weights if weight is not None and weight.requires_grad)
+    for module in modules:
+        if _is_sharded(type(module)):
+            return False
+    return all([weight is None or not weight.requires_grad or _is_free(weight) for weight in weights])  # noqa: C419
 
 
-def _is_sharded(module: nn.Module) -> bool:
+@functools.lru_cache
+def _is_sharded(kind: Any) -> bool:
     # By name: torch.distributed takes a while to import, and a module that is not sharded does not need it.
-    return any(base.__name__ in _SHARDED for base in type(module).__mro__)
+    return any(base.__name__ in _SHARDED for base in kind.__mro__)
 
 
 def _is_free(weight: Tensor) -> bool:
-    plain = type(weight) in (Tensor, nn.Parameter)
+    plain = type(weight) is nn.Parameter or type(weight) is Tensor
     return plain and not weight._backward_hooks and not getattr(weight, "_post_accumulate_grad_hooks", None)
 
 

@@ -21,11 +21,12 @@ from legato.policy.layout.spans import Spans
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP_NAMES = frozenset(_MLP)
 
 
 def is_swiglu(mlp: nn.Module) -> bool:
     """Whether an MLP is down(silu(gate) * up) and nothing else."""
-    return all(hasattr(mlp, name) for name in _MLP) and not hasattr(mlp, "experts")
+    return mlp._modules.keys() >= _MLP_NAMES and not hasattr(mlp, "experts")
 
 
 def is_plain(layer: Any) -> bool:
@@ -33,10 +34,11 @@ def is_plain(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not is_swiglu(mlp):
         return False
-    modules = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(mlp, name) for name in _MLP]
-    if any(type(module) is not nn.Linear or has_hooks(module) for module in modules):
-        return False
-    return all(module.bias is None for module in modules[3:])
+    # By the tables of modules and parameters: this is asked of every layer of every pack, and attributes are slow.
+    for place, module in enumerate([*map(attention._modules.get, _PROJECTIONS), *map(mlp._modules.get, _MLP)]):
+        if type(module) is not nn.Linear or has_hooks(module) or (place >= 3 and module._parameters["bias"] is not None):
+            return False
+    return True
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -46,15 +48,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 def weights_of(layer: Any) -> list[Tensor | None]:
     """The weights of a layer that `is_plain`, in the order in which `learned` takes them; None for those it lacks."""
-    attention, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    return [
-        *(None if norm is None else norm.weight for norm in norms),
-        *(getattr(attention, name).weight for name in _PROJECTIONS),
-        *(getattr(mlp, name).weight for name in _MLP),
-        *(getattr(attention, name).bias for name in _PROJECTIONS[:3]),
-    ]
+    inside: Any = layer._modules
+    attention, mlp = inside["self_attn"]._modules, inside["mlp"]._modules
+    projections = [*map(attention.__getitem__, _PROJECTIONS), *map(mlp.__getitem__, _MLP)]
+    norms = [inside["input_layernorm"], inside["post_attention_layernorm"], attention.get("q_norm"), attention.get("k_norm")]
+    weights = [None if module is None else module._parameters["weight"] for module in [*norms, *projections]]
+    return weights + [module._parameters["bias"] for module in projections[:3]]
 
 
 def learned(
