@@ -139,7 +139,6 @@ class MismatchedEngine(Engine):
         return replace(own, holds_weights=bool(self._weights))
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        self._publish_until_trainers_do()
         handles: list[Handle] = self.engine.submit(requests, sampling, limits)
         return handles
 
@@ -159,11 +158,6 @@ class MismatchedEngine(Engine):
                     self._weights[name].copy_(self._altered(name, past.get(name, weight)))
         self.version = version
         self.engine.publish((), version)
-
-    def _publish_until_trainers_do(self) -> None:
-        """To be deleted when the source of rollouts publishes after every step: until then, what is trained now."""
-        if not self.engine.jobs:
-            self.publish(self._trained(), self.version)
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         """What changes from update to update, where the sampler has a copy of it."""
