@@ -2,6 +2,7 @@
 
     python -m pytest tests/contracts --environment my_env.py:MyEnv --reward my_reward.py:score --problems my_problems.jsonl
     python -m pytest tests/contracts --part my_clip.py:MyClip
+    python -m pytest tests/contracts --engine my_engine.py:MyEngine
 
 Without these options the contracts are run on ours.
 """
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--detaches", action="store_true", help="the part stops gradients on purpose: its gradient is no derivative"
     )
+    parser.addoption("--engine", metavar="FILE.py:NAME", help="run the contract of engines on this one")
     parser.addoption("--problems", metavar="FILE.jsonl", help="problems for --environment and --reward")
 
 

@@ -3,8 +3,8 @@
 At the few dozen rows of a decoding batch the general product leaves a third of one core unused and half of two; oneDNN's,
 over weights laid out for it beforehand, does not. Matrices that read the same input are one product.
 
-A copy never goes stale because it does not live long: it is made when an engine is called and dropped when the call ends,
-and weights do not change in between. So it takes the place of the gradients, which are not there then. What is not a plain
+A copy never goes stale because it does not live long: it is made for a burst of requests and dropped when the engine is idle
+or new weights are published. So it takes the place of the gradients, which are not there then. What is not a plain
 float32 layer (LoRA, hooks, another dtype) is called as it is.
 """
 
