@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from legato.config.load import load
+from legato.errors import InputError
 from legato.policy.model.load import load_policy
 from legato.run import memory
 from legato.run.train import resume
@@ -92,7 +93,7 @@ def test_a_system_that_does_not_say_gets_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_that_cannot_be_estimated_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def strange(config: Any) -> Shape:
-        raise ValueError("the configuration Strange has no hidden_size; memory cannot be estimated")
+        raise InputError("the configuration Strange has no hidden_size; memory cannot be estimated")
 
     monkeypatch.setattr(Shape, "of", strange)
     having(monkeypatch, 1)
