@@ -1,5 +1,6 @@
 """health.*: what they do. The actions themselves are in tests/run/test_health.py."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ GIVEN = {
 
 def alarmed(bench: Bench, options: dict[str, Any]) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.Watch.__init__, "__defaults__", ((ALWAYS,),))
+        patch.setattr("legato.health.actions.Watch", partial(watch.Watch, (ALWAYS,)))
         return bench.run({**GIVEN, **options})
 
 
