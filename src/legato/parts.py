@@ -4,6 +4,7 @@
     from dataclasses import replace
     from legato.parts import Bounds, Trust, by_sign, number, part
 
+
     @part("trust", "my-clip")
     class MyClip(Trust):
         """A sentence for `legato explain my_clip.py:MyClip`."""
