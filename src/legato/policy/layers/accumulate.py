@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -
     module that shards its weights. `modules`: the module that holds the weights, and those around it that may be sharded.
     """
     for module in modules:
-        if _is_sharded(type(module)):
+        if _is_sharded(cast(Any, type(module))):
             return False
     return all([weight is None or not weight.requires_grad or _is_free(weight) for weight in weights])  # noqa: C419
 
