@@ -169,7 +169,7 @@ class _Worker:
         self.answered = 0
         program = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from legato.core import workers; workers.serve(sys.argv[2])"
+            "from legato.workers import pool; pool.serve(sys.argv[2])"
         )
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         with other:
