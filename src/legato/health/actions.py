@@ -14,6 +14,7 @@ from legato.algorithms.algorithm import Algorithm
 from legato.core.fields import choice, flag, integer, number, texts
 from legato.core.scope import Scope
 from legato.core.settings import settings
+from legato.core.world import World
 from legato.health.evidence import Evidence
 from legato.health.rule import Finding
 from legato.health.rules import MARGIN
@@ -135,14 +136,15 @@ class Health:
         limit = self._healthy_before(step)
         return [*reversed([each for each in steps if each <= limit]), *(each for each in steps if each > limit)]
 
-    def pause(self, interrupted: Callable[[], bool]) -> None:
+    def pause(self, interrupted: Callable[[], bool], world: World) -> None:
         """Wait until a person says how to go on."""
         file = self.directory.path / GO_ON
         file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
-        while not file.exists() and not interrupted():
+        # Ranks look at different moments: what one has seen goes for all.
+        while not (answered := bool(world.agree(int(file.exists())))) and not interrupted():
             time.sleep(_LOOK_EVERY_SECONDS)
-        if file.exists():
+        if answered:
             file.unlink(missing_ok=True)
             self.answered |= self.watch.alarms()
             self.say("going on")

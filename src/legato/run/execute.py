@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,10 @@ class Execution:
                 if self._target_reached():
                     reason = "the target was reached"
                     break
-                if interrupt.received is not None:
+                if interrupt.reached_any(self.trainer.world):
                     break
                 try:
-                    stopped = self._act(self._step(started), interrupt)
+                    stopped = self._act(self._agree_on(self._step(started)), interrupt)
                     if stopped is not None:
                         return self._end_early(stopped, {"healthy": self._healthiest()}), STOPPED_BY_WATCH
                 except ExhaustedError as end:
@@ -98,7 +98,7 @@ class Execution:
                     self._tell_floor(refusal.floor, step, "sampler")
                     self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
                     raise
-            if interrupt.received is not None:
+            if interrupt.reached_any(self.trainer.world) and interrupt.received is not None:
                 return self._end_early(f"stopped by {interrupt.received.name}"), interrupt.exit_code
             if self.evaluated_at != self.trainer.steps_done:
                 self._evaluate(keep=True)
@@ -125,6 +125,12 @@ class Execution:
         self.directory.append_metrics({**end, **(more or {})}, sync=True)
         return f"{reason}; {saved}"
 
+    def _agree_on(self, alarm: Finding | None) -> Finding | None:
+        """The alarm of the first rank that has one: what an alarm does is done by all ranks or by none."""
+        alarms = self.trainer.world.gather(None if alarm is None else asdict(alarm))
+        first = next((each for each in alarms if each is not None), None)
+        return None if first is None else Finding(**first)
+
     def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:
         """Do what an alarm asks for, then save what is due; why the run must end, where it must."""
         action = self.health.options.action
@@ -148,7 +154,7 @@ class Execution:
                 raise
             return f"{STOPPED}: {paused.words}"
         if paused is not None:
-            self.health.pause(lambda: interrupt.received is not None)
+            self.health.pause(lambda: interrupt.reached_any(self.trainer.world), self.trainer.world)
         return None
 
     def _step(self, started: float) -> Finding | None:

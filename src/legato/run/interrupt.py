@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from legato.core.world import World
+
 
 class Interrupt:
     """A context in which signals are noted instead of acted on. Outside the main thread there are none to note."""
@@ -33,6 +35,13 @@ class Interrupt:
             raise SystemExit(128 + number)
         self.received = signal.Signals(number)
         self._say(f"{self.received.name}: finishing this step, then saving; once more stops at once without saving")
+
+    def reached_any(self, world: World) -> bool:
+        """Whether a signal reached any rank: all of them end after the same step, as if each had received it."""
+        number = world.agree(0 if self.received is None else int(self.received))
+        if number and self.received is None:
+            self.received = signal.Signals(number)
+        return number != 0
 
     @property
     def exit_code(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from legato.config.resolved import Resolved
+from legato.core.world import OneProcess, World
 from legato.errors import InputError
 from legato.policy.model.load import recompute_layers
 from legato.policy.policy import Policy
@@ -72,7 +73,7 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
     }
 
 
-def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
+def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None = None) -> None:
     """Refuse a training that cannot fit. Under "auto", recompute layers in the backward pass where activations do not fit.
 
     A note says what was decided and why.
@@ -95,7 +96,8 @@ def decide_checkpointing(resolved: Resolved, policy: Policy) -> None:
         return
     fitting = fit(demand, there, smallest=longest)
     note = _sentence(demand, fitting, there)
-    if fitting.checkpointing:
+    # A rank with less free memory decides for all: layers that one recomputes and another keeps take different times.
+    if (world or OneProcess()).agree(int(fitting.checkpointing)):
         if getattr(policy.model, "supports_gradient_checkpointing", True):
             recompute_layers(policy)
         else:

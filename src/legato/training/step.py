@@ -172,7 +172,7 @@ class Trainer:
         self._note_savable(updates, numbers)
         self.collector.on_publish(self.collector.version + 1)
         self.steps_done += 1
-        own = fetched([report.sums for report, _ in done])
+        own = [self.world.sum_metrics(sums) for sums in fetched([report.sums for report, _ in done])]
         clock.end("update")
         sums = sum(own, start=Sums())
         return StepReport(
@@ -225,8 +225,8 @@ class Trainer:
         self.probed = self.probed or self.collector.settled
         if asked == "auto":
             # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
-            safe = floor.sampler_is_safe and self.policy.routers is None
-            self.anchor_choice = "sampler" if safe else "recompute"
+            unsafe = self.world.agree(int(not floor.sampler_is_safe or self.policy.routers is not None))
+            self.anchor_choice = "recompute" if unsafe else "sampler"
         if self.state:
             self.state = self.algorithm.calibrated(self.state, noise=floor.noise(self.anchor_choice == "sampler"))
         return floor
@@ -262,7 +262,7 @@ class Trainer:
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
         counts = self.world.sum_counts(count_update(algorithm, tables, update))
-        passes = {"one": 1, "two": 2}.get(self.settings.update_passes, self._cheaper(update.index))
+        passes = {"one": 1, "two": 2}.get(self.settings.update_passes) or self.world.agree(self._cheaper(update.index))
         report = update_gradient(
             self.policy,
             algorithm,
@@ -280,7 +280,7 @@ class Trainer:
         norm, _ = self.optimizer.step()
         # An update whose rows were all left out beforehand measured nothing.
         if self.state and report.sums:
-            self.state = algorithm.advance(self.state, report.sums, first=update.is_first)
+            self.state = algorithm.advance(self.state, self.world.sum_metrics(report.sums), first=update.is_first)
         return report, norm
 
     def _note_savable(self, updates: list[Update], numbers: list[UpdateNumbers]) -> None:
