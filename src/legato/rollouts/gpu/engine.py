@@ -79,6 +79,8 @@ class GraphedEngine(JobEngine):
         self._waiting: deque[Job] = deque()
         """Jobs that no scheduler has yet."""
         self._scheduler: Scheduler | None = None
+        self._seedless = False
+        """Whether requests without seeds are to be reported, which have nothing to wait for."""
         self._grow_generously = False
         """Whether requests had to wait because they came while others decoded in too small a room."""
         self._pool: Any = None
@@ -100,11 +102,15 @@ class GraphedEngine(JobEngine):
         # A next turn goes on from what was reported before it was submitted.
         self.recall.settle()
         self._waiting.extend(job for handle in handles if (job := self.jobs[handle]).waiting)
+        self._seedless = self._seedless or any(not request.seeds for request in requests)
         return handles
 
     def poll(self) -> list[Finished]:
-        # Requests without seeds have nothing to wait for.
-        return self.report_complete() or self._guarded(self._decode)
+        if self._seedless:
+            self._seedless = False
+            if complete := self.report_complete():
+                return complete
+        return self._guarded(self._decode)
 
     def cancel(self, handle: Handle) -> None:
         super().cancel(handle)
