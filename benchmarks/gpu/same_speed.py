@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +197,10 @@ def small_model(bench: Any, *, moe: bool) -> Any:
     return automatic.from_config(config, dtype=torch.bfloat16 if bench.cuda else torch.float32).to(bench.device).eval()
 
 
-def alternately(old: Path, new: Path, repeats: int, parts: list[str], tiny: bool) -> dict[str, Any]:
-    """Every repeat of both checkouts; the order changes from repeat to repeat."""
+def alternately(
+    old: Path, new: Path, repeats: int, parts: list[str], tiny: bool, after: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Every repeat of both checkouts; the order changes from repeat to repeat. `after` gets what each repeat left."""
     runs: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
     for repeat in range(repeats):
         sides = [("old", old), ("new", new)]
@@ -212,6 +215,7 @@ def alternately(old: Path, new: Path, repeats: int, parts: list[str], tiny: bool
                 raise SystemExit(f"{side}: exit {done.returncode}\n{done.stdout[-2000:]}")
             runs[side].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"repeat {repeat} {side} done", file=sys.stderr, flush=True)
+        after(runs)
     return runs
 
 
@@ -244,16 +248,19 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure, options.tiny)))
         return
-    runs = alternately(options.old.resolve(), options.new.resolve(), options.repeats, options.parts, options.tiny)
-    rows = table(runs, options.parts)
-    for row in rows:
-        print({name: value for name, value in row.items() if name not in ("old", "new")})
-    if options.output is not None:
+
+    def save(runs: dict[str, Any]) -> None:
         import torch
 
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        record = {"machine": name, "date": time.strftime("%Y-%m-%d"), "repeats": options.repeats, "rows": rows}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        rows = table(runs, options.parts)
+        for row in rows:
+            print({name: value for name, value in row.items() if name not in ("old", "new")}, flush=True)
+        if options.output is not None:
+            name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+            record = {"machine": name, "date": time.strftime("%Y-%m-%d"), "repeats": len(runs["old"]), "rows": rows}
+            options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+    alternately(options.old.resolve(), options.new.resolve(), options.repeats, options.parts, options.tiny, save)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ class Runner:
         """Add a turn of the policy and the environment's reply to it; whether another turn follows."""
         playing.turns.append(response)
         length = len(response.tokens)
-        playing.versions.append(torch.full((length,), self.engine.version) if response.version is None else response.version)
+        playing.versions.append(response.version)
         playing.length += length
         try:
             if playing.episode is None:

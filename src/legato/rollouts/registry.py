@@ -13,7 +13,6 @@ must do; `examples/piped_engine.py` is one in another process.
 
 import functools
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -22,9 +21,8 @@ from legato.core.importing import make_imported
 from legato.core.parts import Part, lookup
 from legato.errors import InputError
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Engine, EngineSettings, Limits, Request, Response
+from legato.rollouts.engine import Engine, EngineSettings
 from legato.rollouts.mismatch import Mismatch
-from legato.rollouts.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +77,4 @@ def build_engine(name: str, policy: Policy, options: EngineOptions) -> Engine:
             f"expected a legato.rollouts.engine.Engine from {name}.build, got {type(engine).__name__} (rollouts.engine);"
             " subclass Engine, or QueuedEngine where all requests are answered at once"
         )
-    if engine.capabilities.holds_weights:
-        _publish_before_sampling(engine, policy)
     return engine
-
-
-def _publish_before_sampling(engine: Engine, policy: Policy) -> None:
-    """To be deleted, with its call, when the source of rollouts publishes after every step: until then, generate does."""
-    generate = engine.generate
-
-    def publish_and_generate(requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        engine.publish(policy.parameters().items(), engine.version)
-        return generate(requests, sampling, limits)
-
-    engine.generate = publish_and_generate  # type: ignore[method-assign]

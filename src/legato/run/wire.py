@@ -192,7 +192,10 @@ def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, E
 def sampling_engine(config: Config, policy: Policy) -> Engine:
     """The engine of a policy that is only sampled from."""
     options = replace(_engine_options(config, policy, trains=False), mismatch=Mismatch(), record_routes=False)
-    return build_engine(config.rollouts.engine, policy, options)
+    engine = build_engine(config.rollouts.engine, policy, options)
+    if engine.capabilities.holds_weights:
+        engine.publish(policy.model.named_parameters(), engine.version)
+    return engine
 
 
 def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOptions:
