@@ -6,15 +6,17 @@ from typing import Any
 from legato.health.rules import RULES
 from legato.run.doctor import examine
 from tests.proof.logs import course, names, wave, written
+from tests.proof.pages import numbers
 
 
 def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
     recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
     found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
     (told,) = found.found
-    assert told.evidence == ("back to step 40. What was given up: evidence/step-000052.",)
+    (evidence,) = told.evidence
+    assert evidence.startswith("back to step 40.") and "evidence/step-000052" in evidence
     assert told.causes == next(rule.causes for rule in RULES if rule.name == "drift")
-    assert told.name == "recovered" and "1 time by the health watch" in told.says and "0.5" in told.tries[0]
+    assert told.name == "recovered" and numbers(told.says) == [1] and 0.5 in numbers(told.tries[0])
 
 
 def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
@@ -25,18 +27,21 @@ def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
         found = examine(written(tmp_path / name, records, ["training.lr=0.02"], end=False)).found
         told = next(each for each in found if each.name == "recovered")
         assert "lost nevertheless" in told.says
-        assert told.tries[0].startswith("start with training.lr = 0.00125 or less: half of 0.0025 (0.02 x 0.125)")
+        assert "training.lr = 0.00125 or less" in told.tries[0]
+        assert numbers(told.tries[0])[:4] == [0.00125, 0.0025, 0.02, 0.125]
         assert "went on with" not in " ".join(told.tries)
     blind = written(tmp_path / "blind", [*course(), recovery | {"clip_scale": 0.5}, ended], end=False)
     (blind / "config.toml").write_text("nothing = 1")
     (told,) = examine(blind).found
-    assert "less than half of the learning rate times 0.125" in told.tries[0] and "times 0.5 did not" in told.tries[1]
+    assert "less than half" in told.tries[0] and numbers(told.tries[0]) == [0.125] and 0.5 in numbers(told.tries[1])
     resumed = written(tmp_path / "resumed", [*course(), recovery], ["training.lr=0.02"])
     (told,) = examine(resumed).found
-    assert told.tries == ("start with training.lr = 0.0025 (0.02 x 0.125): that is what it went on with",)
+    (advice,) = told.tries
+    assert "training.lr = 0.0025" in advice and numbers(advice) == [0.0025, 0.02, 0.125] and "less" not in advice
     (resumed / "config.toml").write_text("nothing = 1")
     (told,) = examine(resumed).found
-    assert told.tries == ("start with a learning rate times 0.125: that is what it went on with",)
+    (advice,) = told.tries
+    assert numbers(advice) == [0.125] and "less" not in advice and "training.lr" not in advice
 
 
 def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
@@ -57,7 +62,7 @@ def test_a_reward_that_did_not_move_is_told_and_a_fall_is_no_reason_for_larger_s
         (told,) = examine(written(tmp_path / str(change), flat(change))).found
         assert told.name == "no-progress"
         assert ("a higher training.lr" in told.tries) is higher
-        assert ("a learning rate that is too low" in told.causes) is higher
+        assert any("learning rate" in cause and "too low" in cause for cause in told.causes) is higher
 
 
 def test_a_run_that_was_lost_is_not_one_that_did_not_move(tmp_path: Path) -> None:
@@ -78,5 +83,7 @@ def test_a_policy_that_lost_its_reward_is_told_of_the_learning_rate(tmp_path: Pa
     found = examine(written(tmp_path, records)).found
     told = next(each for each in found if each.name == "nothing-to-learn")
     assert any("training.lr" in line and "above 0 before" in line for line in told.tries)
-    assert any(line.startswith("reward/mean: 0.4") and "on average before, 0 to 0 since" in line for line in told.evidence)
+    (reward,) = (line for line in told.evidence if line.startswith("reward/mean"))
+    before, *since = numbers(reward)
+    assert 0.4 <= before < 0.5 and since == [0, 0, 0]
     assert not any("higher training.lr" in line for each in found for line in each.tries)
