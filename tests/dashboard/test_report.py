@@ -232,7 +232,7 @@ def test_a_report_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Pat
         write_report(directory)
 
 
-def test_the_noise_floor_is_told_with_its_step_count_and_gap() -> None:
+def test_the_noise_floor_names_its_step_count_and_gap() -> None:
     band = {"clip/band_low": 3e-4, "clip/band_high": 4e-4}
     probe = {"step": 40, "responses": 64, "probe/engine_median": 5e-4}
     inside = "inside the noise"

@@ -69,7 +69,7 @@ def test_the_evidence_that_the_watch_kept_is_named(tmp_path: Path) -> None:
     assert drift.evidence[-1].endswith(" evidence/step-000063")
 
 
-def test_a_held_out_collapse_is_told_though_the_reward_is_up(tmp_path: Path) -> None:
+def test_a_held_out_collapse_is_a_finding_though_the_reward_is_up(tmp_path: Path) -> None:
     measured = [
         {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}
         | {"eval/accuracy_sampled_high": v + 0.05}
@@ -101,11 +101,11 @@ def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["algorithm.objective.trust.clip.low=0.2", "algorithm.objective.trust.clip.high=0.2"], "never clips"),
-        (["algorithm.aggregate=token-mean"], "weighs each response by its length"),
+        (["algorithm.aggregate=token-mean"], "by its length"),
         (["training.updates_per_step=1"], "every ratio is 1"),
     ],
 )
-def test_settings_that_do_not_mean_what_they_seem(words: list[str], said: str, tmp_path: Path) -> None:
+def test_misleading_settings_are_warnings(words: list[str], said: str, tmp_path: Path) -> None:
     found = examine(written(tmp_path, course(), words))
     (told, *_) = (each for each in found.found if each.name == "settings")
     assert said in told.says and told.level == "warning"
@@ -145,7 +145,7 @@ def test_the_newest_checkpoint_of_a_folder_is_read(tmp_path: Path) -> None:
     assert found.title.endswith("checkpoint-100/trainer_state.json")
 
 
-def test_a_loss_that_is_not_a_number_is_seen(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_a_finding(tmp_path: Path) -> None:
     rows = trl(course())
     rows[90]["loss"] = math.nan
     assert names(examine(state_file(tmp_path, rows)))[0] == "not-finite"
@@ -281,7 +281,7 @@ BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
         ([SEQUENCE, *BAND, "loss_type=grpo", "steps_per_generation=32", "gradient_accumulation_steps=8"], []),
     ],
 )
-def test_settings_of_trl_are_looked_at(words: list[str], said: list[str], tmp_path: Path) -> None:
+def test_misleading_settings_of_trl_are_warnings(words: list[str], said: list[str], tmp_path: Path) -> None:
     found = examine(state_file(tmp_path, trl(course())), words)
     told = [each.says for each in found.found if each.name == "settings"]
     assert len(told) == len(said) and all(any(part in sentence for sentence in told) for part in said)
@@ -334,7 +334,7 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
         (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward=reward"], "no rule reads 'reward'"),
         (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean"], "KEY=COLUMN"),
         (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean=prize"], "has no column 'prize'"),
-        (lambda folder: written(folder, course(5)), ["epsilon=0.2"], "is a run of ours"),
+        (lambda folder: written(folder, course(5)), ["epsilon=0.2"], "--column"),
     ],
 )
 def test_bad_input_is_one_line(legato: Command, make: Any, words: list[str], said: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.proof.logs import course, names, wave, written
 from tests.proof.pages import numbers
 
 
-def test_a_run_that_was_rolled_back_says_so(tmp_path: Path) -> None:
+def test_a_recovery_is_a_finding_with_its_evidence_and_factor(tmp_path: Path) -> None:
     recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.5, "words": "back to step 40."}
     found = examine(written(tmp_path, [*course(), recovery | {"evidence": "evidence/step-000052"}]))
     (told,) = found.found
@@ -44,9 +44,9 @@ def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
     assert numbers(advice) == [0.125] and "less" not in advice and "training.lr" not in advice
 
 
-def test_what_to_start_with_is_what_a_recovery_changed(tmp_path: Path) -> None:
+def test_advice_after_a_recovery_names_only_what_it_changed(tmp_path: Path) -> None:
     recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 1.0, "words": "back to step 40."}
-    for scale, said in ((0.5, "bounds of the clip times 0.5"), (1.0, "only the problems were changed")):
+    for scale, said in ((0.5, "clip times 0.5"), (1.0, "only the problems")):
         found = examine(written(tmp_path / str(scale), [*course(), recovery | {"clip_scale": scale}]))
         assert said in found.found[0].tries[0] and "learning rate" not in found.found[0].tries[0]
 
@@ -57,7 +57,7 @@ def flat(change: float = 0.0) -> list[dict[str, Any]]:
     return [each | {"reward/mean": r, "accuracy/mean": r} for each, r in zip(course(), rewards, strict=True)]
 
 
-def test_a_reward_that_did_not_move_is_told_and_a_fall_is_no_reason_for_larger_steps(tmp_path: Path) -> None:
+def test_a_flat_reward_is_a_finding_and_a_falling_one_is_no_reason_for_a_higher_rate(tmp_path: Path) -> None:
     for change, higher in ((0.002, True), (-0.002, False)):
         (told,) = examine(written(tmp_path / str(change), flat(change))).found
         assert told.name == "no-progress"
@@ -76,7 +76,7 @@ def test_a_run_that_was_lost_is_not_one_that_did_not_move(tmp_path: Path) -> Non
     assert "no-progress" in names(examine(written(tmp_path / "warned", [*flat(), warning])))
 
 
-def test_a_policy_that_lost_its_reward_is_told_of_the_learning_rate(tmp_path: Path) -> None:
+def test_a_policy_that_lost_its_reward_is_advised_on_the_learning_rate(tmp_path: Path) -> None:
     """A rate a hundred times too high: the reward is gone within a few steps, every group scores alike."""
     dead = {"reward/mean": 0.0, "accuracy/mean": 0.0, "reward/deviation": 0.0, "groups/zero_variance": 1.0}
     records = [each | {"reward/deviation": 0.3} | (dead if each["step"] > 4 else {}) for each in course()]
