@@ -13,6 +13,7 @@ from legato.algorithms.catalogue import algorithm_names
 from legato.algorithms.override import parts_of
 from legato.cli.explain import SLOTS, explain_one
 from legato.core.parts import names
+from tests.proof.pages import assert_page
 
 
 def legato_command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -34,6 +35,12 @@ def test_every_algorithm_is_explained(name: str, wide: pytest.CaptureFixture[str
     text = wide.readouterr().out
     for words in (name, "J = ", "objective.ratio", "aggregate", "Beware"):
         assert words in text
+
+
+def test_the_explanation_of_gspo_is_its_snapshot(wide: pytest.CaptureFixture[str]) -> None:
+    """The words of `legato explain gspo`; tests/proof/pages.py says how to renew the snapshot."""
+    explain_one("gspo", [])
+    assert_page("explain", wide.readouterr().out)
 
 
 def test_two_algorithms_stand_side_by_side() -> None:
@@ -60,8 +67,8 @@ def test_all_algorithms_are_listed() -> None:
     ("words", "message"),
     [
         (("explain", "gspoo"), "did you mean 'gspo'?"),
-        (("explain", "gspo", "--set", "objective.trust.clip.low"), "path=value is"),
-        (("explain", "gspo", "--set", "objective.trust.clip.low=-1"), "a number >= 0 is"),
+        (("explain", "gspo", "--set", "objective.trust.clip.low"), "path=value"),
+        (("explain", "gspo", "--set", "objective.trust.clip.low=-1"), "a number >= 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], message: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from legato.compare.compare import compare
 from legato.compare.processes import Machine
+from legato.pages.comparison_tables import tables
 from legato.records.directory import RunDirectory
 from tests.proof import verdicts
 from tests.proof.command import Command, refused
@@ -66,8 +67,8 @@ def test_the_same_command_again_runs_nothing_and_prints_the_table(
     before = {path: path.stat().st_mtime_ns for path in (straight / "runs").rglob("metrics.jsonl")}
     code, output, _ = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
     assert code == 0
-    assert "4 runs, 4 finished before" in output and "starts" not in output
-    assert "Held-out accuracy at the end" in output and "Cost and stability" in output
+    assert "4 runs, 4 finished" in output and "starts" not in output
+    assert all(each.title in output for each in tables(json.loads((straight / "compare.json").read_text()))[:2])
     assert "compare.html" in output
     assert before == {path: path.stat().st_mtime_ns for path in (straight / "runs").rglob("metrics.jsonl")}
 
@@ -75,15 +76,15 @@ def test_the_same_command_again_runs_nothing_and_prints_the_table(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("training.lr=1e-4",), "training.lr = 0.0001 (was 0.003) in grpo-seed0 and 3 more"),
-        (("--seeds", "0,1,2"), "seeds = [0, 1, 2] (was [0, 1])"),
-        (("--arm", "dapo"), "arms = ['grpo', 'gspo', 'dapo'] (was ['grpo', 'gspo'])"),
-        (("--sweep", "training.lr=1e-3,1e-2"), "sweep = {'training.lr': [0.001, 0.01]} (was {})"),
+        (("training.lr=1e-4",), ["training.lr", "0.0001", "0.003", "grpo-seed0"]),
+        (("--seeds", "0,1,2"), ["seeds", "[0, 1, 2]", "[0, 1]"]),
+        (("--arm", "dapo"), ["arms", "['grpo', 'gspo', 'dapo']", "['grpo', 'gspo']"]),
+        (("--sweep", "training.lr=1e-3,1e-2"), ["sweep", "'training.lr': [0.001, 0.01]"]),
     ],
 )
 def test_a_comparison_that_changed_is_refused(
     words: tuple[str, ...],
-    told: str,
+    told: list[str],
     straight: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -91,7 +92,7 @@ def test_a_comparison_that_changed_is_refused(
     before = (straight / "compare.json").read_bytes()
     given = [word for word in WORDS if not word.startswith("training.lr=")] if "--sweep" in words else WORDS
     arguments = ("compare", *given, *ARMS, *words, "--out", str(straight))
-    refused(Command(monkeypatch, capsys)(*arguments), "holds another comparison: ", told, "--out FOLDER begins another")
+    refused(Command(monkeypatch, capsys)(*arguments), "another comparison", *told, "--out")
     assert (straight / "compare.json").read_bytes() == before
 
 
@@ -165,11 +166,10 @@ def finished(folder: Path, seeds: str) -> str:
     return said
 
 
-def test_a_comparison_that_was_stopped_goes_on(straight: Path, tmp_path: Path) -> None:
+def test_a_stopped_comparison_resumes_and_equals_the_straight_one(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "comparison"
     said = stopped(folder, signal.SIGTERM, "0,1")
-    assert "finishing the steps under way" in said and "stopped  grpo-seed0" in said
-    assert "4 of 4 runs are not finished" in said
+    assert "stopped  grpo-seed0" in said and "4 of 4 runs" in said
     assert not (folder / "runs" / "gspo-seed1").exists()
     assert "starts   gspo-seed1" in finished(folder, "0,1")
     for name in RUNS:
@@ -216,7 +216,7 @@ def test_a_failing_arm_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert compared.exit_code == 0
     runs = {run["arm"]: run for run in compared.results["runs"]}
     assert {arm: run["status"] for arm, run in runs.items()} == {"dies": "failed", "lost": "failed", "fine": "done"}
-    assert runs["dies"]["reason"] == "exit code 7: out of memory, says the machine"
+    assert runs["dies"]["reason"].startswith("exit code 7: out of memory")
     assert runs["dies"]["score"] == runs["dies"]["evaluations"][-1]["sampled"] and runs["dies"]["steps"] >= 1
     assert runs["lost"]["score"] == 0.0 and "nowhere" in runs["lost"]["reason"]
     assert compared.results["points"][0]["arms"]["lost"]["failed"] == 1
@@ -230,9 +230,9 @@ def test_a_failing_arm_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "starts   lost-seed0" in said and "resumes  dies-seed0" in said
 
 
-def test_when_every_run_fails_it_is_an_error(tmp_path: Path) -> None:
+def test_a_comparison_in_which_every_run_fails_is_an_error(tmp_path: Path) -> None:
     given = definition(options={**OPTIONS, "policy.model": str(tmp_path / "nowhere")}, seeds=(0,))
-    with pytest.raises(ValueError, match=r"every run failed: exit code 2: .*nowhere"):
+    with pytest.raises(ValueError, match=r"every run failed.*exit code 2.*nowhere"):
         compare(given, folder=tmp_path / "comparison", machine=Machine(parallel=2), say=lambda text: None)
 
 
@@ -243,4 +243,4 @@ def test_two_comparisons_do_not_share_a_folder(
 
     with locked(RunDirectory(straight)):
         told = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
-    refused(told, "is in use by another process")
+    refused(told, "in use")

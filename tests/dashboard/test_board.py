@@ -17,6 +17,7 @@ from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
 from tests.dashboard.browser import dashboard
 from tests.dashboard.synthetic import synthetic_run
+from tests.proof.pages import numbers
 
 # Who may ask
 
@@ -75,7 +76,7 @@ def test_every_route_asks_for_cookie_host_and_origin(served: tuple[int, str], pa
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_it_listens_on_this_machine_only(served: tuple[int, str]) -> None:
+def test_the_dashboard_listens_on_this_machine_only(served: tuple[int, str]) -> None:
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     mine = [fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == served[0]]
     assert mine == [f"0100007F:{served[0]:04X}"]
@@ -97,12 +98,12 @@ def test_nonsense_is_refused_in_a_sentence(served: tuple[int, str], path: str) -
     assert status == 400 and json.loads(body)["error"]
 
 
-def test_what_is_asked_for_twice_is_answered_once(served: tuple[int, str]) -> None:
+def test_a_curve_requested_twice_is_answered_once(served: tuple[int, str]) -> None:
     found = json.loads(get(served[0], "/api/curves?run=one&run=one&key=reward/mean&key=reward/mean", cookie=served[1])[2])
     assert len(found["curves"]) == 1
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         Folder(tmp_path / "nothing")
 
@@ -219,7 +220,7 @@ def test_a_finding_comes_with_causes_and_a_run_with_counts(tmp_path: Path) -> No
     directory.health.append({"kind": "recovery", "from": 2, "rule": "reward-fall", "words": "went back"})
     folder = Folder(tmp_path)
     row = folder.runs()[0].row()
-    assert (row["health"], row["findings"], row["found"]) == ("alarm", 2, "2 alarms, 3 warnings, 1 recovery")
+    assert (row["health"], row["findings"], numbers(row["found"])) == ("alarm", 2, [2, 3, 1])
     rule = next(rule for rule in RULES if rule.name == "reward-fall")
     first, last = findings(folder, ["a run"])[0], findings(folder, ["a run"])[-1]
     assert (first["causes"], first["tries"]) == (rule.causes, rule.tries) and rule.causes and rule.tries

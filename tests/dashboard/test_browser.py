@@ -16,7 +16,7 @@ from tests.dashboard.synthetic import synthetic_run
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 
-def test_it_opens_with_the_newest_runs_drawn(entered: Browser) -> None:
+def test_the_dashboard_opens_with_the_newest_runs_drawn(entered: Browser) -> None:
     assert entered.run("document.querySelectorAll('#runs input:checked').length") == 4
     assert entered.run("document.querySelectorAll('.figures .plot svg .scatterlayer path.js-line').length") >= 4
     assert entered.complaints() == [], "neither errors nor violations of the content security policy"
@@ -95,7 +95,7 @@ def test_configs_are_compared(page: Browser) -> None:
     assert "training.seed" not in text
 
 
-def test_what_is_torn_or_half_written_is_shown_as_far_as_it_goes(page: Browser, folder: Path) -> None:
+def test_half_written_runs_are_shown_as_far_as_they_go(page: Browser, folder: Path) -> None:
     choose(page, "torn", "begun", "whole")
     page.wait(f"{curves(page)}.length === 2")
     assert 6 in page.run(f"{curves(page)}.map(t => t.x.at(-1))")

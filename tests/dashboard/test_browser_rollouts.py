@@ -99,7 +99,7 @@ def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
     page.wait("document.getElementById('text').textContent !== 'no'")
 
 
-def test_what_is_gone_meanwhile_is_said(page: Browser, folder: Path, tmp_path: Path) -> None:
+def test_rollouts_that_are_gone_meanwhile_are_reported(page: Browser, folder: Path, tmp_path: Path) -> None:
     """A recovery moves the rollouts of steps that it gives up."""
     open_rollouts(page)
     page.wait("document.querySelector('#tokens')")

@@ -54,7 +54,7 @@ def test_a_check_is_judged_by_its_tolerance(check: Check, difference: float | No
     assert check.verdict == verdict
 
 
-def test_everything_is_written_and_nothing_of_it_is_markup(tmp_path: Path) -> None:
+def test_an_experiment_is_written_in_every_format_and_escaped(tmp_path: Path) -> None:
     files = write(tmp_path, account(), png=False)
     assert [path.name for path in files] == ["trial.html", "trial.md", "trial.json", "rows.csv", "a-figure.svg"]
     page = files[0].read_text()
@@ -67,7 +67,7 @@ def test_everything_is_written_and_nothing_of_it_is_markup(tmp_path: Path) -> No
     assert "| a\\|b | 12.3 % |" in files[1].read_text() and "figures/a-figure.svg" in files[1].read_text()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="--out"):
         write(tmp_path / "file", account(), png=False)

@@ -75,7 +75,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, mon
     write_raw(directory, 2, json.dumps({"text": "x" * 11_000}))
     found = listed(directory, [1, 2], Filter())
     assert [row["step"] for row in found["rows"]] == [1]
-    assert "unpacks to more than 10,000 bytes" in found["damaged"][0]
+    assert len(found["damaged"]) == 1 and "10,000 bytes" in found["damaged"][0]
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["zeros", "zeros and lines", "may not be read"])
-def test_what_cannot_be_read_is_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+def test_unreadable_metrics_are_not_retried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     directory = RunDirectory.create(tmp_path, "run")
     good = b'{"kind":"step","step":1,"reward/mean":1}\n{"kind":"step","step":2,"reward/mean":2}\n'
     directory.metrics_path.write_bytes(b"\0" * (3 * LONGEST) + (b"\n" + good if harm == "zeros and lines" else b""))
@@ -215,7 +215,7 @@ def test_ordering_all_steps_holds_no_more_than_it_shows(tmp_path: Path, monkeypa
     assert most[0] <= 25, "a run of a hundred thousand steps would not fit"
 
 
-def test_what_was_not_searched_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_were_not_searched_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "MOST", 5)
     directory = RunDirectory.create(tmp_path, "run")
     for step in range(1, 5):

@@ -86,7 +86,7 @@ def test_a_curve_keeps_means_and_extremes(count: int, portion: int) -> None:
     assert min(few["low"]) == min(found["low"]) and max(few["high"]) == max(found["high"])
 
 
-def test_what_is_not_a_number_is_not_drawn() -> None:
+def test_values_that_are_not_numbers_are_not_drawn() -> None:
     series = Series()
     series.add([{"step": 1, "a": 1.0, "b": "x", "c": True, "d": None, "a@0": 1.0}, {"step": 2, "late": 3}, {"a": 5.0}])
     assert set(series.keys) == {"a", "late"}, "and nothing by update, which is not drawn"

@@ -240,7 +240,7 @@ def test_padding_changes_no_metric(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token", "gmpo", "sapo", "cispo", "bapo"])
-def test_nothing_in_gives_nothing_out(name: str, shape: tuple[int, int]) -> None:
+def test_empty_batches_give_empty_metrics(name: str, shape: tuple[int, int]) -> None:
     """A rank short of rows still takes part."""
     empty = torch.zeros(shape)
     signals = {

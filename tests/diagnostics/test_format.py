@@ -23,7 +23,7 @@ def directory(tmp_path: Path) -> RunDirectory:
     return made
 
 
-def test_it_needs_nothing_but_the_standard_library() -> None:
+def test_run_records_need_only_the_standard_library() -> None:
     names = ("torch", "numpy", "rich")
     code = f"import sys, legato.records.directory; sys.exit(any(name in sys.modules for name in {names}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -38,18 +38,18 @@ def test_an_existing_run_is_never_touched_and_resume_is_offered(directory: RunDi
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\0b"])
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="plain name of a folder"):
+    with pytest.raises(ValueError, match="plain name"):
         RunDirectory.create(tmp_path, name)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_parent_that_is_a_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(ValueError, match=r"cannot create .*runs/first: a file stands in the way"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/runs/first.*file"):
         RunDirectory.create(tmp_path / "runs", "first")
 
 
-def test_a_parent_that_is_not_writable_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -58,14 +58,14 @@ def test_a_parent_that_is_not_writable_is_refused_in_words(tmp_path: Path, monke
         RunDirectory.create(tmp_path, "first")
 
 
-def test_opening_says_what_is_missing(tmp_path: Path, directory: RunDirectory) -> None:
+def test_opening_names_the_missing_files_and_the_format(tmp_path: Path, directory: RunDirectory) -> None:
     assert RunDirectory.open(directory.path) == directory
     with pytest.raises(ValueError, match="no such folder"):
         RunDirectory.open(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"config\.toml and metrics\.jsonl missing"):
         RunDirectory.open(tmp_path)
     directory.environment_path.write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(ValueError, match="written in format 2; this legato reads format 1"):
+    with pytest.raises(ValueError, match=rf"format {FORMAT + 1}.*format {FORMAT}"):
         RunDirectory.open(directory.path)
 
 
@@ -93,14 +93,14 @@ def test_a_torn_last_line_is_no_line_and_does_not_harm_the_next(directory: RunDi
 def test_a_torn_line_in_the_middle_is_named(directory: RunDirectory, tail: bytes) -> None:
     with directory.metrics_path.open("ab") as file:
         file.write(b'{"kind":"st\n' + tail)
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: .*not a JSON object"):
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2"):
         directory.metrics()
 
 
 def test_a_line_that_is_no_object_is_damage(directory: RunDirectory) -> None:
     with directory.metrics_path.open("ab") as file:
         file.write(b'3\n{"kind":"step"}\n')
-    with pytest.raises(RunDirectoryError, match="line 2: '3' is not a JSON object"):
+    with pytest.raises(RunDirectoryError, match=r"line 2.*'3'"):
         directory.metrics()
 
 
@@ -118,15 +118,13 @@ def test_truncating_to_a_position_forgets_what_came_after(directory: RunDirector
     assert directory.metrics() == []
 
 
-def test_a_full_disk_is_told_in_words_and_costs_no_earlier_line(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_and_costs_no_earlier_line(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(RunDirectoryError, match=r"cannot write .*metrics\.jsonl: the disk is full") as caught:
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl.*disk is full") as caught:
             directory.append_metrics({"kind": "step"}, sync=True)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, OSError)
@@ -136,7 +134,7 @@ def test_a_full_disk_is_told_in_words_and_costs_no_earlier_line(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_truly_full_device_is_told_in_words(directory: RunDirectory) -> None:
+def test_a_truly_full_device_is_an_error(directory: RunDirectory) -> None:
     directory.metrics_path.unlink()
     directory.metrics_path.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match="disk is full"):
@@ -177,11 +175,11 @@ def test_steps_are_found_by_name_only(directory: RunDirectory) -> None:
     (directory.path / "checkpoints" / "step-000005.partial").mkdir()
     (directory.path / "checkpoints" / "step-000006").write_text("a file")
     assert directory.rollout_steps() == directory.checkpoint_steps() == [3, 20, 1_000_000]
-    with pytest.raises(ValueError, match="steps with stored rollouts: 3, 20, 1000000"):
+    with pytest.raises(ValueError, match="3, 20, 1000000"):
         directory.read_rollouts(7)
 
 
-def test_damaged_rollouts_are_told_by_name(directory: RunDirectory) -> None:
+def test_damaged_rollouts_are_an_error_with_the_file_name(directory: RunDirectory) -> None:
     path = directory.write_rollouts(1, [{"text": str(index)} for index in range(1000)])
     data = path.read_bytes()
     for broken in (data[: len(data) // 2], b"not gzip", data[:20] + b"\xff" * 20 + data[40:]):

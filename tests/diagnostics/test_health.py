@@ -137,7 +137,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", ILL)
-def test_a_rule_holds_when_it_should_and_is_told_once(name: str) -> None:
+def test_a_rule_that_holds_is_found_once(name: str) -> None:
     ill = [{**step, **ILL[name]} for step in healthy(25)]
     # But for the rule that would say the same of more.
     rules = [each for each in RULES if each.name != rule(name).under]
@@ -150,7 +150,7 @@ def test_a_rule_holds_when_it_should_and_is_told_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in RULES if each.of > 1 and each.hits > 1])
-def test_one_bad_step_is_none(name: str) -> None:
+def test_one_bad_step_raises_no_finding(name: str) -> None:
     series = healthy(STEPS + 5)
     series[STEPS] |= ILL[name]
     assert name not in [told for _, told in watched([rule(name)], series)]
@@ -202,7 +202,7 @@ def test_a_quiet_start_makes_no_alarm_of_the_steps_that_follow() -> None:
     assert not any(watched([below], steps) for steps in runs)
 
 
-def test_what_is_compared_begins_after_the_warm_up() -> None:
+def test_usual_values_are_measured_after_the_warm_up() -> None:
     """Ratios spread with the learning rate: the first steps are no measure of what is usual."""
     rising = [{"ratio/sequence_std": 0.5 * min(1.0, step / 30) ** 4 + 1e-6} for step in range(1, 80)]
     assert watched([rule("ratio-spread")], rising) != []
@@ -289,7 +289,7 @@ def test_the_beginning_of_a_run_survives_a_checkpoint() -> None:
         assert told == [len(series)]
 
 
-def test_the_middle_of_a_run_is_not_its_beginning() -> None:
+def test_a_rule_loaded_midway_does_not_take_its_first_steps_for_the_start() -> None:
     """A checkpoint of a version without the rule, or of a run that ignored it, says nothing of the first steps."""
     below, other = rule("reward-below-start"), rule("reward-fall")
     before, after = Watch([other]), Watch([other, below])

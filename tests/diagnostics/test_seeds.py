@@ -20,6 +20,7 @@ from legato.diagnostics.statistics.seeds import (
     probability_of_improvement,
     resamples,
 )
+from tests.proof.pages import numbers
 
 scores = st.lists(st.integers(0, 20).map(lambda n: n / 20), min_size=1, max_size=9)
 
@@ -102,7 +103,7 @@ def test_many_seeds_are_drawn_by_a_generator_that_is_the_same_every_time() -> No
 def test_one_seed_has_no_interval_and_unlike_samples_are_refused() -> None:
     assert interval(mean, [0.5]) is None
     assert interval(difference, [0.5], [0.4]) is None
-    with pytest.raises(ValueError, match=r"samples of \[2, 3\] seeds"):
+    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b"):
         interval(difference, [1.0, 2.0], [1.0, 2.0, 3.0])
 
 
@@ -114,13 +115,13 @@ def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]
 
 
 @pytest.mark.parametrize(
-    ("right", "told"),
+    ("right", "shares"),
     [
-        ((40, 80, 0), "ended at 0.0% after a best of 62.5%"),
-        ((40, 80, 30), "ended at 23.4% after a best of 62.5%"),
-        ((60, 64, 35), "ended at 27.3%, below its start of 46.9%"),
-        ((80, 20), "ended at 15.6% after a best of 62.5%"),
-        ((40, 0, 0, 0), "ended at 0.0% after a best of 31.2%"),
+        ((40, 80, 0), [0.0, 62.5]),
+        ((40, 80, 30), [23.4, 62.5]),
+        ((60, 64, 35), [27.3, 46.9]),
+        ((80, 20), [15.6, 62.5]),
+        ((40, 0, 0, 0), [0.0, 31.2]),
         ((40, 80, 60), None),
         ((40, 80, 41), None),
         ((40, 38), None),
@@ -130,8 +131,10 @@ def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]
         ((), None),
     ],
 )
-def test_a_collapse_is_a_fall_that_chance_does_not_explain(right: tuple[int, ...], told: str | None) -> None:
-    assert collapse(course(*right)) == told
+def test_a_collapse_is_a_fall_that_chance_does_not_explain(right: tuple[int, ...], shares: list[float] | None) -> None:
+    """The shares in percent: at the end, then the best or the start, whichever it fell from."""
+    told = collapse(course(*right))
+    assert (told if told is None else numbers(told)) == shares
 
 
 def test_few_problems_make_no_collapse() -> None:

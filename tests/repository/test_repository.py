@@ -27,7 +27,7 @@ def test_architecture_is_under_150_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".ci/run"])
-def test_what_a_person_expects_is_there(name: str) -> None:
+def test_the_usual_files_of_a_repository_exist(name: str) -> None:
     assert (ROOT / name).read_text().strip()
 
 

@@ -80,6 +80,6 @@ def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, A
 
 
 def test_rspo_on_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="algorithm rspo with the part router-shift needs a mixture of experts"):
+    with pytest.raises(ValueError, match=r"rspo.*router-shift"):
         small(tmp_path, {"algorithm": "rspo"})
     assert not list(tmp_path.iterdir())

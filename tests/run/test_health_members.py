@@ -30,7 +30,7 @@ def without_reports() -> Iterator[None]:
     ],
     ids=["ratios beside those of siblings", "tokens left out by entropy", "several epochs"],
 )
-def test_what_is_outside_the_band_by_design_is_no_sign_of_a_wrong_anchor(options: dict[str, Any], tmp_path: Path) -> None:
+def test_ratios_outside_the_band_by_design_raise_no_anchor_alarm(options: dict[str, Any], tmp_path: Path) -> None:
     given = {"training.steps": 3, "evaluation.every_steps": 0, "training.prompts_per_step": 8}
     ended = small(tmp_path, {**given, **options}, reward=early)
     found = RunDirectory.open(ended.directory).health.read()
@@ -45,7 +45,7 @@ def test_only_bounds_on_the_ratio_are_tightened() -> None:
 
 
 @pytest.mark.parametrize("name", ["sapo", "cispo", "rloo"])
-def test_a_factor_for_bounds_that_are_not_there_is_told(name: str) -> None:
+def test_a_clip_factor_without_a_clip_is_refused(name: str) -> None:
     words = [f"algorithm={name}", "health.action=recover", "health.clip_factor=0.5"]
-    with pytest.raises(ValueError, match="has no clip with bounds to tighten"):
+    with pytest.raises(ValueError, match=rf"health\.clip_factor.*{name}|{name}.*health\.clip_factor"):
         load([], words)

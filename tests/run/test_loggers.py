@@ -104,7 +104,7 @@ def test_a_run_that_goes_back_replaces_the_steps_it_gave_up(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb"])
-def test_a_package_that_is_not_there_is_told_with_the_command(
+def test_a_missing_package_is_an_error_with_the_install_command(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -116,9 +116,9 @@ def test_a_package_that_is_not_there_is_told_with_the_command(
             TensorBoardLogger(tmp_path, say=print)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+def test_a_tensorboard_folder_that_is_not_writable_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"TensorBoard cannot write to .*file"):
+    with pytest.raises(ValueError, match=rf"TensorBoard.*{tmp_path}/file/events"):
         TensorBoardLogger(tmp_path / "file" / "events", say=print)
 
 
@@ -139,13 +139,13 @@ def test_wandb_gets_project_name_tags_config_and_numbers(tmp_path: Path, service
     assert said == []
 
 
-def test_a_service_that_does_not_start_is_told_before_training(tmp_path: Path, service: SimpleNamespace) -> None:
+def test_wandb_that_does_not_start_is_an_error_before_training(tmp_path: Path, service: SimpleNamespace) -> None:
     service.refuses = True
-    with pytest.raises(ValueError, match=r"W&B did not start .*api_key not configured.*wandb login"):
+    with pytest.raises(ValueError, match=r"W&B.*api_key not configured.*wandb login"):
         wandb_logger(tmp_path, [])
 
 
-def test_a_failure_is_told_once_and_switches_off(tmp_path: Path, service: SimpleNamespace) -> None:
+def test_a_failure_is_reported_once_and_switches_the_logger_off(tmp_path: Path, service: SimpleNamespace) -> None:
     said: list[str] = []
     logger = wandb_logger(tmp_path, said)
     logger.log(1, METRICS)
@@ -155,6 +155,6 @@ def test_a_failure_is_told_once_and_switches_off(tmp_path: Path, service: Simple
     logger.log(3, METRICS)
     logger.close()
     assert len(said) == 1
-    assert "W&B failed and is switched off" in said[0]
+    assert "W&B" in said[0] and "switched off" in said[0]
     assert "ConnectionError: gone" in said[0]
     assert [step for _, step in service.run.logged] == [1]

@@ -30,7 +30,7 @@ def test_an_unsafe_anchor_ends_the_run_with_the_numbers_and_the_way_round(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     told = Command(monkeypatch, capfd)("train", *words(tmp_path, {**DIFFERS, "training.anchor": "sampler"}))
-    said = refused(told, "training.anchor = 'sampler' is not safe here", "clip band of 3.0e-04", "1.0e-04, a third")
+    said = refused(told, "training.anchor = 'sampler'", "3.0e-04", "1.0e-04")
     assert "training.accept_unsafe_anchor=true" in said and "training.anchor=auto" in said
     (probe,), (end,) = of_kind(tmp_path / "run", "probe"), of_kind(tmp_path / "run", "end")
     assert probe["noise/engine_ratio"] > 1e-4 and end["reason"] in said
@@ -40,14 +40,15 @@ def test_an_unsafe_anchor_ends_the_run_with_the_numbers_and_the_way_round(
 def test_the_override_goes_on_and_warns(tmp_path: Path) -> None:
     told = Listener()
     run = small(tmp_path, {**DIFFERS, "training.anchor": "sampler", "training.accept_unsafe_anchor": True}, watcher=told)
-    assert run.exit_code == 0 and "warning: engine and trainer differ" in told.said
+    assert run.exit_code == 0 and "warning: " in told.said
     assert all(step["mismatch/max"] == 0 for step in of_kind(run.directory, "step"))
 
 
-def test_auto_recomputes_and_says_why(tmp_path: Path) -> None:
+def test_auto_recomputes_where_the_engine_differs(tmp_path: Path) -> None:
     told = Listener()
     run = small(tmp_path, DIFFERS, watcher=told)
-    assert "old log-probs are recomputed" in told.said and "its log-probs cannot be the anchor" in told.said
+    (probe,) = of_kind(run.directory, "probe")
+    assert "recomputed" in told.said and "warning: " not in told.said and probe["noise/engine_ratio"] > 1e-4
     assert all(step["mismatch/max"] > 1e-5 for step in of_kind(run.directory, "step"))
 
 
@@ -102,5 +103,5 @@ def test_copies_are_counted_when_memory_is_estimated() -> None:
 
 @pytest.mark.parametrize(("option", "kind"), [("size=0.1", "stale"), ("updates=3", "perturbed"), ("size=0.1", "none")])
 def test_an_option_of_another_kind_is_refused(option: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]} = .* has no effect with"):
+    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]} = .*{kind}"):
         load([], [f"rollouts.mismatch.kind={kind}", f"rollouts.mismatch.{option}"])

@@ -65,7 +65,7 @@ def test_a_recipe_is_warmed_up_first(tmp_path: Path) -> None:
     assert lengths[0] != lengths[1]
 
 
-def test_the_verb_prints_and_writes_it_all(
+def test_mismatch_prints_and_writes_json_and_page(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "220")
@@ -85,10 +85,10 @@ def test_the_verb_prints_and_writes_it_all(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("int4", "--kinds holds 'int4'; known are none, bf16"),
+        ("int4", "'int4'"),
         ("int8:3", "int8 has no size"),
-        ("stale:1.5", "a whole number of updates"),
-        ("stale:0", "a whole number of updates"),
+        ("stale:1.5", "whole number"),
+        ("stale:0", "whole number"),
         ("top-p:1.2", "a probability"),
         ("perturbed:-1", "a number above 0"),
         ("perturbed:nan", "a number above 0"),
@@ -96,7 +96,7 @@ def test_the_verb_prints_and_writes_it_all(
         (" ", "at least one of"),
     ],
 )
-def test_what_is_no_sampler_is_told(
+def test_an_unknown_sampler_is_refused(
     words: str, message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = Command(monkeypatch, capfd)("mismatch", str(run), "--kinds", words, "--output", str(tmp_path / "x"))
@@ -111,7 +111,7 @@ def test_a_run_whose_problems_came_from_python_asks_for_a_task(tmp_path: Path) -
     directory = train(
         problems=problems, reward=lambda rollout: 0.0, **{**given, "training.steps": 1, "output.directory": str(tmp_path)}
     ).directory
-    with pytest.raises(ValueError, match="given its problems in Python"):
+    with pytest.raises(ValueError, match="problems in Python"):
         compare_samplers(find(str(directory)), samplers("none"))
 
 

@@ -38,7 +38,7 @@ def test_an_option_does_what_it_says(
     shows(Bench(folder=tmp_path, patch=monkeypatch))
 
 
-def test_what_cannot_be_seen_is_refused_here() -> None:
+def test_unknown_engines_and_optimizers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rollouts\.engine"):
         load([], ["rollouts.engine=remote"])
     with pytest.raises(ValueError, match=r"training\.optimizer"):

@@ -25,6 +25,7 @@ from legato.run.target import find
 from legato.run.train import resume
 from legato.training import checkpoint
 from tests.proof import verdicts
+from tests.proof.pages import numbers
 from tests.proof.runs import cut, differences, outcome, records, small, steps
 from tests.run.test_health import ILL, RISING
 
@@ -74,14 +75,14 @@ def without_parts(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics]
 
 
-def test_it_trains_and_is_measured_as_the_clip_it_equals(tmp_path: Path) -> None:
+def test_an_own_clip_trains_as_the_clip_it_equals(tmp_path: Path) -> None:
     own, ours = run(tmp_path / "own"), small(tmp_path / "ours", {"reward.kind": EARLY}).directory
     assert without_parts(steps(own)) == without_parts(steps(ours))
     assert steps(own)[-1]["clip/band_high"] == pytest.approx(4e-4)
     assert outcome(own)["model/model.safetensors"] == outcome(ours)["model/model.safetensors"]
 
 
-def test_it_is_probed_and_the_run_records_its_bounds(tmp_path: Path) -> None:
+def test_an_own_clip_is_probed_and_its_bounds_are_recorded(tmp_path: Path) -> None:
     own, ours = run(tmp_path / "own"), small(tmp_path / "ours", {"reward.kind": EARLY}).directory
     probes = [next(record for record in records(each) if record["kind"] == "probe") for each in (own, ours)]
     assert "noise/engine_clipped" in probes[0]
@@ -93,7 +94,7 @@ def test_it_is_probed_and_the_run_records_its_bounds(tmp_path: Path) -> None:
     assert records(own)[0]["bounds"] == probes[0]["bounds"]
 
 
-def test_it_is_tightened_when_a_run_recovers() -> None:
+def test_an_own_clip_is_tightened_by_a_recovery() -> None:
     from legato.health.tighten import clip_bounds, tightened
 
     value = legato.algorithm("gspo", {"objective.trust": ["my_clip.py:MyClip"]})
@@ -102,7 +103,7 @@ def test_it_is_tightened_when_a_run_recovers() -> None:
     assert (bounds.low, bounds.high) == (1.5e-4, 2e-4)
 
 
-def test_a_recovery_narrows_its_band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recovery_narrows_the_band_of_an_own_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rule that is certain to hold at a known step, as the learning rate rises.
     monkeypatch.setattr(actions, "Watch", partial(actions.Watch, (ILL,)))
     asked = {"health.action": "recover", "health.lr_factor": 0.25, "health.clip_factor": 0.5}
@@ -112,11 +113,11 @@ def test_a_recovery_narrows_its_band(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bounds[0] == pytest.approx(math.log1p(4e-4)) and bounds[-1] == pytest.approx(math.log1p(2e-4))
 
 
-def test_a_run_with_it_accepts_a_clip_factor(tmp_path: Path) -> None:
+def test_an_own_clip_accepts_a_clip_factor_and_cispo_does_not(tmp_path: Path) -> None:
     words = ["health.action=recover", "health.clip_factor=0.5", "output.checkpoint_every_steps=1"]
     resolved = load([], ['algorithm.objective.trust=["my_clip.py:MyClip"]', *words])
     assert resolved.config.health.clip_factor == 0.5
-    with pytest.raises(InputError, match="no clip with bounds to tighten"):
+    with pytest.raises(InputError, match=r"health\.clip_factor"):
         load([], ["algorithm=cispo", *words])
 
 
@@ -131,7 +132,7 @@ def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:
     assert written["objective.trust"] == ["my_clip.py:MyClip"] and written["objective.trust.my-clip.over"] == 4e-4
 
 
-def test_it_resumes_to_the_same_result(tmp_path: Path) -> None:
+def test_a_run_with_an_own_clip_resumes_to_the_same_result(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     part_of_it = cut(whole, tmp_path / "cut" / "run", 2)
     resume(part_of_it)
@@ -149,7 +150,7 @@ def test_a_changed_file_is_refused_and_allowed_by_the_flag(file: str, tmp_path: 
     assert resume(directory, ["training.steps=3"], allow_changes=True).exit_code == 0
 
 
-def test_a_missing_file_is_told_with_the_place_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_part_file_is_refused_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = run(tmp_path, **{"training.steps": 1}).resolve()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -192,7 +193,7 @@ def test_a_plain_subclass_has_the_name_of_its_class_and_may_call_super() -> None
         ("", "nowhere.py:X", "there is no file"),
     ],
 )
-def test_a_class_that_is_no_such_part_is_told(code: str, reference: str, message: str, tmp_path: Path) -> None:
+def test_a_class_that_is_no_part_of_the_slot_is_refused(code: str, reference: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(code)
     with pytest.raises(InputError, match=message):
         legato.algorithm("gspo", {"objective.trust": [reference]})
@@ -206,7 +207,7 @@ def test_a_slot_and_fields_of_its_part_are_set_in_one_command() -> None:
     assert load([], words).algorithm.aggregate.denominator == "kept"
 
 
-def test_a_field_is_told_by_the_name_of_the_part(tmp_path: Path) -> None:
+def test_a_wrong_field_is_named_with_its_part(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[algorithm]\n"objective.trust" = ["my_clip.py:MyClip"]\n"objective.trust.my-clip.ovr" = 0.1\n')
     with pytest.raises(InputError, match="did you mean 'over'"):
@@ -231,7 +232,7 @@ def test_anything_can_be_registered_and_found_by_name_or_path(tmp_path: Path) ->
     local = register("engine-of-a-test", "local", lambda policy: policy)
     assert find_by_name("engine-of-a-test", "local") is local
     assert find_by_name("engine-of-a-test", "engines.py:remote")(3) == 3
-    with pytest.raises(InputError, match="unknown engine-of-a-test 'lcal'; did you mean 'local'"):
+    with pytest.raises(InputError, match=r"engine-of-a-test 'lcal'.*'local'"):
         find_by_name("engine-of-a-test", "lcal")
 
 
@@ -266,10 +267,11 @@ def test_an_algorithm_made_in_python_runs_resumes_exports_and_evaluates(tmp_path
     assert evaluate(find(str(whole)), samples=1).problems == 4
 
 
-def test_a_value_of_a_published_name_is_told_by_its_deviations(tmp_path: Path) -> None:
+def test_a_changed_published_algorithm_lists_its_deviations(tmp_path: Path) -> None:
     value = legato.algorithm("gspo", {"objective.trust.clip.low": 1e-3})
     resolved = load([], [], {"algorithm": value})
-    assert resolved.deviations == ("objective.trust.clip.low = 0.001 (gspo: 0.0003)",)
+    (deviation,) = resolved.deviations
+    assert deviation.startswith("objective.trust.clip.low") and numbers(deviation) == [0.001, 0.0003]
 
 
 def test_the_settings_of_an_own_algorithm_become_those_of_the_run(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_the_settings_of_an_own_algorithm_become_those_of_the_run(tmp_path: Path
 
 
 def test_a_recipe_that_names_no_published_algorithm_must_fill_its_slots() -> None:
-    with pytest.raises(InputError, match=r"unknown algorithm 'gspoo'; did you mean 'gspo'.*objective.ratio is not given"):
+    with pytest.raises(InputError, match=r"'gspoo'.*'gspo'.*objective\.ratio"):
         load([], ["algorithm=gspoo"])
     words = ["algorithm=mine", "algorithm.advantage=group-z", "algorithm.aggregate=token-mean"]
     resolved = load([], [*words, "algorithm.objective.ratio=geometric", 'algorithm.objective.trust=["clip"]'])
@@ -342,12 +344,12 @@ def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) ->
     whole = small(tmp_path / "whole", options, problems=task).directory
     assert records(whole)[0]["given"] == ["problems"]
     part_of_it = cut(whole, tmp_path / "cut" / "run", 2)
-    with pytest.raises(InputError, match="given its problems in Python"):
+    with pytest.raises(InputError, match="problems in Python"):
         resume(part_of_it)
     resume(part_of_it, given=Given(problems=task))
     assert differences(outcome(whole), outcome(part_of_it)) == []
 
 
-def test_what_is_neither_a_list_nor_a_task_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="expected a list of problems or a task"):
+def test_problems_that_are_neither_a_list_nor_a_task_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"problems.*\b3\b|problems.*int"):
         small(tmp_path, {}, problems=3)

@@ -75,7 +75,7 @@ def asked(folder: Path, **arguments: Any) -> None:
         ([*PROBLEMS, {"prompt": []}], "prompt"),
     ],
 )
-def test_problems_that_are_none_are_told_before_the_run_begins(problems: Any, message: str, tmp_path: Path) -> None:
+def test_malformed_problems_are_refused_before_the_run_begins(problems: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         asked(tmp_path, problems=problems, reward=odd)
     assert not (tmp_path / "runs").exists()
@@ -168,7 +168,7 @@ def test_a_reward_that_fails_is_unscorable_and_never_0(how: Any, tmp_path: Path)
     assert all(math.isfinite(value) for key, value in record.items() if key.startswith("loss/"))
 
 
-def test_a_reason_is_told_once(tmp_path: Path) -> None:
+def test_the_error_of_a_reward_is_printed_once(tmp_path: Path) -> None:
     listener = Listener()
     small(tmp_path, {"training.steps": 3}, reward=Fails(RuntimeError("the judge is away")), watcher=listener)
     assert listener.said.count("the judge is away") == 1
@@ -190,7 +190,7 @@ def outcome_of(run: Path, step: int) -> dict[str, str]:
     return tensors(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
 
 
-def test_a_reward_that_cannot_be_called_is_told(tmp_path: Path) -> None:
+def test_a_reward_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
         asked(tmp_path, reward=3)
     assert not (tmp_path / "runs").exists()
@@ -229,7 +229,7 @@ def test_a_module_with_its_tokenizer_is_trained_in_place(tmp_path: Path) -> None
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in saved.items())
 
 
-def test_a_module_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+def test_a_module_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     module = tiny_model(TinyShape(hidden=32, layers=1, heads=2), vocabulary=90, seed=3)
     with pytest.raises(ValueError, match="tokenizer"):
         small(tmp_path / "runs", ONE, model=module)

@@ -121,7 +121,7 @@ def test_the_best_checkpoint_outlives_a_recovery_behind_it(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("action", ["stop", "pause"])
-def test_what_is_saved_at_an_alarm_does_not_push_out_what_is_healthy(
+def test_a_checkpoint_saved_at_an_alarm_does_not_push_out_healthy_ones(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[int] = []
@@ -197,12 +197,12 @@ def test_a_checkpoint_that_was_in_alarm_itself_is_no_place_to_go_back_to(tmp_pat
     ended = run(tmp_path, {"output.keep_last": 2, "training.steps": 12})
     assert RunDirectory.open(ended.directory).checkpoint_steps() == [11, 12]
     again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
-    assert again.exit_code == 3 and "no whole checkpoint from before it" in again.reason
+    assert again.exit_code == 3 and "no whole checkpoint" in again.reason
     assert of_kind(ended.directory, "recovery") == []
     assert [(each["since"], each["step"]) for each in of_kind(ended.directory, "finding")] == [(6, 7), (6, 13)]
 
 
-def test_a_run_that_only_said_so_goes_back_to_before_the_first_sign(tmp_path: Path) -> None:
+def test_a_run_resumed_after_an_alarm_goes_back_to_before_the_first_sign(tmp_path: Path) -> None:
     ended = run(tmp_path, {"training.steps": 12})
     again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
     assert again.exit_code == 0

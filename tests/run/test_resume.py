@@ -156,7 +156,7 @@ def test_how_often_is_evaluated_saved_and_written_changes_no_weight(straight: Ca
     assert one["optimizer.safetensors"] == two["optimizer.safetensors"]
 
 
-def test_the_runs_do_what_they_are_there_for(straight: Callable[[str], Path]) -> None:
+def test_every_kind_of_run_changes_its_weights(straight: Callable[[str], Path]) -> None:
     """A run in which nothing happened would resume to anything."""
     for kind in KINDS:
         run = straight(kind)
@@ -187,7 +187,7 @@ def test_a_resumed_run_equals_the_straight_one(kind: str, straight: Callable[[st
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5])
-def test_it_may_be_resumed_at_any_step(step: int, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_at_any_step(step: int, straight: Callable[[str], Path], tmp_path: Path) -> None:
     run = cut(straight("gspo"), tmp_path, step)
     listener = Listener()
     ended = resume(run, watcher=listener)
@@ -197,7 +197,7 @@ def test_it_may_be_resumed_at_any_step(step: int, straight: Callable[[str], Path
     assert differences(outcome(straight("gspo")), outcome(run)) == []
 
 
-def test_it_may_be_resumed_at_a_step_drawn_at_random(straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_at_a_random_step(straight: Callable[[str], Path], tmp_path: Path) -> None:
     kind, step = random.Random().choice(["dapo", "srpo", "ppo"]), random.Random().randrange(1, 5)
     run = cut(straight(kind), tmp_path, step)
     resume(run)
@@ -205,7 +205,7 @@ def test_it_may_be_resumed_at_a_step_drawn_at_random(straight: Callable[[str], P
 
 
 @pytest.mark.parametrize("kind", ["gspo", "srpo", "adaptive"])
-def test_it_may_be_resumed_again_and_again(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_several_times(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
     run = cut(straight(kind), tmp_path, 1)
     for step in (1, 1, 2, 3):
         end_after = step + 1

@@ -74,7 +74,7 @@ def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
     run = small(tmp_path, OPTIONS, callback=at(step, number), watcher=listener)
     assert run.exit_code == code
     assert number.name in run.reason
-    assert f"{number.name}: finishing this step, then saving" in listener.said
+    assert any(message.startswith(number.name) for message in listener.messages)
     assert listener.steps[-1] == step
     assert RunDirectory.open(run.directory).checkpoint_steps()[-1] == step
     assert signal.getsignal(number) == before
@@ -130,7 +130,7 @@ def test_signals_again_and_again_change_nothing(straight: Path, tmp_path: Path) 
 
 
 def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
-    with locked(RunDirectory.open(straight)), pytest.raises(ValueError, match="in use by another process"):
+    with locked(RunDirectory.open(straight)), pytest.raises(ValueError, match=rf"{straight}.*in use"):
         resume(straight)
 
 
@@ -193,12 +193,12 @@ def process(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         each.output.close()
 
 
-def test_a_process_that_is_interrupted_says_how_to_go_on(process: Callable[..., Process], straight: Path) -> None:
+def test_an_interrupted_process_prints_the_command_that_resumes(process: Callable[..., Process], straight: Path) -> None:
     this = process("0.01")
     this.wait_for('"kind":"step","step":3')
     this.inner.send_signal(signal.SIGINT)
     assert this.end() == 130
-    assert "SIGINT: finishing this step, then saving" in this.said
+    assert any(line.startswith("SIGINT") for line in this.said.splitlines())
     assert f"legato resume {this.run}" in this.said
     assert "Traceback" not in this.said
     resume(this.run)
@@ -210,7 +210,7 @@ def test_a_process_that_runs_keeps_others_out_and_one_that_was_killed_does_not(
 ) -> None:
     this = process("0.1")
     this.wait_for('"kind":"checkpoint","step":2')
-    with pytest.raises(ValueError, match="in use by another process"):
+    with pytest.raises(ValueError, match=rf"{this.run}.*in use"):
         resume(this.run)
     this.wait_for('"kind":"step","step":3')
     this.inner.kill()
@@ -236,7 +236,7 @@ def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: C
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_process_that_is_interrupted_while_warming_up_says_so_and_how_to_begin_again(
+def test_a_process_interrupted_during_warm_up_prints_the_command_that_begins_again(
     number: signal.Signals, code: int, process: Callable[..., Process]
 ) -> None:
     """There is no state to save yet: it leaves at once, and so does whoever tries to resume it."""
@@ -244,17 +244,16 @@ def test_a_process_that_is_interrupted_while_warming_up_says_so_and_how_to_begin
     this.wait_for('"kind":"warm-up"')
     this.inner.send_signal(number)
     assert this.end() == code
-    again = f"begin again with legato train {this.run}/config.toml output.name=run-2"
-    last = f"stopped by {number.name} during the warm-up: nothing is saved yet that could be resumed; {again}"
-    assert this.said.splitlines()[-1] == last
+    again, last = f"legato train {this.run}/config.toml output.name=run-2", this.said.splitlines()[-1]
+    assert number.name in last and "warm-up" in last and last.endswith(again)
     assert "Traceback" not in this.said and "legato resume" not in this.said
-    assert RunDirectory.open(this.run).metrics()[-1]["reason"] == f"stopped by {number.name} during the warm-up"
-    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from; " + re.escape(again)):
+    assert number.name in RunDirectory.open(this.run).metrics()[-1]["reason"]
+    with pytest.raises(ValueError, match=r"no whole checkpoint.*" + re.escape(again)):
         resume(this.run)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_command_that_begins_again_does(named: bool, tmp_path: Path) -> None:
+def test_the_printed_command_begins_the_run_again(named: bool, tmp_path: Path) -> None:
     sent: list[None] = []
 
     class Impatient(Listener):
@@ -273,19 +272,19 @@ def test_the_command_that_begins_again_does(named: bool, tmp_path: Path) -> None
     assert other.exit_code == 0 and other.directory != run.directory
 
 
-def test_a_run_made_in_python_that_left_no_checkpoint_is_begun_again_there(tmp_path: Path) -> None:
+def test_a_run_from_python_without_a_checkpoint_is_begun_again_from_python(tmp_path: Path) -> None:
     class Impatient(Listener):
         def warm_up(self, step: int, steps: int, loss: float) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     options = {path: value for path, value in OPTIONS.items() if path != "reward.kind"}
     run = small(tmp_path, {**options, "policy.warm_up.steps": 2}, reward=verdicts.slow, watcher=Impatient())
-    assert run.exit_code == 130 and run.reason.endswith("begin again from Python with the same reward")
-    with pytest.raises(ValueError, match="; begin again from Python with the same reward"):
+    assert run.exit_code == 130 and "from Python" in run.reason and "legato train" not in run.reason
+    with pytest.raises(ValueError, match=r"from Python.*reward"):
         resume(run.directory)
 
 
-def test_a_keyboard_interrupt_that_no_signal_made_goes_its_way(tmp_path: Path) -> None:
+def test_a_keyboard_interrupt_without_a_signal_is_raised(tmp_path: Path) -> None:
     class Impatient(Listener):
         def warm_up(self, step: int, steps: int, loss: float) -> None:
             raise KeyboardInterrupt

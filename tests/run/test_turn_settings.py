@@ -17,7 +17,7 @@ ENVIRONMENT = "task.environment=mine.py:World"
         (["algorithm=ppo", "algorithm.advantage.level=turn"], "advantage.level = 'turn'"),
     ],
 )
-def test_what_looks_at_turns_needs_an_environment(words: list[str], path: str) -> None:
+def test_parts_that_read_turns_need_an_environment(words: list[str], path: str) -> None:
     with pytest.raises(InputError, match=r"expected task\.environment, got none") as refusal:
         load([], words)
     assert path in str(refusal.value) and f"word {len(words)}" in str(refusal.value)
@@ -38,7 +38,7 @@ def test_values_need_a_penalty_that_trains_them(words: list[str], trained: bool)
     if trained:
         load([], words)
         return
-    with pytest.raises(InputError, match="expected a penalty that trains the value head, got none"):
+    with pytest.raises(InputError, match=r"penalty.*value head"):
         load([], words)
 
 
@@ -51,7 +51,7 @@ def test_an_environment_brings_its_reward_and_another_may_be_named() -> None:
     assert load([]).config.reward.kind == "number"
 
 
-def test_what_is_written_down_of_an_environment_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_dumped_config_with_an_environment_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("dumped") / "config.toml"
     resolved = load([], [ENVIRONMENT])
     path.write_text(dump(resolved))
@@ -65,6 +65,6 @@ def test_the_reward_of_an_environment_needs_one() -> None:
         load([], ["reward.components={a = {kind = 'environment'}}"])
 
 
-def test_an_environment_nobody_knows_is_refused() -> None:
-    with pytest.raises(InputError, match="unknown environment 'world'; none is registered"):
+def test_an_unknown_environment_is_refused() -> None:
+    with pytest.raises(InputError, match="environment 'world'"):
         load([], ["task.environment=world"])

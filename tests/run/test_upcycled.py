@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from legato.config.load import load
 from legato.core.rollout import Rollout
+from legato.errors import InputError
 from legato.policy.model.tiny import character_tokenizer
 from legato.records.directory import RunDirectory
 from legato.run.evaluate import evaluate
 from legato.run.export import export
 from legato.run.target import find
+from tests.proof.pages import numbers
 from tests.proof.runs import Listener, light, records, small, steps
 
 
@@ -60,7 +62,8 @@ def test_a_dense_folder_becomes_a_mixture_that_learns(llama: Path, tmp_path: Pat
     listener = Listener()
     with light():
         run = small(tmp_path, {**OPTIONS, "policy.model": str(llama)}, reward=early, watcher=listener)
-    assert "upcycled from LlamaForCausalLM to MixtralForCausalLM: 4 experts a layer, 2 a token" in listener.said
+    (note,) = (line for line in listener.said.splitlines() if "LlamaForCausalLM" in line)
+    assert "MixtralForCausalLM" in note and numbers(note)[:2] == [4, 2]  # experts a layer, experts a token
     told = [message for message in listener.messages if "the warm-up experts are" in message]
     apart = [float(message.split("experts are ")[1].split("%")[0]) for message in told]
     assert [message.split()[0] for message in told] == ["before", "after"]
@@ -117,10 +120,11 @@ def test_without_upcycling_nothing_is_said_of_experts(tmp_path: Path) -> None:
     assert "experts" not in listener.said
 
 
-def test_more_experts_a_token_than_there_are_is_told_with_its_place() -> None:
-    with pytest.raises(
-        ValueError, match=r"experts_per_token = 5 \(word 2: .*\) exceeds policy\.upcycle\.experts = 4 \(word 1"
+def test_more_experts_a_token_than_a_layer_has_are_refused() -> None:
+    for words, told in (
+        (["policy.upcycle.experts=4", "policy.upcycle.experts_per_token=5"], ["experts = 4", "5", "word 1", "word 2"]),
+        (["policy.upcycle.experts_per_token=1"], [">= 2", "1", "word 1"]),
     ):
-        load([], ["policy.upcycle.experts=4", "policy.upcycle.experts_per_token=5"])
-    with pytest.raises(ValueError, match=r"policy\.upcycle\.experts_per_token = 1 .* a whole number >= 2"):
-        load([], ["policy.upcycle.experts_per_token=1"])
+        with pytest.raises(InputError, match=r"policy\.upcycle\.experts_per_token") as refusal:
+            load([], words)
+        assert [each for each in told if each not in str(refusal.value)] == []

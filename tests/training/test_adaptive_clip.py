@@ -48,7 +48,7 @@ def by_hand(reports: list[StepReport]) -> float:
     return found
 
 
-def test_with_one_update_a_step_it_stays_where_it_starts() -> None:
+def test_with_one_update_a_step_the_adaptive_clip_stays_at_its_start() -> None:
     this = trainer("gspo-auto", updates_per_step=1)
     run(this, 2)
     assert bound(this) == START and bound(this, "updates") == 0

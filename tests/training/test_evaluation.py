@@ -136,7 +136,7 @@ def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
     assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson(2, 2)
 
 
-def test_what_could_not_be_judged_is_not_solved() -> None:
+def test_an_unscorable_answer_counts_as_wrong() -> None:
     rollout = asking().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
     assert Answered(rollout=rollout, score=Unscorable("no")).accuracy == 0.0
     assert torch.equal(rollout.mask, torch.ones(2, dtype=torch.bool))

@@ -200,7 +200,7 @@ def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> No
     policy = load_policy(model, Loading(dtype="float32"), tokenizer=tokenizer)
     engine = local_engine(policy, 16)
     assert isinstance(engine, LocalEngine)
-    assert sum("the engine is the plain one" in note for note in policy.notes) == 1
+    assert sum("engine" in note and "plain" in note for note in policy.notes) == 1
     requests = [Request(prompt=torch.tensor([5, 6, 7]), seeds=(1, 2))]
     (found,) = engine.generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=()))
     assert all(len(response.tokens) == 4 for response in found)

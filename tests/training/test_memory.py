@@ -284,7 +284,7 @@ def test_fused_layers_keep_less() -> None:
     assert 0.3 < fused.layer() / DEMAND.layer() < 0.5
 
 
-def test_what_the_optimizer_holds() -> None:
+def test_the_memory_of_the_optimizer_by_kind() -> None:
     count = QWEN3.parameters
     eight = replace(DEMAND, eight_bit=True).memory(checkpointing=False)
     assert eight.moments == pytest.approx(2 * count, rel=0.02) and eight.masters == 4 * count

@@ -208,7 +208,7 @@ def test_a_state_without_masters_is_refused_where_they_are_needed() -> None:
 
 
 def test_nothing_to_train_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing is left to train"):
+    with pytest.raises(ValueError, match=r"nothing.*train"):
         made({})
 
 

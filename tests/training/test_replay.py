@@ -171,10 +171,10 @@ def test_an_engine_of_another_model_is_refused() -> None:
     policy, batch = exact_policy(), batch_by_hand()
     routes = routes_of(policy, batch)
     tables = Tables.of(replace(batch, routes=replace(routes, count=8)), CPU)
-    with pytest.raises(ValueError, match="2 of 8 experts in 2 layers, the trainer's model has 2 of 4 in 2"):
+    with pytest.raises(ValueError, match=r"2 of 8 experts.*2 of 4"):
         tables.with_routes(policy.routers, "R3")
     three = replace(routes, experts=routes.experts[:, :, :1])
-    with pytest.raises(ValueError, match="1 of 4 experts in 2 layers"):
+    with pytest.raises(ValueError, match="1 of 4 experts"):
         Tables.of(replace(batch, routes=three), CPU).with_routes(policy.routers, "off")
-    with pytest.raises(ValueError, match="'R3' replays the routes of the engine, but it recorded none"):
+    with pytest.raises(ValueError, match=r"training\.routing_replay = 'R3'"):
         Tables.of(batch, CPU).with_routes(policy.routers, "R3")

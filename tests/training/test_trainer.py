@@ -209,7 +209,7 @@ def test_the_old_policy_of_a_mixture_is_always_scored_so_that_the_shift_of_its_r
     assert 0 < report.metrics["router/shift_mean"] <= 1
 
 
-def test_what_a_trainer_remembers_makes_another_go_on_to_the_bit() -> None:
+def test_a_loaded_trainer_goes_on_to_the_bit() -> None:
     straight = trainer()
     run(straight, 1)
     memory, state = straight.memory(), straight.optimizer.state()

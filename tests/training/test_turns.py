@@ -181,7 +181,7 @@ def rewarded(group: Group) -> Rollout:
     return next(m.rollout for m in group.members if len(m.rollout.turn_rewards or ()) == 2)
 
 
-def test_what_else_is_rewarded_stands_at_the_last_turn() -> None:
+def test_other_reward_components_stand_at_the_last_turn() -> None:
     groups, _ = trainer().collector.next(4)
     rollout = rewarded(groups[0])
     shaped: Callable[[Rollout], float] = lambda one: 0.25  # noqa: E731
