@@ -22,7 +22,7 @@ from legato.core.sums import (
     Minimum,
     Sums,
     Total,
-    _carried,
+    _fetch_at_once,
     tensors_of,
 )
 
@@ -164,5 +164,5 @@ def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
     ]
     tensors = [tensor for sums in many for piece in sums.values() for tensor in tensors_of(piece)]
     assert len({tensor.dtype for tensor in tensors}) > 1
-    for before, after in zip(many, _carried(many, tensors), strict=True):
+    for before, after in zip(many, _fetch_at_once(many, tensors), strict=True):
         assert before.report() == after.report() and list(before) == list(after)

@@ -105,14 +105,14 @@ def test_a_mixture_whose_router_is_not_known_says_which_modules_it_has(kind: str
     Policy(model=model, tokenizer=policy.tokenizer, name="its sampler", notes=policy.notes)
     assert policy.routers is None and sum("routing is not measured" in note for note in policy.notes) == 1
     with pytest.raises(ValueError, match=rf"(?s)training.routing_replay.*needs.*Qwen3MoeForCausalLM.*{said}"):
-        policy.known_routers("training.routing_replay = 'R2'")
+        policy.require_routers("training.routing_replay = 'R2'")
 
 
 def test_a_dense_model_has_none_and_says_so() -> None:
     policy = policy_of(family("qwen3"))
     assert policy.routers is None and not policy.notes
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM\): it has no experts"):
-        policy.known_routers("training.routing_replay = 'R2'")
+        policy.require_routers("training.routing_replay = 'R2'")
     assert policy.score(ragged(), torch.arange(12), Directions()).routed is None
 
 

@@ -60,7 +60,7 @@ def trainer(policy: Policy, name: str = "gspo", **settings: object) -> Trainer:
     return Trainer(
         policy=policy,
         algorithm=entry(name).value,
-        collector=collector(policy),
+        source=collector(policy),
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=100),
         settings=TrainingSettings(prompts_per_step=8, **settings),  # type: ignore[arg-type]
     )
@@ -180,7 +180,7 @@ def test_graphs_see_the_weights_of_the_next_update() -> None:
     made = trainer(load_policy("tiny", Loading(dtype="float32")))
     for _ in range(3):
         made.step()
-    groups, _ = made.collector.next(4)
+    groups, _ = made.source.next(4)
     batch = collate(groups)
     scored = made.policy.score(Tables.of(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
     assert torch.allclose(scored[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask], atol=1e-4)
@@ -312,7 +312,7 @@ def test_the_first_update_of_a_mixture_has_a_ratio_of_exactly_one_under_replay_t
 def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     made = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
     made.step()
-    groups, _ = made.collector.next(8)
+    groups, _ = made.source.next(8)
     batch = collate(groups, made.policy.dtype)
     tables = Tables.of(batch, made.policy.device)
     updates = made._plan(batch.texts)

@@ -318,11 +318,11 @@ class Sums(Mapping[str, Piece]):
 
     def report(self) -> dict[str, float]:
         """Every metric as a number, by key. One transfer from the device, whatever the number of metrics."""
-        (here,) = fetched([self])
+        (here,) = fetch([self])
         return {key + suffix: value for key, piece in here.items() for suffix, value in piece.report().items()}
 
 
-def fetched(many: Sequence[Sums]) -> list[Sums]:
+def fetch(many: Sequence[Sums]) -> list[Sums]:
     """The same with all tensors on the host, in one transfer."""
     tensors: list[Tensor] = []
     away = False
@@ -331,10 +331,10 @@ def fetched(many: Sequence[Sums]) -> list[Sums]:
             for tensor in tensors_of(piece):
                 tensors.append(tensor)
                 away = away or tensor.device.type != "cpu"
-    return _carried(many, tensors) if away else list(many)
+    return _fetch_at_once(many, tensors) if away else list(many)
 
 
-def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
+def _fetch_at_once(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
     """`tensors` are those of all pieces, in order. Counts stay whole numbers: float64 is exact up to 2^53."""
     # A launch for each dtype, not for each of some hundred tensors.
     kinds: dict[torch.dtype, list[int]] = {}

@@ -121,7 +121,7 @@ class Bed:
 
     def groups(self, prompts: int) -> list[Group]:
         """Fresh responses of the policy as it is, on problems that training comes to later."""
-        groups, tally = self.trainer.collector.next(prompts)
+        groups, tally = self.trainer.source.next(prompts)
         if not groups:
             reasons = "; ".join(tally.reasons) or "no group had two scored responses"
             raise InputError(f"nothing was sampled that could be scored: {reasons}")

@@ -162,7 +162,7 @@ class Policy:
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def known_routers(self, wanted_by: str) -> Routers:
+    def require_routers(self, wanted_by: str) -> Routers:
         """The routers, which some option cannot do without."""
         if self.routers is None:
             raise InputError(

@@ -235,7 +235,7 @@ def resume(
     with locked(directory):
         checkpoint.put_back(directory.path / "checkpoints")
         folder = _newest(directory, before, watcher) if step is None else checkpoint_of(directory, step)
-        memory = checkpoint.read_memory(folder)
+        memory = checkpoint.read_state(folder)
         config = resolved.config
         seed_generators(config.training.seed)  # for what is built before the checkpoint brings its own states
         _same_things(memory["made_of"], given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.scope import Scope
 from legato.policy.experts.routing import Directions, Record
 from legato.policy.model.reference import Reference
@@ -89,7 +89,7 @@ def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches:
     routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
     for rows in micro_batches:
         anchored[rows] = True
-        place = sent(rows, device)
+        place = to_device(rows, device)
         channels = policy.score(texts, rows) if routes is None else routes.score(rows, place)
         width = channels.logprobs.shape[1]
         old[place, :width] = channels.logprobs

@@ -185,7 +185,7 @@ def put_back(checkpoints: Path) -> None:
             before.rename(folder)
 
 
-def read_memory(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
     """What `save` was given, and the generators."""
     memory: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
     return memory

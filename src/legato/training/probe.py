@@ -17,7 +17,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts, Tally
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.mask import Mask
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
@@ -259,7 +259,7 @@ def _score(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     for rows in parts:
         if len(rows):
             logprobs = policy.score(tables.texts, rows, _forced(tables)).logprobs
-            table[sent(rows, tables.device), : logprobs.shape[1]] = logprobs
+            table[to_device(rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
@@ -272,7 +272,7 @@ def _score_with_gradient(policy: Policy, tables: Tables, parts: Sequence[Tensor]
         with policy.accumulate_gradient(tables.texts, rows, _forced(tables)) as forward:
             for piece in forward.pieces():
                 logprobs = piece.channels.logprobs
-                table[sent(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
+                table[to_device(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 

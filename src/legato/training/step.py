@@ -12,7 +12,7 @@ from legato.core.batch import collate
 from legato.core.fields import choice, flag, integer, number
 from legato.core.scope import Scope
 from legato.core.settings import settings
-from legato.core.sums import Sums, fetched
+from legato.core.sums import Sums, fetch
 from legato.core.texts import Texts
 from legato.core.world import OneProcess, World
 from legato.diagnostics.metrics.repetition import repetition
@@ -128,17 +128,17 @@ class Trainer:
         *,
         policy: Policy,
         algorithm: Algorithm,
-        collector: RolloutSource,
+        source: RolloutSource,
         optimizer: Optimizer,
         settings: TrainingSettings,
         reference: Reference | None = None,
         world: World | None = None,
     ) -> None:
-        self.policy, self.algorithm, self.collector, self.optimizer = policy, algorithm, collector, optimizer
+        self.policy, self.algorithm, self.source, self.optimizer = policy, algorithm, source, optimizer
         self.settings, self.reference = settings, reference
         self.world = OneProcess() if world is None else world
         for option in routing_options(algorithm, settings):
-            policy.known_routers(option)
+            policy.require_routers(option)
         self.steps_done = 0
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
@@ -152,7 +152,7 @@ class Trainer:
     def step(self, detailed: int | None = None) -> StepReport:
         """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
         clock = Clock()
-        groups, tally = self.collector.next(self.settings.prompts_per_step)
+        groups, tally = self.source.next(self.settings.prompts_per_step)
         clock.end("rollouts")
         if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
             return self._idle(tally, clock)
@@ -170,9 +170,9 @@ class Trainer:
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         numbers = fetch_numbers(done)
         self._note_savable(updates, numbers)
-        self.collector.on_publish(self.collector.version + 1)
+        self.source.on_publish(self.source.version + 1)
         self.steps_done += 1
-        own = fetched([report.sums for report, _ in done])
+        own = fetch([report.sums for report, _ in done])
         clock.end("update")
         sums = sum(own, start=Sums())
         return StepReport(
@@ -222,7 +222,7 @@ class Trainer:
         asked = self.settings.anchor
         if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
             raise UnsafeAnchorError(floor)
-        self.probed = self.probed or self.collector.settled
+        self.probed = self.probed or self.source.settled
         if asked == "auto":
             # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
             safe = floor.sampler_is_safe and self.policy.routers is None
@@ -276,7 +276,7 @@ class Trainer:
             marked=marked,
             look=self.look,
         )
-        self.collector.before_update()
+        self.source.before_update()
         norm, _ = self.optimizer.step()
         # An update whose rows were all left out beforehand measured nothing.
         if self.state and report.sums:
@@ -294,7 +294,7 @@ class Trainer:
         """Two passes where enough tokens had no gradient the last times; the first update of a step never clips."""
         return 2 if self.skipped.get(index, 0.0) > BREAK_EVEN else 1
 
-    def memory(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside weights and optimizer."""
         return {
             "steps_done": self.steps_done,
@@ -302,22 +302,22 @@ class Trainer:
             "anchor_choice": self.anchor_choice,
             "probed": self.probed,
             "skipped": {str(index): share for index, share in self.skipped.items()},
-            "collector": self.collector.state(),
+            "collector": self.source.state(),
         }
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
         """What the engine remembers beside the weights."""
-        return self.collector.tensors()
+        return self.source.tensors()
 
     def load_sampler(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what `sampler_state` gave."""
-        self.collector.load_tensors(state)
+        self.source.load_tensors(state)
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave."""
-        self.steps_done = int(memory["steps_done"])
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.steps_done = int(saved["steps_done"])
         # A part that came with a change of the algorithm begins; one that went is forgotten.
-        self.state = {name: memory["state"].get(name, first) for name, first in self.algorithm.initial().items()}
-        self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
-        self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
-        self.collector.load(memory["collector"])
+        self.state = {name: saved["state"].get(name, first) for name, first in self.algorithm.initial().items()}
+        self.anchor_choice, self.probed = saved["anchor_choice"], bool(saved["probed"])
+        self.skipped = {int(index): float(share) for index, share in saved["skipped"].items()}
+        self.source.load(saved["collector"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
@@ -112,7 +112,7 @@ def update_gradient(
         marks = Marks.of(torch.cat(parts), signals, outcome) if marked else None
         if look is not None:
             look(Look(update=update, rows=torch.cat(parts), signals=signals, outcome=outcome))
-    lengths = tables.mask[sent(torch.cat(parts), tables.device)].sum(1) if parts else dead
+    lengths = tables.mask[to_device(torch.cat(parts), tables.device)].sum(1) if parts else dead
     return Report(
         sums=sums,
         rows=len(rows),
@@ -136,7 +136,7 @@ def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts
     groups = tables.dense_groups(update.rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
     device = tables.device
-    return algorithm.count(tables.signals(sent(update.rows, device), sent(groups, device), None), size)
+    return algorithm.count(tables.signals(to_device(update.rows, device), to_device(groups, device), None), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +167,8 @@ class _Work:
     def signals(self, rows: Tensor, channels: Channels) -> Signals:
         """What the objective reads of some rows of the update."""
         device = self.tables.device
-        groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
-        return self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
+        groups = to_device(self.groups[torch.searchsorted(self.rows, rows)], device)
+        return self.tables.signals(to_device(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
 
     def evaluate(self, signals: Signals) -> Outcome:
         return self.algorithm.evaluate(signals, self.counts, self.state)
@@ -216,7 +216,7 @@ def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sum
         with work.policy.accumulate_gradient(texts, rows[numbers], directions) as forward:
             start = 0
             for piece in forward.pieces():
-                chosen = sent(numbers[start : start + len(piece.rows)], work.tables.device)
+                chosen = to_device(numbers[start : start + len(piece.rows)], work.tables.device)
                 start += len(piece.rows)
                 piece.backward(_narrow(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
     return signals, outcome, _replayed(work, traffic) + measures

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.rollout import Routes
 from legato.core.texts import Texts
 from legato.errors import InputError
@@ -53,7 +53,7 @@ class Record:
                 f"the engine recorded {active} of {routes.count} experts in {layers} layers, the trainer's model has"
                 f" {ours[1]} of {ours[2]} in {ours[0]}: they are not one model"
             )
-        experts, tokens = (sent(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
+        experts, tokens = (to_device(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
         return cls(experts=experts, tokens=tokens, of_sampler=True)
 
     def predicting(self, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class Record:
         rows, width = texts.tokens.shape
         last = texts.group * texts.prompts.shape[1] + texts.prompt_lengths[texts.group] - 1
         own = texts.prompts.numel() + torch.arange(rows)[:, None] * width + torch.arange(width - 1)
-        places = sent(torch.cat([last[:, None], own], 1), self.tokens.device)
+        places = to_device(torch.cat([last[:, None], own], 1), self.tokens.device)
         return self.experts[places], self.tokens[places] >= 0
 
     def note(self, traffic: "Traffic") -> None:

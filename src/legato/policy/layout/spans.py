@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from legato.core.device import sent
+from legato.core.device import to_device
 
 TILE = 64
 """Tokens of a tile, of queries or of keys."""
@@ -170,7 +170,7 @@ def _ends(lengths: Tensor) -> Tensor:
 def moved(value: Any, device: torch.device) -> Any:
     """A value of tensors and plain numbers on another device."""
     if isinstance(value, Tensor):
-        return sent(value, device)
+        return to_device(value, device)
     if isinstance(value, Uses | Spans):
         return type(value)(**{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
     return value
