@@ -98,7 +98,7 @@ def test_what_cannot_fit_at_all_is_refused_before_anything_starts(monkeypatch: p
 
 def test_a_large_model_is_told_of_every_setting_that_would_make_it_fit() -> None:
     """8.2 billion weights in 16 bits: 147 GB without any activation, on a GPU of 149 GB."""
-    shape = Shape.of(
+    shape = Shape.from_config(
         Qwen3Config(
             vocab_size=151936,
             hidden_size=4096,

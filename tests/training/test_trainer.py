@@ -70,7 +70,7 @@ def trainer(
         source=collector,
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=9),
         settings=TrainingSettings(**chosen),
-        reference=Reference.of(policy) if needs_reference(value) else None,
+        reference=Reference.from_policy(policy) if needs_reference(value) else None,
     )
 
 

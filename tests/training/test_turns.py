@@ -172,7 +172,7 @@ def test_gigpo_reads_the_states_of_the_environment() -> None:
             turn_states=torch.arange(batch.turn_states.numel()).reshape(batch.turn_states.shape),
         )
     )
-    tables = Tables.of(batch, torch.device("cpu")).with_advantages(this.algorithm)
+    tables = Tables.from_batch(batch, torch.device("cpu")).with_advantages(this.algorithm)
     assert tables.advantages is not None
     assert not torch.allclose(tables.advantages.double(), plain.advantages)
 

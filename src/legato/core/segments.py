@@ -18,8 +18,8 @@ Level = Literal["token", "turn", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
-def renumbered(ids: Tensor) -> Tensor:
-    """The same partition with ids that are dense from 0, as tables need them."""
+def renumber(ids: Tensor) -> Tensor:
+    """The ids renumbered densely from 0; equal ids stay equal."""
     dense: Tensor = torch.unique(ids, return_inverse=True)[1]
     return dense
 

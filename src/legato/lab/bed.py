@@ -141,7 +141,7 @@ def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> 
     config = replace(resolved.config, training=replace(resolved.config.training, **given))
     resolved = replace(resolved, config=config)
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
-    reference = Reference.of(policy) if wire.wants_reference(resolved) else None
+    reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
     return Bed(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
 
 

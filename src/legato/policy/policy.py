@@ -19,11 +19,11 @@ from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.core.texts import Texts
 from legato.errors import InputError
-from legato.policy.experts.routers import Routers, find
+from legato.policy.experts.routers import Routers, find_routers
 from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
 from legato.policy.head.head import Head
-from legato.policy.layers.fused import Parts, Projected, walk, why_not
-from legato.policy.layers.layer import learned
+from legato.policy.layers.fused import Parts, Projected, run_body, why_not
+from legato.policy.layers.layer import run_plain_layer
 from legato.policy.layout import attention
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans
@@ -57,7 +57,7 @@ class Channels:
             logprobs=pad(self.logprobs),
             entropy=pad(self.entropy),
             values=None if self.values is None else pad(self.values),
-            routed=None if self.routed is None else self.routed.widened(width),
+            routed=None if self.routed is None else self.routed.widen(width),
         )
 
     @staticmethod
@@ -71,7 +71,7 @@ class Channels:
             logprobs=torch.cat([part.logprobs for part in parts]),
             entropy=torch.cat([part.entropy for part in parts]),
             values=torch.cat(values) if values else None,
-            routed=Routed.joined(routed) if routed else None,
+            routed=Routed.join(routed) if routed else None,
         )
 
 
@@ -120,7 +120,7 @@ class Policy:
     def __post_init__(self) -> None:
         attention.register()
         self._still()
-        found = find(self.body)
+        found = find_routers(self.body)
         if isinstance(found, Routers):
             self.routers = found
         elif found is not None:
@@ -208,11 +208,11 @@ class Policy:
         """The channels of some rows without a gradient, with what the routers did where the directions ask for it."""
         packed = self.pack(texts, rows).to(self.device)
         with torch.no_grad(), self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
-            parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
+            parts = self._parts(packed, without_logits=Head.from_body(self.body).never_holds_logits(hidden))
             channels = Channels.join([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
             if tap is None or not tap.directions.record:
                 return channels
-            routed, traffic = tap.found()
+            routed, traffic = tap.results()
             return replace(channels, routed=routed, traffic=traffic)
 
     @contextmanager
@@ -224,7 +224,7 @@ class Policy:
         """
         packed = self.pack(texts, rows).to(self.device)
         with self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
-            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.found()
+            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.results()
             forward = Forward(policy=self, rows=rows, packed=packed, hidden=hidden, routed=routed, traffic=traffic)
             yield forward
             forward.finish()
@@ -246,7 +246,7 @@ class Policy:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
-            with walk(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
+            with run_body(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
                 yield packed.reads.take(hidden)
         else:
             with self.attending(packed):
@@ -295,8 +295,8 @@ class Policy:
         here = slice(first, first + len(state))
         place = packed.place[here] - rows.start * packed.width
         shape = (len(rows), packed.width)
-        head = Head.of(self.body)
-        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here], self.tokens_at_once)
+        head = Head.from_body(self.body)
+        logprobs, entropy = head.score(state, packed.targets[here], packed.temperature[here], self.tokens_at_once)
         values = None if self.value_head is None else self.value_head(state)
         return Channels(
             logprobs=_spread(logprobs, place, shape),
@@ -381,7 +381,7 @@ class Forward:
 
 def _fused_parts(packed: Pack) -> Parts:
     """What layers are made of for the tokens of a pack, with gradients."""
-    from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn
+    from legato.policy.kernels.gradients import add_norm_with_gradient, swiglu_with_gradient, turn
 
     spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
     assert spans is not None
@@ -398,9 +398,9 @@ def _fused_parts(packed: Pack) -> Parts:
         return spans.attend(query, key, value, scaling, None)
 
     def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-        return learned(layer, residual, update, cosine, sine, spans)
+        return run_plain_layer(layer, residual, update, cosine, sine, spans)
 
-    return Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned, whole=whole)
+    return Parts(ready=ready, attend=attend, add_norm=add_norm_with_gradient, swiglu=swiglu_with_gradient, whole=whole)
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:

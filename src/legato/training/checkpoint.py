@@ -165,7 +165,7 @@ def check(folder: Path) -> None:
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
     """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
     warnings: list[str] = []
-    for folder in reversed(_listed(checkpoints)):
+    for folder in reversed(_checkpoints_in(checkpoints)):
         try:
             verify(folder)
             return folder, warnings
@@ -219,7 +219,7 @@ def set_aside(checkpoints: Path, newest: Path) -> None:
     """
     for partial in checkpoints.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    for folder in _listed(checkpoints):
+    for folder in _checkpoints_in(checkpoints):
         if _step(folder) > _step(newest):
             target = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(target, ignore_errors=True)
@@ -230,7 +230,7 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _listed(checkpoints: Path) -> list[Path]:
+def _checkpoints_in(checkpoints: Path) -> list[Path]:
     """All checkpoint folders, oldest first."""
     found = [p for p in checkpoints.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
     return sorted(found, key=_step)
@@ -238,7 +238,7 @@ def _listed(checkpoints: Path) -> list[Path]:
 
 def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
     """Delete all but the newest so many and those named, after the newest was written; failing to delete is harmless."""
-    found = _listed(checkpoints)
+    found = _checkpoints_in(checkpoints)
     for folder in found[: max(0, len(found) - keep_last)]:
         if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
@@ -247,7 +247,7 @@ def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
 def give_up(checkpoints: Path, last: Path, best: str | None) -> Path | None:
     """Delete what is newer than a checkpoint that a run was rolled back to; the best is put aside, under another name."""
     aside = None
-    for folder in _listed(checkpoints):
+    for folder in _checkpoints_in(checkpoints):
         if _step(folder) <= _step(last):
             continue
         if folder.name == best:

@@ -36,7 +36,7 @@ from legato.objectives.slots import Context, Correction
 from legato.policy.policy import Policy
 from legato.training.anchor import anchor
 from legato.training.plan import plan
-from legato.training.probe import band, is_within, measured
+from legato.training.probe import band, is_within, measure_gap
 from legato.training.tables import Tables
 
 LEVELS = {"token": "token", "product": "product", "geo": "sequence"}
@@ -56,11 +56,11 @@ def corrections() -> dict[str, Correction]:
     return found | {"geo rejection": GeometricRejection(), "k3 rejection": K3Rejection(), "veto": Veto()}
 
 
-def scored(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
+def score_groups(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
     """Rollouts with the trainer's own log-probs of them, in packs as an update has them."""
     batch = collate(groups, policy.dtype)
     updates = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=policy.packing)
-    return anchor(Tables.of(batch, policy.device), policy, None, updates, choice="recompute", skip_first=False)
+    return anchor(Tables.from_batch(batch, policy.device), policy, None, updates, choice="recompute", skip_first=False)
 
 
 def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
     gap, mask = signals.behaviour_log_ratio(), signals.mask
     responses = per_response(gap, mask)
     tokens, geometric = gap[mask.tokens], responses.log_geometric
-    weighed = {name: _weighed(part, context) for name, part in corrections().items()}
+    weighed = {name: _apply_correction(part, context) for name, part in corrections().items()}
     return {
         "responses": len(geometric),
         "tokens": len(tokens),
@@ -127,7 +127,7 @@ def _floor(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
     """The probe's own measures of engine against trainer."""
     mask, width, turn = signals.mask, band(algorithm), signals.turn
     assert turn is not None
-    found = measured(algorithm, mask, turn, mask.difference(signals.logprobs, signals.tensor("sampler_logprobs")))
+    found = measure_gap(algorithm, mask, turn, mask.difference(signals.logprobs, signals.tensor("sampler_logprobs")))
     return {
         "max": found.max,
         "rms": found.rms,
@@ -139,7 +139,7 @@ def _floor(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weighed:
+class _Corrected:
     """What a correction did, one number for each token or for each response."""
 
     of_tokens: bool
@@ -164,12 +164,12 @@ class _Weighed:
         return {"unit": "tokens" if self.of_tokens else "responses", **found}
 
 
-def _weighed(part: Correction, context: Context) -> _Weighed:
+def _apply_correction(part: Correction, context: Context) -> _Corrected:
     found, level = part.apply(context), getattr(part, "level", "product")
     weights = found.keep if found.weight is None else found.weight
     assert weights is not None
     of_tokens = level == "token"
-    return _Weighed(
+    return _Corrected(
         of_tokens=of_tokens,
         weights=weights,
         uncut=torch.ones_like(weights) if found.weight is None else _uncapped(level, context),

@@ -172,7 +172,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     turn = tables.turn[rows]
 
     def gap(left: Tensor, right: Tensor) -> Gap:
-        return measured(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
+        return measure_gap(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
     unequal = (learning != together)[mask.tokens]
     return Floor(
@@ -186,7 +186,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     )
 
 
-def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:
+def measure_gap(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:
     """A gap from the differences of log-probs, 0 outside the mask."""
     nothing = torch.zeros_like(drift)
     signals = Signals(

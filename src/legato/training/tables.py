@@ -10,7 +10,7 @@ from legato.advantages.filters import Samples
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.mask import Mask
-from legato.core.segments import renumbered
+from legato.core.segments import renumber
 from legato.core.signals import RouterSignals, Signals
 from legato.core.texts import Texts
 from legato.diagnostics.metrics.routing import router_shift
@@ -57,7 +57,7 @@ class Tables:
     """Signals that only some parts read: uniform."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> "Tables":
+    def from_batch(cls, batch: Batch, device: torch.device) -> "Tables":
         return cls(
             batch=batch,
             mask=batch.texts.mask.to(device),
@@ -137,7 +137,7 @@ class Tables:
                     " those of the trainer's own old-policy pass"
                 )
             return replace(self, routers=routers)
-        record = Record.of_engine(routes, routers, self.device)
+        record = Record.from_engine(routes, routers, self.device)
         experts, known = record.predicting(self.texts)
         return replace(
             self,
@@ -229,7 +229,7 @@ class Tables:
 
     def dense_groups(self, rows: Tensor) -> Tensor:
         """Group ids of an update's rows (on the host), dense from 0."""
-        return renumbered(self.texts.group[rows])
+        return renumber(self.texts.group[rows])
 
 
 def _lag(batch: Batch) -> Tensor:

@@ -62,7 +62,7 @@ class Sight:
         return Binned(torch.where(member, values, 0.0).sum(0, dtype=torch.float64), member.sum(0).double())
 
     def histogram(self, values: Tensor, among: Tensor | None = None) -> Histogram:
-        return Histogram.of(values, self.counted if among is None else self.counted & among)
+        return Histogram.from_values(values, self.counted if among is None else self.counted & among)
 
 
 def look(signals: Signals, outcome: Outcome) -> Sight:

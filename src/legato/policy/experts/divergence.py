@@ -15,7 +15,7 @@ from legato.policy.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """Means over the layers that have a router."""
 
     distance: float
@@ -34,14 +34,14 @@ class Parting:
         )
 
 
-def parting(policy: Policy, texts: Texts) -> Parting:
+def measure_divergence(policy: Policy, texts: Texts) -> Divergence:
     """Measured on the weights as they are and on the tokens of some texts."""
     mixtures = [layer.mlp for layer in policy.body.get_decoder().layers if hasattr(layer.mlp, "experts")]
     if not mixtures:
         raise InputError(f"{policy.name} is a {type(policy.body).__name__}, in which no layer has experts")
-    routed = _routed(policy, mixtures, texts)
+    routed = _record_routes(policy, mixtures, texts)
     used = [usage(logits, chosen) for logits, chosen in routed]
-    return Parting(
+    return Divergence(
         distance=_mean([distance(mixture.experts) for mixture in mixtures]),
         entropy=_mean([entropy for entropy, _ in used]),
         busiest=_mean([float(shares.max()) for _, shares in used]),
@@ -80,7 +80,7 @@ def usage(logits: Tensor, chosen: Tensor) -> tuple[float, Tensor]:
     return float(entropy), torch.bincount(chosen.flatten(), minlength=log.shape[1]) / chosen.numel()
 
 
-def _routed(policy: Policy, mixtures: list[Any], texts: Texts) -> list[tuple[Tensor, Tensor]]:
+def _record_routes(policy: Policy, mixtures: list[Any], texts: Texts) -> list[tuple[Tensor, Tensor]]:
     """What each router gave for the tokens of the texts: logits [N, E] and choices [N, K]."""
     found: list[tuple[Tensor, Tensor]] = []
     hooks = [

@@ -42,7 +42,7 @@ class Routers:
         return len(self.modules), self.active
 
 
-def find(body: Any) -> Routers | str | None:
+def find_routers(body: Any) -> Routers | str | None:
     """The routers of a causal language model; None: it has no experts; a sentence: it has, but they are not known."""
     modules = list(body.modules())
     found = [module for module in modules if _looks_like_one(module)]
@@ -95,7 +95,7 @@ def _as_it_is(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def _made(probabilities: Callable[[Tensor], Tensor], *, over: str, cast: bool) -> Gates:
+def _gate_function(probabilities: Callable[[Tensor], Tensor], *, over: str, cast: bool) -> Gates:
     def gates(logits: Tensor, experts: Tensor) -> Tensor:
         chosen = over == "chosen"
         found = probabilities(logits.gather(-1, experts)) if chosen else probabilities(logits).gather(-1, experts)
@@ -118,7 +118,7 @@ def _gates_of(router: Any) -> Gates | None:
         # Where the forward does not tell, the backward of 16 bits would: each family's own softmax is tried first.
         for (over, softmaxes), cast in product((("all, divided", wide), ("all", wide), ("chosen", plain)), (True, False)):
             for probabilities in softmaxes:
-                gates = _made(probabilities, over=over, cast=cast)
+                gates = _gate_function(probabilities, over=over, cast=cast)
                 if all(_equal(gates(logits, experts), scores) for logits, scores, experts in seen):
                     return gates
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):

@@ -44,7 +44,7 @@ class Record:
         )
 
     @classmethod
-    def of_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
+    def from_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
         """What an engine recorded; ValueError where its model is another than the trainer's."""
         layers, active = routes.experts.shape[1:]
         theirs, ours = (layers, active, routes.count), (*routers.shape, routers.experts)
@@ -131,7 +131,7 @@ class Routed:
         chosen = slice(part.start, part.stop)
         return Routed(experts=self.experts[chosen], logprobs=self.logprobs[chosen], entropy=self.entropy[chosen])
 
-    def widened(self, width: int) -> "Routed":
+    def widen(self, width: int) -> "Routed":
         more = width - self.experts.shape[1]
         if not more:
             return self
@@ -142,7 +142,7 @@ class Routed:
         return Routed(experts=pad(self.experts), logprobs=pad(self.logprobs), entropy=pad(self.entropy))
 
     @staticmethod
-    def joined(parts: "list[Routed]") -> "Routed":
+    def join(parts: "list[Routed]") -> "Routed":
         return Routed(
             experts=torch.cat([part.experts for part in parts]),
             logprobs=torch.cat([part.logprobs for part in parts]),
@@ -171,10 +171,10 @@ class Tap:
         count = len(routers.modules)
         self.logits: list[Tensor | None] = [None] * count
         self.chosen: list[Tensor | None] = [None] * count
-        self.forced, self.known = self._looked_up()
+        self.forced, self.known = self._look_up_routes()
         self.weight = self._weights() if directions.balance is not None else None
 
-    def _looked_up(self) -> tuple[Tensor | None, Tensor | None]:
+    def _look_up_routes(self) -> tuple[Tensor | None, Tensor | None]:
         """The routes to force on each token the body reads, [C, M, K], and [C] whether there is a record of that token."""
         replay, packed = self.directions.replay, self.packed
         if replay is None:
@@ -196,11 +196,11 @@ class Tap:
         """Inside, the routers are looked at and told."""
         with ExitStack() as stack:
             for number, module in enumerate(self.routers.modules):
-                handle = module.register_forward_hook(partial(self._passed, number))
+                handle = module.register_forward_hook(partial(self._on_router_forward, number))
                 stack.callback(handle.remove)
             yield
 
-    def _passed(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _on_router_forward(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, gates, experts = output
         if self.chosen[layer] is None:
             self.chosen[layer] = experts.detach()
@@ -216,7 +216,7 @@ class Tap:
             gates = _Balanced.apply(gates, logits, self.weight, balance, layer)  # type: ignore[no-untyped-call]
         return logits, gates, experts
 
-    def found(self) -> tuple[Routed, Traffic]:
+    def results(self) -> tuple[Routed, Traffic]:
         """What was recorded, once the body has gone forward."""
         packed, read, index = self.packed, self.read, self.routers.index
         chosen = torch.stack([layer for layer in self.chosen if layer is not None], 1).to(index)
@@ -232,10 +232,10 @@ class Tap:
             logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
             entropy=_spread((probabilities * logprobs).sum((1, 2)).div_(-logits.shape[1]), packed.place, shape),
         )
-        counted = self._counted(at_reads, probabilities) if self.directions.count else (None, None)
+        counted = self._count_choices(at_reads, probabilities) if self.directions.count else (None, None)
         return routed, self._traffic(chosen, *counted)
 
-    def _counted(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    def _count_choices(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """[M, E] twice: choices that were used, forced ones included, and probabilities, over what is read."""
         used, experts = at_reads, self.routers.experts
         if self.forced is not None and self.known is not None:

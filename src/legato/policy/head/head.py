@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from legato.policy.head.logprobs import chosen
+from legato.policy.head.logprobs import token_logprobs
 from legato.policy.layers.accumulate import add_product, may_write_gradients
 from legato.policy.layers.accumulate import product as weight_product
 
@@ -31,7 +31,7 @@ class Head:
     """The modules around the layer, which may shard its weights."""
 
     @classmethod
-    def of(cls, body: Any) -> "Head":
+    def from_body(cls, body: Any) -> "Head":
         config = body.config
         # Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma caps softly.
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
@@ -43,7 +43,7 @@ class Head:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._finished(self.linear(hidden))
+        return self._scale_and_cap(self.linear(hidden))
 
     def exact(self, hidden: Tensor) -> Tensor:
         """Logits in float32 or better without a gradient."""
@@ -52,11 +52,11 @@ class Head:
             logits = torch.mm(hidden, product.weight.t(), out_dtype=torch.float32)
             if product.beside is not None and product.added is not None:
                 logits += torch.mm(product.beside, product.added.t(), out_dtype=torch.float32)
-            return self._finished(logits)
+            return self._scale_and_cap(logits)
         logits = self(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def scored(
+    def score(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, at_once: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
@@ -80,7 +80,7 @@ class Head:
                 may_write_gradients([product.weight], self.linear, *self.within),
             )
             return found
-        return chosen(self(hidden), targets, temperature, with_entropy=True)
+        return token_logprobs(self(hidden), targets, temperature, with_entropy=True)
 
     def never_holds_logits(self, hidden: Tensor) -> bool:
         """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
@@ -92,7 +92,7 @@ class Head:
         half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
         return _product_of(self.linear, hidden) if half and find_spec("triton") is not None else None
 
-    def _finished(self, logits: Tensor) -> Tensor:
+    def _scale_and_cap(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class _Chosen(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(logits.dtype, torch.float32)
@@ -48,10 +48,10 @@ class _Chosen(torch.autograd.Function):
         return slope.mul_(inverse).to(ctx.dtype), None, None, None
 
 
-def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
     """[K] log-probs of `targets` and entropies (0 unless asked for) of softmax(logits / temperature), `logits` [K, V].
 
     One backward per forward: it reuses the memory it was given.
     """
-    found: tuple[Tensor, Tensor] = _Chosen.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
     return found

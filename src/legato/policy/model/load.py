@@ -81,7 +81,7 @@ def load_policy(
     if saved is not None and loading.lora is None:
         found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
     else:
-        found, module = _made(model, loading, dtype, tokenizer, seed, notes)
+        found, module = _build(model, loading, dtype, tokenizer, seed, notes)
     tokenizer = found if tokenizer is None else tokenizer
     if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
         raise InputError(
@@ -127,18 +127,18 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int, notes: list[str]) -> tuple[Any, Any]:
+def _build(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int, notes: list[str]) -> tuple[Any, Any]:
     """Tokenizer and module of what was named or given, a mixture of experts made of it where that is asked for."""
     if loading.upcycle is None:
-        return _fresh(model, loading, dtype, tokenizer, seed)
+        return _build_dense(model, loading, dtype, tokenizer, seed)
     # Compared and disturbed before it is rounded: 16 bits would hide a fault and swallow small noise.
-    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer, seed)
+    tokenizer, dense = _build_dense(model, loading, torch.promote_types(dtype, torch.float32), tokenizer, seed)
     upcycled = upcycle(dense, loading.upcycle, seed=seed)
     notes.append(upcycled.words)
     return tokenizer, upcycled.model.to(dtype)
 
 
-def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int) -> tuple[Any, Any]:
+def _build_dense(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int) -> tuple[Any, Any]:
     """Tokenizer and module of what was named or given."""
     if isinstance(model, nn.Module):
         return _tokenizer_of(model) if tokenizer is None else tokenizer, model

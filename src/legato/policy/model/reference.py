@@ -20,7 +20,7 @@ class Reference:
     adapters: bool
 
     @classmethod
-    def of(cls, policy: Policy) -> "Reference":
+    def from_policy(cls, policy: Policy) -> "Reference":
         adapters = hasattr(policy.model, "disable_adapter")
         if adapters:
             return cls(policy=policy, adapters=True)

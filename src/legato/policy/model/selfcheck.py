@@ -83,7 +83,7 @@ class Own:
 def own_forward(policy: Any, texts: Texts) -> Own:
     """Score texts by the model's own forward."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
-    head, decoder = Head.of(policy.body), policy.body.get_decoder()
+    head, decoder = Head.from_body(policy.body), policy.body.get_decoder()
     spreads, gaps, sizes = [], [], []
     for row, length in enumerate(texts.lengths.tolist()):
         prompt = texts.prompts[texts.group[row], : texts.prompt_lengths[texts.group[row]]]
