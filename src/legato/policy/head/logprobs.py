@@ -1,5 +1,7 @@
-"""Log-probs and entropies of sampled tokens from logits, in float32 or better. The only shift in the project is in `packs`:
-logits are read at the token before the one they speak of.
+"""Log-probs and entropies of sampled tokens from logits, in float32 or better.
+
+Nothing is shifted here: `packs.py` reads logits at the token before the one they predict.
+
 
     logprob = z_y / tau - lse(z / tau)        entropy = lse(z / tau) - sum_v p_v z_v / tau
     d logprob / d z_v = (1[v = y] - p_v) / tau
@@ -51,7 +53,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
     """[K] log-probs of `targets` and entropies (0 unless asked for) of softmax(logits / temperature), `logits` [K, V].
 
-    One backward per forward: it reuses the memory it was given.
+    Only one backward per forward: it overwrites the saved logits.
     """
-    found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
-    return found
+    both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
+    return both
