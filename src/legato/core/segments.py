@@ -57,7 +57,7 @@ class Segments:
         return self.over_rows(values * self.mask.lengths if constant else values.sum(1, keepdim=True))
 
     def over_rows(self, rows: Tensor) -> Tensor:
-        """[B, 1] numbers of rows to those of the rollouts they belong to, added up."""
+        """[B, 1]: the sum over all rows of the same rollout, for each row."""
         if self.rollout is None:
             return rows
         return ordered_sum(rows.squeeze(1), self.rollout, len(self.rollout))[self.rollout].unsqueeze(1)
