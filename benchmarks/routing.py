@@ -122,7 +122,7 @@ def update_sides(policy: Policy, work: Work) -> tuple[dict[str, Callable[[], Non
     (update,) = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=True)
     tables = {}
     for replay in ("off", "R2"):
-        fresh = Tables.of(batch, policy.device).with_routes(policy.routers, replay)
+        fresh = Tables.from_batch(batch, policy.device).with_routes(policy.routers, replay)
         found = anchor(fresh, policy, None, [update], choice="recompute", skip_first=False, replay=replay)
         tables[replay] = found.with_advantages(algorithm)
     with torch.no_grad():

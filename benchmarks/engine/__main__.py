@@ -29,7 +29,7 @@ from benchmarks.step import work as steps
 from benchmarks.step.page import engine_section
 from legato.core.rollout import Problem
 from legato.policy.layers import unrolled
-from legato.policy.layers.packed import bytes_of_copies
+from legato.policy.layers.reordered import bytes_of_copies
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request

@@ -50,7 +50,7 @@ class OurHead:
             body = automatic.from_config(config, dtype=bench.dtype)
         loading = Loading(device=bench.device.type, dtype="bfloat16" if bench.cuda else "float32")
         self.policy = load_policy(body, loading, tokenizer=tokenizer())
-        self.head = Head.of(self.policy.body)
+        self.head = Head.from_body(self.policy.body)
         self.weight: Tensor = self.policy.body.get_output_embeddings().weight
         # As the optimizer has it: gradients add up in float32.
         self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -82,7 +82,7 @@ class OurHead:
         return torch.cat(gradients)
 
     def _scored(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head.scored(hidden, part.targets, part.temperatures, self.policy.tokens_at_once)
+        return self.head.score(hidden, part.targets, part.temperatures, self.policy.tokens_at_once)
 
 
 def _as_pack(counts: tuple[int, ...]) -> Any:

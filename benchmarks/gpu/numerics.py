@@ -102,9 +102,9 @@ def learned(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
 def rounded_logits() -> Iterator[None]:
     """Inside, the head rounds its logits to bfloat16 before the log-softmax, as heads do that keep 16-bit logits."""
     from legato.policy.head.head import Head
-    from legato.policy.head.logprobs import chosen
+    from legato.policy.head.logprobs import token_logprobs
 
-    original = Head.scored
+    original = Head.score
 
     def scored_from_rounded(
         self: Any, hidden: Tensor, targets: Tensor, temperature: Tensor, _: int | None = None
@@ -113,14 +113,14 @@ def rounded_logits() -> Iterator[None]:
         for start in range(0, len(hidden), 2048):
             here = slice(start, start + 2048)
             logits = self(hidden[here]).to(torch.bfloat16)
-            found.append(chosen(logits, targets[here], temperature[here], with_entropy=False))
+            found.append(token_logprobs(logits, targets[here], temperature[here], with_entropy=False))
         return torch.cat([a for a, _ in found]), torch.cat([b for _, b in found])
 
-    Head.scored = scored_from_rounded  # type: ignore[method-assign]
+    Head.score = scored_from_rounded  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Head.scored = original  # type: ignore[method-assign]
+        Head.score = original  # type: ignore[method-assign]
 
 
 def numerics_part(bench: Bench) -> dict[str, Any]:

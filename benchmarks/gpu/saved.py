@@ -110,13 +110,13 @@ def clipped_part(share: float, name: str) -> Part:
         built, given, exact = _still(bench)
         old, tokens = _forced(given, exact, share)
         trainer = built.trainer
-        kept, trainer.collector.runner.engine = trainer.collector.runner.engine, gpu_update.scripted(given, old)
+        kept, trainer.source.runner.engine = trainer.source.runner.engine, gpu_update.scripted(given, old)
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
                 found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
         finally:
-            trainer.collector.runner.engine = kept
+            trainer.source.runner.engine = kept
         return {"share": share, "token_share": tokens, "passes": name, **found}
 
     return part
@@ -131,14 +131,14 @@ def silent_part(share: float, name: str) -> Part:
         table = work.reward_table(len(given.prompts), len(given.rewards[0]), share)
         old, _ = _forced(given, exact, 0.0)
         tokens = sum(sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row))
-        kept = trainer.collector.runner.engine, trainer.collector.judge
-        trainer.collector.runner.engine, trainer.collector.judge = gpu_update.scripted(given, old), gpu_update.tabled(table)
+        kept = trainer.source.runner.engine, trainer.source.judge
+        trainer.source.runner.engine, trainer.source.judge = gpu_update.scripted(given, old), gpu_update.tabled(table)
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
                 found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
         finally:
-            trainer.collector.runner.engine, trainer.collector.judge = kept
+            trainer.source.runner.engine, trainer.source.judge = kept
         return {"share": share, "token_share": tokens / given.useful, "passes": name, **found}
 
     return part

@@ -57,7 +57,7 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
     return Trainer(
         policy=policy,
         algorithm=entry("gspo").value,
-        collector=collector,
+        source=collector,
         optimizer=Optimizer(policy.parameters(), settings, total_updates=STEPS * UPDATES),
         settings=TrainingSettings(seed=seed, prompts_per_step=32, updates_per_step=UPDATES),
     )
@@ -70,8 +70,8 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
     from legato.training.evaluate import Evaluator, accuracy_metrics
 
     made = trainer(folder, lr, seed)
-    evaluator = Evaluator(runner=made.collector.runner, judge=made.collector.judge)
-    held_out = made.collector.source.held_out(240)
+    evaluator = Evaluator(runner=made.source.runner, judge=made.source.judge)
+    held_out = made.source.source.held_out(240)
 
     def evaluation() -> dict[str, float]:
         found = {}

@@ -46,8 +46,8 @@ def our_part(bench: Bench) -> dict[str, Any]:
         trainer.settings = gpu_update.replace(trainer.settings, anchor="auto")
         trainer.anchor_choice = None
         rows = len(given.prompts) * len(given.rewards[0])
-        trainer.collector.runner.engine = local_engine(policy, rows)
-        trainer.collector.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
+        trainer.source.runner.engine = local_engine(policy, rows)
+        trainer.source.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
         samples, floor = [], None
         for number in range(2 if bench.tiny else 4):
             bench.wait()
@@ -65,7 +65,7 @@ def our_part(bench: Bench) -> dict[str, Any]:
         **summary(samples, rows * new),
         "anchor": trainer.anchor_choice,
         "noise": None if floor is None else floor.metrics(),
-        "engine": type(trainer.collector.runner.engine).__name__,
+        "engine": type(trainer.source.runner.engine).__name__,
         "notes": list(policy.notes),
         "weight_sync_seconds": _sync_seconds(trainer),
     }
@@ -74,7 +74,7 @@ def our_part(bench: Bench) -> dict[str, Any]:
 def _sync_seconds(trainer: Any) -> float | None:
     """0 where the engine reads the very tensors that are trained, which is looked up; there is nothing to time then."""
     trained = {weight.data_ptr() for weight in trainer.policy.parameters().values()}
-    read = {weight.data_ptr() for weight in trainer.collector.runner.engine.policy.model.parameters()}
+    read = {weight.data_ptr() for weight in trainer.source.runner.engine.policy.model.parameters()}
     return 0.0 if trained <= read else None
 
 

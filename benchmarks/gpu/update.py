@@ -89,7 +89,7 @@ def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = w
     return Trainer(
         policy=policy,
         algorithm=entry("gspo").value,
-        collector=collector,
+        source=collector,
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=lr), total_updates=10**6),
         settings=TrainingSettings(
             prompts_per_step=len(given.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
@@ -288,7 +288,7 @@ def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> P
             # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
             if trainer.anchor_choice == "sampler":
                 given = work.fixed_work(bench.tiny, silent=silent)
-                trainer.collector.runner.engine = scripted(given, scored(trainer.policy, given))
+                trainer.source.runner.engine = scripted(given, scored(trainer.policy, given))
 
         with factor(trainer, name):
             found = measured(

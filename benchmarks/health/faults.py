@@ -74,11 +74,11 @@ def _engine(make: Callable[[Trainer], Any]) -> Fault:
 
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
-        own = trainer.collector.runner.engine
-        trainer.collector.runner.engine = made.setdefault(id(trainer), None) or make(trainer)
-        made[id(trainer)] = trainer.collector.runner.engine
+        own = trainer.source.runner.engine
+        trainer.source.runner.engine = made.setdefault(id(trainer), None) or make(trainer)
+        made[id(trainer)] = trainer.source.runner.engine
         yield
-        trainer.collector.runner.engine = own
+        trainer.source.runner.engine = own
 
     return fault
 
@@ -126,15 +126,15 @@ class _Altered(QueuedEngine):
 def _scores(change: Callable[[Rollout, Score], Score]) -> Fault:
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
-        own = trainer.collector.judge
+        own = trainer.source.judge
 
         def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
             found = zip(rollouts, own(rollouts), strict=True)
             return [score if isinstance(score, Unscorable) else change(rollout, score) for rollout, score in found]
 
-        trainer.collector.judge = judge
+        trainer.source.judge = judge
         yield
-        trainer.collector.judge = own
+        trainer.source.judge = own
 
     return fault
 
@@ -184,10 +184,10 @@ class _Repeated:
 
 @contextmanager
 def _one_prompt(trainer: Trainer) -> Iterator[None]:
-    own = trainer.collector.source
-    trainer.collector.source = _Repeated(own)  # type: ignore[assignment]
+    own = trainer.source.source
+    trainer.source.source = _Repeated(own)  # type: ignore[assignment]
     yield
-    trainer.collector.source = own
+    trainer.source.source = own
 
 
 def _even(rollout: Rollout) -> bool:
@@ -200,11 +200,11 @@ FAULTS: dict[str, Named] = {
     "stale weights": Named(stale, "the sampler keeps the weights of step 50 for ever"),
     "adapter not applied": Named(without_adapter, "the sampler has the weights from before the first step"),
     "log-prob shift": Named(
-        lambda run: _engine(lambda t: _Altered(t.collector.runner.engine, shift=-0.05)),
+        lambda run: _engine(lambda t: _Altered(t.source.runner.engine, shift=-0.05)),
         "reported log-probs are 0.05 too low",
     ),
     "temperature mismatch": Named(
-        lambda run: _engine(lambda t: _Altered(t.collector.runner.engine, temperature=1.5)),
+        lambda run: _engine(lambda t: _Altered(t.source.runner.engine, temperature=1.5)),
         "sampled at temperature 1.5, trained as if at 1",
     ),
     "advantage sign": Named(lambda run: _flipped, "advantages with the wrong sign"),

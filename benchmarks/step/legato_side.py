@@ -130,7 +130,7 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of(given)
     policy = trainer.policy
     generator = torch.Generator().manual_seed(0)
-    prompt = trainer.collector.runner.rendering.prompt(Problem(prompt=given["questions"][0]))
+    prompt = trainer.source.runner.rendering.prompt(Problem(prompt=given["questions"][0]))
     tokens = torch.randint(3, policy.vocabulary, (work.SAMPLES, work.TOKENS), generator=generator)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     texts = Texts(

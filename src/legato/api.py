@@ -18,7 +18,7 @@ from legato.core.mask import Mask
 from legato.core.outcome import Outcome
 from legato.core.parts import lookup, names, nearest
 from legato.core.scope import Scope
-from legato.core.segments import renumbered
+from legato.core.segments import renumber
 from legato.core.signals import Signals
 from legato.diagnostics.metrics.measure import measure
 from legato.errors import InputError
@@ -277,7 +277,7 @@ def _dense_group(estimator: Estimator, group: Tensor | None, rows: int) -> Tenso
         if estimator.needs_groups:
             raise InputError(f"advantage '{estimator.name}' compares responses of one group; pass group=[B] integer ids")
         return None
-    return renumbered(checks.ids("group", group, rows))
+    return renumber(checks.ids("group", group, rows))
 
 
 def _signals(
@@ -327,7 +327,7 @@ def _signals(
         keep=kept,
         group=None if group is None else checks.ids("group", group, len(like)),
         turn=None if turn is None else checks.turns(turn, tokens),
-        rollout=None if rollout is None else renumbered(checks.ids("rollout", rollout, len(like))),
+        rollout=None if rollout is None else renumber(checks.ids("rollout", rollout, len(like))),
         **checked,
     )
 
@@ -371,7 +371,7 @@ def _group_tables(value: Algorithm, signals: Signals, counts: Counts | None) -> 
         return signals, None
     group = _given_group(value, signals.group)
     if counts is None:
-        dense = renumbered(group)
+        dense = renumber(group)
         return replace(signals, group=dense), int(dense.max()) + 1 if len(dense) else 0
     _, size = checks.dense_ids("group", group, len(group))
     table = counts.all.group_tokens

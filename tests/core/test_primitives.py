@@ -22,7 +22,7 @@ from legato.core.sums import (
     Minimum,
     Sums,
     Total,
-    _carried,
+    _fetch_at_once,
     tensors_of,
 )
 
@@ -103,7 +103,7 @@ def test_ordered_sums_repeat_to_the_bit() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=60), st.floats(0, 1))
 def test_histogram_quantiles_are_within_a_bin_of_the_exact_ones(values: list[float], share: float) -> None:
-    histogram = Histogram.of(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
+    histogram = Histogram.from_values(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
     ordered = sorted(values)
     low, high = ordered[math.floor(share * (len(values) - 1))], ordered[math.ceil(share * (len(values) - 1))]
     (found,) = histogram.quantiles([share])
@@ -124,7 +124,7 @@ def test_pieces_merge_as_if_they_had_been_one() -> None:
                 "size": EffectiveSize(x.sum(), x.square().sum(), count),
                 "max": Maximum(x.max()),
                 "min": Minimum(x.min()),
-                "histogram": Histogram.of(x, torch.ones_like(x, dtype=torch.bool)),
+                "histogram": Histogram.from_values(x, torch.ones_like(x, dtype=torch.bool)),
             }
         )
 
@@ -157,12 +157,12 @@ def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
             {
                 "a": Mean(part.double().sum(), torch.tensor(len(part))),
                 "b": Maximum(part.max()),
-                "c": Histogram.of(part, torch.ones_like(part, dtype=torch.bool)),
+                "c": Histogram.from_values(part, torch.ones_like(part, dtype=torch.bool)),
             }
         )
         for part in values.split([1, 40, 59])
     ]
     tensors = [tensor for sums in many for piece in sums.values() for tensor in tensors_of(piece)]
     assert len({tensor.dtype for tensor in tensors}) > 1
-    for before, after in zip(many, _carried(many, tensors), strict=True):
+    for before, after in zip(many, _fetch_at_once(many, tensors), strict=True):
         assert before.report() == after.report() and list(before) == list(after)

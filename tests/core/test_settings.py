@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from legato.core.fields import choice, flag_or, integer, number, pair, text, texts
-from legato.core.settings import free_table, narrowed, optional_table, select, settings, table, tables
+from legato.core.settings import free_table, narrow, optional_table, select, settings, table, tables
 from legato.errors import InputError
 
 
@@ -39,7 +39,7 @@ class Words:
 @settings(resume="free")
 class Section(Steps, Words):
     name: str | None = text(default=None, says="A name.", optional=True)
-    rate: float = narrowed(Steps, "rate", above=0.0)
+    rate: float = narrow(Steps, "rate", above=0.0)
     more: Inner | None = optional_table(Inner, default=None, says="Perhaps a table.")
     several: Mapping[str, Inner] = tables(Inner, default_factory=dict, says="By name.")
     free: Mapping[str, Any] = free_table(default_factory=dict, says="Anything.")

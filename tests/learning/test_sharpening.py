@@ -88,7 +88,7 @@ def trainer(policy: Policy, seed: int, shuffled: bool) -> Trainer:
     return Trainer(
         policy=policy,
         algorithm=legato.algorithm("gspo"),
-        collector=collector(policy, seed, shuffled),
+        source=collector(policy, seed, shuffled),
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=8e-4, warm_up_updates=20), total_updates=4 * STEPS),
         settings=TrainingSettings(seed=seed, prompts_per_step=16),
     )

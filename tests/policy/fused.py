@@ -32,8 +32,8 @@ def install(patch: pytest.MonkeyPatch) -> list[int]:
 
     def with_spans(policy: Policy, given: Texts, chosen: Tensor) -> Pack:
         packed = plain_pack(policy, given, chosen)
-        spans = Spans.of(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
-        return replace(packed, spans=spans, reads=Uses.of(packed.read, len(packed.tokens)))
+        spans = Spans.from_lengths(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
+        return replace(packed, spans=spans, reads=Uses.from_index(packed.read, len(packed.tokens)))
 
     patch.setattr(Policy, "pack", with_spans)
     patch.setattr(Spans, "serve", staticmethod(lambda like, width: True))

@@ -105,13 +105,13 @@ def test_a_checkpointed_layer_runs_forward_exactly_twice(model: str, patch: pyte
     policy = load_policy(model, loading)
     install(patch)
     runs = dict.fromkeys(range(len(layers_of(policy))), 0)
-    computed = fused._computed
+    computed = fused._compute_layer
 
     def counted(parts: fused.Parts, number: int, *given: Any) -> tuple[Tensor, Tensor]:
         runs[number] += 1
         return computed(parts, number, *given)
 
-    patch.setattr(fused, "_computed", counted)
+    patch.setattr(fused, "_compute_layer", counted)
     accumulate(policy, texts(), ROWS, ones)
     assert set(runs.values()) == {2}
     policy.score(texts(), ROWS)
@@ -202,7 +202,7 @@ def test_the_head_leaves_the_gradient_of_a_hooked_weight_to_autograd(patch: pyte
         linear.weight.grad, seen = None, list[Tensor]()
         handle = linear.weight.register_hook(seen.append) if hooked else None
         head = Head(linear=linear, scale=1.0, softcap=None)
-        logprobs, _ = head.scored(hidden.clone().requires_grad_(), targets, torch.ones(9), at_once=4)
+        logprobs, _ = head.score(hidden.clone().requires_grad_(), targets, torch.ones(9), at_once=4)
         (logprobs * torch.arange(9)).sum().backward()
         assert len(seen) == hooked and linear.weight.grad is not None
         slopes.append(linear.weight.grad)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from legato.core.outcome import Coefficients
 from legato.core.texts import Texts
-from legato.policy.experts.routers import Routers, find
+from legato.policy.experts.routers import Routers, find_routers
 from legato.policy.experts.routing import Directions, Record
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
@@ -36,7 +36,7 @@ def zeros(_: range, channels: Channels) -> Coefficients:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_routers_of_every_family_are_found_and_their_gates_made_again_to_the_bit(name: str, dtype: torch.dtype) -> None:
     model = as_published(name, dtype)
-    found = find(model)
+    found = find_routers(model)
     assert isinstance(found, Routers)
     assert (found.shape, found.experts, found.index) == ((2, 2), 4, torch.uint8)
     hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -47,7 +47,7 @@ def test_the_routers_of_every_family_are_found_and_their_gates_made_again_to_the
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forced_experts_get_the_gates_of_their_family(name: str) -> None:
-    found = find(family(name))
+    found = find_routers(family(name))
     assert isinstance(found, Routers)
     source = torch.Generator().manual_seed(2)
     logits = torch.randn(30, 4, generator=source, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_forced_experts_get_the_gates_of_their_family(name: str) -> None:
 def test_the_worked_example_of_replayed_gates() -> None:
     logits = torch.tensor([[0.5, 0.6, -0.3, 0.4]], dtype=torch.float64)
     for name in ("qwen3-moe", "gpt-oss"):
-        found = find(family(name))
+        found = find_routers(family(name))
         assert isinstance(found, Routers)
         own = found.gates(logits, torch.tensor([[1, 0]]))[0].tolist()
         replayed = found.gates(logits, torch.tensor([[1, 3]]))[0].tolist()
@@ -68,13 +68,13 @@ def test_the_worked_example_of_replayed_gates() -> None:
 
 def test_many_experts_need_wider_numbers() -> None:
     model = as_published("qwen3-moe", num_experts=300, num_experts_per_tok=3)
-    found = find(model)
+    found = find_routers(model)
     assert isinstance(found, Routers)
     assert (found.experts, found.active, found.index) == (300, 3, torch.int16)
 
 
 def test_layers_without_experts_have_no_router() -> None:
-    found = find(as_published("qwen3-moe", num_hidden_layers=3, mlp_only_layers=[1]))
+    found = find_routers(as_published("qwen3-moe", num_hidden_layers=3, mlp_only_layers=[1]))
     assert isinstance(found, Routers) and len(found.modules) == 2
 
 
@@ -105,14 +105,14 @@ def test_a_mixture_whose_router_is_not_known_says_which_modules_it_has(kind: str
     Policy(model=model, tokenizer=policy.tokenizer, name="its sampler", notes=policy.notes)
     assert policy.routers is None and sum("routing is not measured" in note for note in policy.notes) == 1
     with pytest.raises(ValueError, match=rf"(?s)training.routing_replay.*needs.*Qwen3MoeForCausalLM.*{said}"):
-        policy.known_routers("training.routing_replay = 'R2'")
+        policy.require_routers("training.routing_replay = 'R2'")
 
 
 def test_a_dense_model_has_none_and_says_so() -> None:
     policy = policy_of(family("qwen3"))
     assert policy.routers is None and not policy.notes
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM\): it has no experts"):
-        policy.known_routers("training.routing_replay = 'R2'")
+        policy.require_routers("training.routing_replay = 'R2'")
     assert policy.score(ragged(), torch.arange(12), Directions()).routed is None
 
 

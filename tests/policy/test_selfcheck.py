@@ -122,7 +122,7 @@ def test_a_mixture_whose_routes_are_replayed_does_not_leak_either(dtype: torch.d
     selfcheck.check(policy)
     assert policy.packing and policy.views and not policy.notes
     texts = selfcheck.sample_texts(64)
-    score, replays = selfcheck._scoring(policy, texts)
+    score, replays = selfcheck._scorer(policy, texts)
     assert replays
     for changed, others in selfcheck._changes(texts, 64):
         assert torch.equal(score(changed)[others], score(texts)[others])

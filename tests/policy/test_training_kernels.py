@@ -14,9 +14,9 @@ triton = pytest.importorskip("triton")
 import legato.policy.kernels.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head.head import _Exact  # noqa: E402
-from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn  # noqa: E402
+from legato.policy.kernels.gradients import add_norm_with_gradient, swiglu_with_gradient, turn  # noqa: E402
 from legato.policy.kernels.sums import sum_uses  # noqa: E402
-from legato.policy.layout.spans import Spans, Uses, moved  # noqa: E402
+from legato.policy.layout.spans import Spans, Uses, move_to_device  # noqa: E402
 from legato.policy.model.load import Loading, load_policy  # noqa: E402
 from legato.policy.policy import Piece  # noqa: E402
 from tests.policy.exact import accumulate  # noqa: E402
@@ -153,7 +153,7 @@ def test_the_norm_after_the_residual(updates: bool) -> None:
     residual, update, weight = leaf(37, 48), leaf(37, 48) if updates else None, leaf(48)
     leaves = [value for value in (residual, update, weight) if value is not None]
     to_total, to_out = torch.randn(37, 48, device=DEVICE), torch.randn(37, 48, device=DEVICE)
-    total, out = add_norm_learned(residual, update, weight, 1e-6)
+    total, out = add_norm_with_gradient(residual, update, weight, 1e-6)
     plain = residual if update is None else residual + update
     normed = rms_norm(plain, (48,), weight, 1e-6)
     assert off(out, normed) < 1e-6 and off(total, plain) < 1e-6
@@ -180,7 +180,7 @@ def test_splitnormed_and_turned(normed: bool) -> None:
 
 def test_swiglu_with_its_gradient() -> None:
     gate, up, towards = leaf(29, 40), leaf(29, 40), torch.randn(29, 40, device=DEVICE)
-    found, right = swiglu_learned(gate, up), silu(gate) * up
+    found, right = swiglu_with_gradient(gate, up), silu(gate) * up
     assert off(found, right) < 1e-6
     pairs = zip(gradients(found, towards, [gate, up]), gradients(right, towards, [gate, up]), strict=True)
     assert all(off(a, b) < 1e-6 for a, b in pairs)
@@ -191,7 +191,7 @@ def test_a_frozen_norm_hands_its_gradient_on_and_learns_nothing(monkeypatch: pyt
     made = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **rest: made.append(shape) or empty(*shape, **rest))
-    _, out = add_norm_learned(residual, None, weight, 1e-6)
+    _, out = add_norm_with_gradient(residual, None, weight, 1e-6)
     (found,) = gradients(out, towards, [residual])
     assert not [shape for shape in made if len(shape) == 2], "a buffer for the gradient of a frozen weight"
     assert off(found, gradients(rms_norm(residual, (16,), weight, 1e-6), towards, [residual])[0]) < 1e-6
@@ -199,7 +199,7 @@ def test_a_frozen_norm_hands_its_gradient_on_and_learns_nothing(monkeypatch: pyt
 
 def test_rows_taken_several_times_give_back_the_sum() -> None:
     index, towards = torch.randint(0, 9, (40,)), torch.randn(40, 4)
-    uses, table = Uses.of(index, 10), torch.randn(10, 4, requires_grad=True)
+    uses, table = Uses.from_index(index, 10), torch.randn(10, 4, requires_grad=True)
     assert torch.equal(uses.take(table), table[index])
     right = torch.zeros(10, 4).index_add_(0, index, towards)
     (back,) = torch.autograd.grad(uses.take(table), table, towards)
@@ -225,7 +225,7 @@ def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, width
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
     weights = scores.masked_fill(~seen.to(DEVICE), -torch.inf).softmax(-1)
     right = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
-    spans = moved(Spans.of(prompts, responses, belongs, places), torch.device(DEVICE))
+    spans = move_to_device(Spans.from_lengths(prompts, responses, belongs, places), torch.device(DEVICE))
     found = spans.attend(query, key, value, 0.3, window or None)
     assert torch.allclose(found, right, atol=1e-5)
     towards, leaves = torch.randn_like(right).contiguous(), [query, key, value]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 from transformers import AutoModelForCausalLM
 
-from legato.policy.experts.divergence import distance, parting, usage
+from legato.policy.experts.divergence import distance, measure_divergence, usage
 from legato.policy.layers import fused
 from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
@@ -259,7 +259,7 @@ def test_adapters_come_back_to_the_same_mixture(tmp_path: Path) -> None:
     again = load_policy(dense, loading, seed=5, tokenizer=Words(), saved=tmp_path)
     with torch.no_grad():
         assert torch.equal(again.model(tokens()).logits, policy.model(tokens()).logits)
-    found = parting(again, texts_of(practice(0)))
+    found = measure_divergence(again, texts_of(practice(0)))
     merged = policy.model.merge_and_unload()
     right = [distance(layer.mlp.experts) for layer in merged.model.layers]
     assert found.distance == pytest.approx(sum(right) / 2, rel=1e-4)
@@ -301,7 +301,7 @@ def test_fused_layer_parts_know_the_mixture(shape: str) -> None:
     parts = fused.Parts(ready=ready, attend=attend, add_norm=add_norm, swiglu=lambda gate, up: silu(gate) * up)
     assert fused.why_not(body) is None
     with torch.no_grad():
-        found = fused.through(body, row, torch.arange(len(row)), parts)
+        found = fused.run_body_without_backward(body, row, torch.arange(len(row)), parts)
         assert float((found - body(row[None]).last_hidden_state[0]).abs().max()) < 1e-4
 
 
@@ -325,7 +325,7 @@ def practice(step: int) -> list[Example]:
 def test_copies_part_when_they_are_trained(experts: int, active: int) -> None:
     policy = policy_of("llama", Upcycling(experts=experts, experts_per_token=active))
     texts = texts_of(practice(0))
-    before = parting(policy, texts)
+    before = measure_divergence(policy, texts)
     routers = [layer.mlp.gate.weight for layer in policy.body.model.layers]
     first = [router.detach().clone() for router in routers]
     assert before.distance == 0
@@ -338,7 +338,7 @@ def test_copies_part_when_they_are_trained(experts: int, active: int) -> None:
     assert all(float(router.grad.norm()) < 1e-4 * float(gradients[0].norm()) for router in routers)
     policy.model.zero_grad()
     supervise(policy, practice, WarmUp(steps=20, lr=3e-3))
-    after = parting(policy, texts)
+    after = measure_divergence(policy, texts)
     assert after.distance > 0.01
     assert all(float((router.detach() - old).abs().max()) > 1e-3 for router, old in zip(routers, first, strict=True))
 
@@ -364,12 +364,12 @@ def test_the_measure_counts_every_token_and_layer_and_leaves_no_hook() -> None:
     with torch.no_grad():
         # A router of zeros has no preference; it takes the first of equals.
         policy.body.model.layers[0].mlp.gate.weight.zero_()
-    found = parting(policy, texts_of(practice(0)))
+    found = measure_divergence(policy, texts_of(practice(0)))
     assert found.busiest >= 0.25 and found.idle >= 6 / 8 / 2
     assert all(not layer.mlp.gate._forward_hooks for layer in policy.body.model.layers)
     assert "0.00% of their norm apart" in str(found)
     with pytest.raises(ValueError, match="in which no layer has experts"):
-        parting(load_policy("tiny", Loading(device="cpu")), texts_of(practice(0)))
+        measure_divergence(load_policy("tiny", Loading(device="cpu")), texts_of(practice(0)))
 
 
 REAL = """

@@ -66,7 +66,7 @@ def strings_that_end_a_response(bench: Bench) -> None:
 def how_many_are_decoded_together(bench: Bench) -> None:
     requests = [Request(prompt=torch.tensor([5, 6]), seeds=(1, 2, 3, 4)), Request(prompt=torch.tensor([7]), seeds=(5, 6))]
     for rows, waves in ((256, 1), (3, 2), (1, 6)):
-        engine = bench.wired({"rollouts.rows_at_once": rows}).trainer.collector.runner.engine
+        engine = bench.wired({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
         ran: list[int] = []
         run = engine._run
 
@@ -94,7 +94,7 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
     slots = []
     for share in (1.0, 0.4, 1e-6):
-        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.collector.runner.engine
+        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.source.runner.engine
         # A float32 gradient and two moments; masters are the weights themselves.
         later = 12 * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from legato.policy.layers.packed import Packed
+from legato.policy.layers.reordered import ReorderedProduct
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.local.blocks import _Arrangement
@@ -133,7 +133,7 @@ def test_no_copy_outlives_a_call() -> None:
     gc.collect()
     engine.generate(requests(), Sampling(), LIMITS)
     # Without another collection: the memory is free again at once.
-    assert not [thing for thing in gc.get_objects() if type(thing) is Packed]
+    assert not [thing for thing in gc.get_objects() if type(thing) is ReorderedProduct]
 
 
 def test_a_body_that_was_changed_is_left_to_its_own_forward() -> None:

@@ -99,7 +99,7 @@ def test_a_model_that_cannot_fit_is_refused_before_the_run(monkeypatch: pytest.M
 
 def test_a_model_too_large_is_refused_with_every_setting_that_would_fit() -> None:
     """8.2 billion weights in 16 bits: 147 GB without any activation, on a GPU of 149 GB."""
-    shape = Shape.of(
+    shape = Shape.from_config(
         Qwen3Config(
             vocab_size=151936,
             hidden_size=4096,

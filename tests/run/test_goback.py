@@ -56,7 +56,7 @@ def test_going_back_without_changes_ends_with_the_same_outcome(straight: Path, r
 def test_the_steps_given_up_are_kept_unchanged(straight: Path, run: Path) -> None:
     before, directory = files(straight), RunDirectory.open(straight)
     resume(run, step=2)
-    kept, memory = run / "given-up" / "step-000005", checkpoint.read_memory(directory.checkpoint_path(2))
+    kept, memory = run / "given-up" / "step-000005", checkpoint.read_state(directory.checkpoint_path(2))
     assert Lines(kept / "metrics.jsonl").after(0) == directory.recorded.after(memory["metrics_position"])
     assert [each["step"] for each in Lines(kept / "metrics.jsonl").read() if each["kind"] == "step"] == [3, 4, 5]
     moved = {name: data for name, data in files(kept).items() if not name.endswith(".jsonl")}
@@ -140,7 +140,7 @@ def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
         (run / "evidence" / name).mkdir(parents=True)
         (run / "evidence" / name / "finding.json").write_text(name)
     directory.health.append({"kind": "recovery", "step": 2, "from": 4, "evidence": "evidence/step-000004"})
-    memory = checkpoint.read_memory(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
+    memory = checkpoint.read_state(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
     directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
     kept = give_up(directory, 3, recorded_at(directory, memory))
     assert kept is not None

@@ -126,7 +126,7 @@ def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:
     sha256 = hashlib.sha256(CODE.encode()).hexdigest()
     expected = {"reference": "my_clip.py:MyClip", "file": str(tmp_path / "my_clip.py"), "sha256": sha256}
     assert expected in records(directory)[0]["code"]
-    memory = checkpoint.read_memory(checkpoint.latest(directory / "checkpoints")[0])
+    memory = checkpoint.read_state(checkpoint.latest(directory / "checkpoints")[0])
     assert memory["made_of"]["code"]["my_clip.py:MyClip"] == sha256
     written = tomllib.loads((directory / "config.toml").read_text())["algorithm"]
     assert written["objective.trust"] == ["my_clip.py:MyClip"] and written["objective.trust.my-clip.over"] == 4e-4

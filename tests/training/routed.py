@@ -61,8 +61,8 @@ def tables_of(
     move: float = 0.0,
 ) -> Tables:
     """As a step of the trainer prepares them; then the policy moves."""
-    reference = Reference.of(policy) if "ref_logprobs" in needs(value) else None
-    tables = Tables.of(batch, CPU).with_routes(policy.routers, replay)
+    reference = Reference.from_policy(policy) if "ref_logprobs" in needs(value) else None
+    tables = Tables.from_batch(batch, CPU).with_routes(policy.routers, replay)
     shift = needs_router_shift(value)
     given: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
     tables = anchor(tables, policy, reference, updates, **given).with_advantages(value)
@@ -83,7 +83,7 @@ def updated(
 
 def routes_of(policy: Policy, batch: Batch) -> Routes:
     """What an engine that is the policy itself would have recorded, every row alone."""
-    texts = Tables.of(batch, CPU).texts
+    texts = Tables.from_batch(batch, CPU).texts
     wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
     tokens = torch.full((first + batch.texts.tokens.numel(),), -1)
     experts = torch.zeros(len(tokens), 2, 2, dtype=torch.uint8)
@@ -100,7 +100,7 @@ class Forcing:
     """The choices of each row in turn, for a model that is given one whole row at a time."""
 
     def __init__(self, policy: Policy, batch: Batch, rows: Sequence[int]) -> None:
-        texts = Tables.of(batch, CPU).texts
+        texts = Tables.from_batch(batch, CPU).texts
         spare = torch.tensor([[[0, 1], [0, 1]]])
         self.tables = []
         for row in rows:

@@ -65,10 +65,10 @@ def prepared(
     """Anchored tables with advantages; then the policy moves by `move`. `old_from` moves it before (away from reference)."""
     reference = None
     if "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs()):
-        reference = Reference.of(policy)
+        reference = Reference.from_policy(policy)
     if old_from:
         moved(policy, old_from, seed=3)
-    tables = Tables.of(batch, torch.device("cpu"))
+    tables = Tables.from_batch(batch, torch.device("cpu"))
     tables = anchor(tables, policy, reference, updates, choice="recompute", skip_first=skip_first)
     tables = tables.with_advantages(algorithm)
     if "uniform" in needs(algorithm):

@@ -96,10 +96,10 @@ def test_a_run_that_turns_to_a_band_that_adapts_begins_with_its_start() -> None:
     """And one that turns away from it forgets it: a change of the algorithm that a resumed run may be asked for."""
     fixed, this = trainer("gspo"), trainer("gspo-auto")
     run(fixed, 1)
-    this.remember(fixed.memory())
+    this.load_state_dict(fixed.state_dict())
     assert bound(this) == START
     run(this, 1)
-    fixed.remember(this.memory())
+    fixed.load_state_dict(this.state_dict())
     assert fixed.state == {}
 
 

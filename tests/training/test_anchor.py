@@ -41,7 +41,7 @@ def float32_batch():  # type: ignore[no-untyped-def]
 def test_anchored_in_the_same_packs_the_first_ratio_is_exactly_1(tokens_per_pack: int, experts: int, packing: bool) -> None:
     policy, batch = float32_policy(experts, packing), float32_batch()
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=packing)
-    tables = anchor(Tables.of(batch, CPU), policy, None, updates, choice="recompute", skip_first=False)
+    tables = anchor(Tables.from_batch(batch, CPU), policy, None, updates, choice="recompute", skip_first=False)
     assert tables.old_logprobs is not None
     for update in updates:
         for rows in update.micro_batches:
@@ -56,7 +56,7 @@ def test_anchored_in_the_same_packs_the_first_ratio_is_exactly_1(tokens_per_pack
 def test_the_first_update_reports_ratios_of_exactly_1_and_clips_nothing(passes: int) -> None:
     policy, batch, value = float32_policy(), float32_batch(), legato.algorithm("gspo")
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=40, seed=0, packing=True)
-    tables = Tables.of(batch, CPU).with_advantages(value)
+    tables = Tables.from_batch(batch, CPU).with_advantages(value)
     silent = silent_rows(value, tables)
     tables = anchor(tables, policy, None, updates, choice="recompute", skip_first=False, silent=silent)
     counts = count_update(value, tables, updates[0])
@@ -87,7 +87,7 @@ def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first(
     value, policy, batch = legato.algorithm("gspo"), policy_of(family("qwen3")), batch_by_hand()
     updates = plan(batch.texts, updates=3, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     with torch.no_grad():
-        before, _, _ = plain_tables(policy, Tables.of(batch, CPU).texts, range(len(batch)))
+        before, _, _ = plain_tables(policy, Tables.from_batch(batch, CPU).texts, range(len(batch)))
     tables = prepared(policy, value, batch, updates, skip_first=True, move=1e-2)
     assert tables.old_logprobs is not None and tables.anchored is not None
     rows = torch.cat([update.rows for update in updates[1:]])
@@ -118,8 +118,8 @@ def test_only_algorithms_with_a_divergence_need_a_reference() -> None:
 
 def test_the_reference_stays_where_the_policy_began() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand()
-    texts = Tables.of(batch, CPU).texts
-    reference, rows = Reference.of(policy), torch.arange(len(batch))
+    texts = Tables.from_batch(batch, CPU).texts
+    reference, rows = Reference.from_policy(policy), torch.arange(len(batch))
     before = policy.score(texts, rows).logprobs
     moved(policy, 0.1)
     assert torch.equal(reference.score(texts, rows).logprobs, before)
@@ -129,7 +129,7 @@ def test_the_reference_stays_where_the_policy_began() -> None:
 def test_the_sampler_as_anchor_is_the_word_of_the_engine() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand()
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
-    tables = anchor(Tables.of(batch, CPU), policy, None, updates, choice="sampler", skip_first=True)
+    tables = anchor(Tables.from_batch(batch, CPU), policy, None, updates, choice="sampler", skip_first=True)
     assert tables.old_logprobs is not None and tables.anchored is not None and bool(tables.anchored.all())
     assert torch.equal(tables.old_logprobs[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask])
 
@@ -137,7 +137,7 @@ def test_the_sampler_as_anchor_is_the_word_of_the_engine() -> None:
 def test_silent_rows_are_anchored_in_no_pack_and_change_no_other() -> None:
     value, policy, batch = legato.algorithm("gspo"), policy_of(family("qwen3")), batch_by_hand()
     updates = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=30, seed=0, packing=True)
-    tables = Tables.of(batch, CPU).with_advantages(value)
+    tables = Tables.from_batch(batch, CPU).with_advantages(value)
     silent = silent_rows(value, tables)
     assert silent is not None
     fewer = anchor(tables, policy, None, updates, choice="recompute", skip_first=False, silent=silent)
@@ -155,8 +155,8 @@ def test_rows_are_silent_only_where_nothing_can_pull_at_them() -> None:
         ("grpo", {"objective.trust.clip-cov.fraction": 0.1}),
     ):
         value = legato.algorithm(name, changes)
-        assert silent_rows(value, Tables.of(batch, CPU).with_advantages(value)) is None
-    silent = silent_rows(legato.algorithm("gspo"), Tables.of(batch, CPU).with_advantages(legato.algorithm("gspo")))
+        assert silent_rows(value, Tables.from_batch(batch, CPU).with_advantages(value)) is None
+    silent = silent_rows(legato.algorithm("gspo"), Tables.from_batch(batch, CPU).with_advantages(legato.algorithm("gspo")))
     assert silent is not None and silent.tolist() == [False] * 3 + [True] * 3 + [False] * 6
 
 
@@ -165,6 +165,6 @@ def test_the_staleness_of_a_response_does_not_depend_on_how_long_its_neighbours_
     inside = torch.arange(batch.texts.tokens.shape[1]) < batch.texts.lengths[:, None]
     fresh = replace(batch, version=torch.where(inside, 9, 0))
     value = legato.algorithm("gspo", {"filters.staleness.most": 1})
-    tables = Tables.of(fresh, CPU).with_advantages(value)
+    tables = Tables.from_batch(fresh, CPU).with_advantages(value)
     written = batch.texts.lengths > 0
     assert tables.keep is not None and tables.keep[written].tolist() == [[1.0]] * int(written.sum())

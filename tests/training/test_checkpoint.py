@@ -75,7 +75,7 @@ def test_generators_of_every_kind_come_back(straight: Path, tmp_path: Path) -> N
     resolved = load([straight / "config.toml"])
     folder = newest(straight)
     policy = wire.policy_of(resolved, wire.Given(), folder / "model")
-    memory = checkpoint.read_memory(folder)
+    memory = checkpoint.read_state(folder)
     source = wire.source_of(resolved.config, wire.Given())
     collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
     trainer = wire.trainer_of(resolved, policy, collector, None)
@@ -91,7 +91,7 @@ def test_generators_of_every_kind_come_back(straight: Path, tmp_path: Path) -> N
     random.seed(5)
     numpy.random.seed(5)
     torch.manual_seed(5)
-    checkpoint.restore(place, policy, trainer.optimizer, checkpoint.read_memory(place))
+    checkpoint.restore(place, policy, trainer.optimizer, checkpoint.read_state(place))
     assert (random.random(), random.gauss(0, 1), numpy.random.normal(), torch.rand(3).tolist()) == expected
 
 

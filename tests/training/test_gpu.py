@@ -60,7 +60,7 @@ def trainer(policy: Policy, name: str = "gspo", **settings: object) -> Trainer:
     return Trainer(
         policy=policy,
         algorithm=entry(name).value,
-        collector=collector(policy),
+        source=collector(policy),
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=100),
         settings=TrainingSettings(prompts_per_step=8, **settings),  # type: ignore[arg-type]
     )
@@ -98,8 +98,8 @@ def test_the_gpu_computes_what_the_cpu_does(model: str) -> None:
     groups, _ = collector(on_cpu).next(6)
     batch = collate(groups)
     rows = torch.arange(len(batch))
-    left = on_cpu.score(Tables.of(batch, on_cpu.device).texts, rows)
-    right = on_gpu.score(Tables.of(batch, on_gpu.device).texts, rows)
+    left = on_cpu.score(Tables.from_batch(batch, on_cpu.device).texts, rows)
+    right = on_gpu.score(Tables.from_batch(batch, on_gpu.device).texts, rows)
     assert torch.allclose(left.logprobs, right.logprobs.cpu(), atol=2e-4)
     assert torch.allclose(left.entropy, right.entropy.cpu(), atol=2e-4)
 
@@ -125,7 +125,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     for checkpointing in (False, True):
         policy = load_policy("tiny", Loading(dtype="float32", gradient_checkpointing=checkpointing))
         groups, _ = collector(policy).next(4)
-        texts = Tables.of(collate(groups), policy.device).texts
+        texts = Tables.from_batch(collate(groups), policy.device).texts
         accumulate(policy, texts, torch.arange(len(texts)), ones)
         gradients.append({name: p.grad for name, p in policy.parameters().items()})
     for name, gradient in gradients[0].items():
@@ -137,7 +137,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(model: str, options: dict[str, object]) -> None:
     policy = load_policy(model, Loading(**options))  # type: ignore[arg-type]
     groups, _ = collector(policy).next(8)
-    floor = probe(policy, entry("gspo").value, Tables.of(collate(groups, policy.dtype), policy.device), 16384)
+    floor = probe(policy, entry("gspo").value, Tables.from_batch(collate(groups, policy.dtype), policy.device), 16384)
     assert floor.same_tokens == 0.0 and floor.same.ratio == 0.0 and floor.same.clipped == 0.0
 
 
@@ -180,9 +180,9 @@ def test_graphs_see_the_weights_of_the_next_update() -> None:
     made = trainer(load_policy("tiny", Loading(dtype="float32")))
     for _ in range(3):
         made.step()
-    groups, _ = made.collector.next(4)
+    groups, _ = made.source.next(4)
     batch = collate(groups)
-    scored = made.policy.score(Tables.of(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
+    scored = made.policy.score(Tables.from_batch(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
     assert torch.allclose(scored[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask], atol=1e-4)
 
 
@@ -289,7 +289,7 @@ def test_the_head_is_ten_times_nearer_to_float64_than_16_bit_logits(softcap: flo
     logits = hidden.double() @ linear.weight.detach().double().t() * scale
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     right = (logits / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
-    found, _ = Head(linear=linear, scale=scale, softcap=softcap).scored(hidden, targets, temperature)
+    found, _ = Head(linear=linear, scale=scale, softcap=softcap).score(hidden, targets, temperature)
     rounded = (logits.bfloat16().double() / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
     assert float((found.detach() - right).abs().max()) * 10 < float((rounded - right).abs().max())
 
@@ -312,9 +312,9 @@ def test_the_first_update_of_a_mixture_has_a_ratio_of_exactly_one_under_replay_t
 def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     made = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
     made.step()
-    groups, _ = made.collector.next(8)
+    groups, _ = made.source.next(8)
     batch = collate(groups, made.policy.dtype)
-    tables = Tables.of(batch, made.policy.device)
+    tables = Tables.from_batch(batch, made.policy.device)
     updates = made._plan(batch.texts)
     tables = made._score_old_policy(tables.with_advantages(made.algorithm), updates)
     silent = made._silent(tables)
@@ -334,7 +334,7 @@ def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() ->
     hidden = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
     targets, temperature = torch.randint(0, 512, (100,), device="cuda"), torch.ones(100, device="cuda")
     head = Head(linear=layer, scale=1.0, softcap=None)
-    found, _ = head.scored(hidden, targets, temperature)
+    found, _ = head.score(hidden, targets, temperature)
     right = layer(hidden).double().log_softmax(1).gather(1, targets[:, None])[:, 0]
     assert float((found - right).detach().abs().max()) < 0.1
     assert torch.allclose(head.exact(hidden).log_softmax(1).gather(1, targets[:, None])[:, 0], found, atol=1e-3)

@@ -98,7 +98,7 @@ def packed_demand(policy: Policy, packed: Pack, dtype: torch.dtype, **rest: Any)
     repeated = int((packed.prefix_lengths[packed.owner] + packed.suffix_lengths).sum())
     tokens = len(packed.tokens)
     return Demand(
-        shape=Shape.of(policy.body.config),
+        shape=Shape.from_config(policy.body.config),
         size=SIZES[dtype],
         tokens_per_pack=tokens,
         tables=True,
@@ -124,7 +124,7 @@ def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype
     model, tokens = model_of(kind, dtype), 200
     inputs = torch.randint(0, VOCABULARY, (1, tokens))
     measured = kept(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
-    demand = Demand(shape=Shape.of(model.config), size=SIZES[dtype], tokens_per_pack=tokens)
+    demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=tokens)
     assert forward_of(demand) == pytest.approx(measured, rel=0.15)
 
 
@@ -136,7 +136,7 @@ def test_one_more_layer_costs_what_the_formula_says(kind: str, dtype: torch.dtyp
         model = model_of(kind, dtype, layers)
         decoder = model.get_decoder()
         found.append(kept(model, lambda decoder=decoder: decoder(input_ids=inputs, use_cache=False).last_hidden_state))
-    demand = Demand(shape=Shape.of(model.config), size=SIZES[dtype], tokens_per_pack=200)
+    demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=200)
     assert demand.layer(sparse=kind == "qwen3-moe") * 200 == pytest.approx(found[1] - found[0], rel=0.03)
 
 
@@ -235,10 +235,10 @@ def test_weights_are_counted_from_the_configuration(kind: str, tied: bool) -> No
     automatic: Any = AutoModelForCausalLM
     with torch.device("meta"):
         model = automatic.from_config(config)
-    assert Shape.of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert Shape.from_config(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-QWEN3 = Shape.of(
+QWEN3 = Shape.from_config(
     Qwen3Config(
         vocab_size=151936,
         hidden_size=1024,
@@ -353,4 +353,4 @@ def test_a_configuration_without_the_usual_parts_is_refused() -> None:
         hidden_size = 8
 
     with pytest.raises(ValueError, match="Strange has no num_hidden_layers"):
-        Shape.of(Strange())
+        Shape.from_config(Strange())

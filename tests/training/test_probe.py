@@ -17,7 +17,7 @@ from legato.diagnostics.metrics.run import RUN_METRICS
 from legato.policy.experts.routing import Directions
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.policy import Channels, Forward, Piece, Policy
-from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measured, probe
+from legato.training.probe import Floor, Gap, UnsafeAnchorError, band, measure_gap, probe
 from legato.training.tables import Tables
 from tests.policy.exact import family, policy_of
 from tests.proof.pages import numbers
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 def heard(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4) -> Tables:
     """A batch whose engine reported the trainer's own log-probs and so much more."""
     batch = batch_by_hand(groups=groups, each=each)
-    exact = policy.score(Tables.of(batch, CPU).texts, torch.arange(len(batch))).logprobs
-    return Tables.of(replace(batch, sampler_logprobs=torch.where(batch.texts.mask, exact + noise, torch.nan)), CPU)
+    exact = policy.score(Tables.from_batch(batch, CPU).texts, torch.arange(len(batch))).logprobs
+    return Tables.from_batch(replace(batch, sampler_logprobs=torch.where(batch.texts.mask, exact + noise, torch.nan)), CPU)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_at_most_64_responses_are_scored_again() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "score", counting)
-        floor = probe(policy, legato.algorithm("gspo"), Tables.of(far(tables.batch), CPU), 40)
+        floor = probe(policy, legato.algorithm("gspo"), Tables.from_batch(far(tables.batch), CPU), 40)
     assert sum(seen) == 2 * 64 and floor.engine.max < 1e-9
 
 
@@ -122,7 +122,7 @@ def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(
     policy.logits_at_once = 40 * policy.vocabulary  # several runs of rows a pack
     batch = batch_by_hand(groups=6, each=4)
     batch = replace(batch, sampler_logprobs=batch.sampler_logprobs.to(policy.dtype))
-    floor = probe(policy, legato.algorithm("gspo"), Tables.of(batch, CPU), 120)
+    floor = probe(policy, legato.algorithm("gspo"), Tables.from_batch(batch, CPU), 120)
     assert floor.same == Gap(max=0.0, rms=0.0, token_max=0.0, ratio=0.0, bounded=0.0, clipped=0.0)
     assert floor.same_tokens == 0.0
     assert not any("warning" in line for line in floor.lines("recompute"))
@@ -252,7 +252,7 @@ def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> No
     generator = torch.Generator().manual_seed(11)
     drift = size * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64)
     mask = Mask(batch.texts.mask, torch.float64)
-    found = measured(legato.algorithm(name), mask, batch.turn, mask.select(drift))
+    found = measure_gap(legato.algorithm(name), mask, batch.turn, mask.select(drift))
     listed = [
         [x if inside else None for x, inside in zip(row, seen, strict=True)]
         for row, seen in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
@@ -268,7 +268,7 @@ def test_the_rates_of_the_slow_loop_are_not_all_alike() -> None:
     generator = torch.Generator().manual_seed(11)
     mask = Mask(batch.texts.mask, torch.float64)
     drift = mask.select(0.3 * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64))
-    rates = {name: measured(legato.algorithm(name), mask, batch.turn, drift).clipped for name in ("gspo", "grpo", "gmpo")}
+    rates = {name: measure_gap(legato.algorithm(name), mask, batch.turn, drift).clipped for name in ("gspo", "grpo", "gmpo")}
     assert len(set(rates.values())) == 3 and all(rate is not None and rate > 0 for rate in rates.values())
 
 
@@ -278,7 +278,7 @@ def test_a_band_that_widens_with_length_is_that_of_each_response() -> None:
     wide = [3e-4 * (2048 / length) ** 0.5 for length in (8, 2)]
     turn = torch.zeros(2, 8, dtype=torch.long)
     for drift, share in ((0.9 * wide[0], 0.0), (-1.1 * wide[0], 0.5), (-1.1 * wide[1], 1.0)):
-        found = measured(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
+        found = measure_gap(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
         assert found.clipped == share
 
 

@@ -1,4 +1,4 @@
-"""Between two passes: the rows that are left go into fewer packs, no fuller than the fullest was; rectangles stay apart."""
+"""Between two update: the rows that are left go into fewer packs, no fuller than the fullest was; rectangles stay apart."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from legato.training import passes
+from legato.training import update
 
 SIZES = torch.tensor([5, 3, 4, 4, 6, 2, 1, 7])
 """Tokens of rows 0 to 7."""
@@ -18,12 +18,12 @@ PACKS = [torch.tensor([7, 1]), torch.tensor([0, 3]), torch.tensor([2, 4]), torch
 def refilled(monkeypatch: pytest.MonkeyPatch, alive: set[int], *, packing: bool) -> list[list[int]]:
     """Rows by pack."""
     rows = torch.cat(PACKS)
-    monkeypatch.setattr(passes, "_computed", lambda policy, tables, part: int(SIZES[part].sum()))
-    work: Any = object.__new__(passes._Work)
+    monkeypatch.setattr(update, "_tokens_read", lambda policy, tables, part: int(SIZES[part].sum()))
+    work: Any = object.__new__(update._Work)
     object.__setattr__(work, "policy", SimpleNamespace(packing=packing))
     object.__setattr__(work, "tables", None)
     left: Tensor = torch.tensor([row in alive for row in rows.tolist()])
-    return [rows[numbers].tolist() for numbers in passes._refilled(work, rows, PACKS, left)]
+    return [rows[numbers].tolist() for numbers in update._refill_micro_batches(work, rows, PACKS, left)]
 
 
 def test_survivors_fill_packs_up_to_the_fullest_there_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     value = legato.algorithm("grpo", {"objective.penalties.kl.beta": 0.3})
     policy, batch = exact_policy(packing=packing), batch_by_hand()
     rows = list(range(len(batch)))
-    unforced = plain_tables(policy, Tables.of(batch, CPU).texts, rows)[0].detach()
+    unforced = plain_tables(policy, Tables.from_batch(batch, CPU).texts, rows)[0].detach()
     engine = exact_policy(packing=packing)
     moved(engine, 0.1, seed=21)
     batch = replace(batch, routes=routes_of(engine, batch))
@@ -170,11 +170,11 @@ def test_records_that_are_missing_fall_through_and_are_counted() -> None:
 def test_an_engine_of_another_model_is_refused() -> None:
     policy, batch = exact_policy(), batch_by_hand()
     routes = routes_of(policy, batch)
-    tables = Tables.of(replace(batch, routes=replace(routes, count=8)), CPU)
+    tables = Tables.from_batch(replace(batch, routes=replace(routes, count=8)), CPU)
     with pytest.raises(ValueError, match=r"2 of 8 experts.*2 of 4"):
         tables.with_routes(policy.routers, "R3")
     three = replace(routes, experts=routes.experts[:, :, :1])
     with pytest.raises(ValueError, match="1 of 4 experts"):
-        Tables.of(replace(batch, routes=three), CPU).with_routes(policy.routers, "off")
+        Tables.from_batch(replace(batch, routes=three), CPU).with_routes(policy.routers, "off")
     with pytest.raises(ValueError, match=r"training\.routing_replay = 'R3'"):
-        Tables.of(batch, CPU).with_routes(policy.routers, "R3")
+        Tables.from_batch(batch, CPU).with_routes(policy.routers, "R3")

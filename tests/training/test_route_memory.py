@@ -27,7 +27,7 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
         held += [tables.replay.experts, tables.replay.tokens]
     written = batch.texts.tokens.numel()
     demand = Demand(
-        shape=Shape.of(policy.body.config),
+        shape=Shape.from_config(policy.body.config),
         size=8,
         tokens_per_pack=0,
         routed=written,
@@ -46,7 +46,10 @@ def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch
     plain, looked_at = (peak(lambda told=told: accumulate(policy, texts, rows, ones, told)) for told in (None, Directions()))
     read = len(packed.read)
     demand = Demand(
-        shape=Shape.of(policy.body.config), size=dtype.itemsize, tokens_per_pack=len(packed.tokens), routed_at_once=read
+        shape=Shape.from_config(policy.body.config),
+        size=dtype.itemsize,
+        tokens_per_pack=len(packed.tokens),
+        routed_at_once=read,
     )
     estimated = demand._routes()
     assert 0.3 * estimated < looked_at - plain <= estimated

@@ -67,10 +67,10 @@ def trainer(
     return Trainer(
         policy=policy,
         algorithm=value,
-        collector=collector,
+        source=collector,
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=1e-3), total_updates=9),
         settings=TrainingSettings(**chosen),
-        reference=Reference.of(policy) if needs_reference(value) else None,
+        reference=Reference.from_policy(policy) if needs_reference(value) else None,
     )
 
 
@@ -117,7 +117,7 @@ def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dic
 def test_a_step_makes_as_many_updates_as_asked_for() -> None:
     this = trainer(epochs_per_step=2)
     report = this.step()
-    assert this.optimizer.updates == 8 and this.steps_done == report.step == 1 and this.collector.version == 1
+    assert this.optimizer.updates == 8 and this.steps_done == report.step == 1 and this.source.version == 1
     again = [report.metrics.get(f"ratio/sequence_mean@{k}", math.nan) for k in range(4, 8)]
     assert report.metrics["ratio/sequence_mean@0"] == 1.0 and any(math.isfinite(each) and each != 1.0 for each in again)
 
@@ -162,7 +162,7 @@ def test_a_step_with_too_few_scored_rollouts_is_not_trained_on() -> None:
     report = this.step()
     assert apart(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
     assert report.metrics["rollouts/unscorable"] == 0.75 and report.unscorable == {"hung": 24}
-    assert this.collector.drawn == 8 and this.collector.version == 0
+    assert this.source.drawn == 8 and this.source.version == 0
 
 
 def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
@@ -184,7 +184,7 @@ def test_a_first_step_without_scores_does_not_break_the_second() -> None:
 def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, told: float | None) -> None:
     """A task that is solved is no run whose updates are dropped, which is an alarm; one that is too hard is."""
     this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
-    this.collector.settings = replace(this.collector.settings, resampling="dynamic", max_refills=1)
+    this.source.settings = replace(this.source.settings, resampling="dynamic", max_refills=1)
     (report,) = run(this, 1)
     assert report.groups == () and report.metrics.get("update/applied") == told
 
@@ -212,14 +212,14 @@ def test_the_old_policy_of_a_mixture_is_always_scored_so_that_the_shift_of_its_r
 def test_a_loaded_trainer_goes_on_to_the_bit() -> None:
     straight = trainer()
     run(straight, 1)
-    memory, state = straight.memory(), straight.optimizer.state()
+    memory, state = straight.state_dict(), straight.optimizer.state()
     saved = ({key: value.clone() for key, value in state[0].items()}, dict(state[1]))
     resumed = trainer()
     with torch.no_grad():
         for name, parameter in resumed.policy.parameters().items():
             parameter.copy_(straight.policy.parameters()[name])
     resumed.optimizer.load(*saved)
-    resumed.remember(memory)
+    resumed.load_state_dict(memory)
     assert all(same_metrics(a, b) for a, b in zip(run(straight, 1), run(resumed, 1), strict=True))
     assert apart(weights(straight), weights(resumed)) == 0.0
 

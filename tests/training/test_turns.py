@@ -150,7 +150,7 @@ def test_the_reward_of_a_turn_is_the_advantage_of_that_turn() -> None:
 
 def test_gigpo_reads_the_states_of_the_environment() -> None:
     this = trainer(algorithm="gspo-token", algorithm__advantage="gigpo")
-    groups, _ = this.collector.next(4)
+    groups, _ = this.source.next(4)
     batch = collate(groups)
     assert batch.turn_rewards is not None and batch.turn_states is not None
     assert batch.turn_rewards.shape == batch.turn_states.shape == (len(batch), 2)
@@ -172,7 +172,7 @@ def test_gigpo_reads_the_states_of_the_environment() -> None:
             turn_states=torch.arange(batch.turn_states.numel()).reshape(batch.turn_states.shape),
         )
     )
-    tables = Tables.of(batch, torch.device("cpu")).with_advantages(this.algorithm)
+    tables = Tables.from_batch(batch, torch.device("cpu")).with_advantages(this.algorithm)
     assert tables.advantages is not None
     assert not torch.allclose(tables.advantages.double(), plain.advantages)
 
@@ -182,7 +182,7 @@ def rewarded(group: Group) -> Rollout:
 
 
 def test_other_reward_components_stand_at_the_last_turn() -> None:
-    groups, _ = trainer().collector.next(4)
+    groups, _ = trainer().source.next(4)
     rollout = rewarded(groups[0])
     shaped: Callable[[Rollout], float] = lambda one: 0.25  # noqa: E731
     judged = WeightedSum(
@@ -213,6 +213,6 @@ def test_a_fault_of_an_episode_leaves_its_rollout_out_and_ends_nothing(tmp_path:
         "        return Reply(reward=float(len(text)), done=True)\n"
     )
     this = trainer(task__environment=f"{file}:Moody")
-    groups, tally = this.collector.next(4)
+    groups, tally = this.source.next(4)
     assert tally.reasons == {"environment: RuntimeError: odd": tally.unscorable} and 0 < tally.unscorable < tally.rollouts
     assert all(m.rollout.fault is None and len(m.rollout.text) % 2 == 0 for g in groups for m in g.members)

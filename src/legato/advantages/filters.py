@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from legato.advantages.siblings import compare
 from legato.core.parts import Part, integer, part
-from legato.core.segments import renumbered
+from legato.core.segments import renumber
 from legato.core.shapes import PerSequence, RowIds, RowMask
 from legato.errors import InputError
 
@@ -39,7 +39,7 @@ class ZeroVariance(Filter):
     """Drop groups whose responses all score the same: they carry no gradient (DAPO refills them with fresh prompts)."""
 
     def keep(self, samples: Samples) -> RowMask:
-        return ~compare(samples.accuracy.double(), renumbered(samples.group)).flat
+        return ~compare(samples.accuracy.double(), renumber(samples.group)).flat
 
 
 @part("filter", "overlong")

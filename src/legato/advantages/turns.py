@@ -9,7 +9,7 @@ from legato.advantages.estimator import Estimate, Estimator, Scores
 from legato.advantages.siblings import compare
 from legato.core.parts import choice, integer, number, part
 from legato.core.scan import reverse_recurrence
-from legato.core.segments import renumbered
+from legato.core.segments import renumber
 from legato.core.shapes import PerToken
 from legato.errors import InputError
 
@@ -117,7 +117,7 @@ class GroupInGroup(Estimator):
                 f"turn_states has shape {list(scores.turn_states.shape)}; {list(turns.reached.shape)} is needed"
             )
         episode = _beside(scores.rewards, scores.group, None, self)
-        states = renumbered(scores.turn_states)
+        states = renumber(scores.turn_states)
         ids = scores.group.unsqueeze(1) * (int(states.max()) + 1) + states
         step = _beside(turns.returns(self.gamma), ids, turns.reached, self)
         return Estimate(advantages=turns.spread(episode.unsqueeze(1) + self.omega * step))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from legato.core.fields import flag, integer, number, text, texts
-from legato.core.settings import free_table, narrowed, optional_table, settings, table, tables
+from legato.core.settings import free_table, narrow, optional_table, settings, table, tables
 from legato.health.actions import HealthSettings
 from legato.policy.model.load import Loading
 from legato.policy.model.supervised import WarmUp
@@ -130,7 +130,7 @@ class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
         says='What samples: "local" is the very model being trained; or "module:Name" or "file.py:Name" of your own.',
     )
     # No ratio can be taken to a greedy sampler; evaluations have temperatures of their own.
-    temperature: float = narrowed(Sampling, "temperature", above=0.0)
+    temperature: float = narrow(Sampling, "temperature", above=0.0)
     mismatch: Mismatch = table(
         default_factory=Mismatch,
         says="A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is.",

@@ -16,7 +16,7 @@ from legato.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The texts of a step, and what engine and rewards said of them."""
+    """The texts of a step with the engine's log-probs and the rewards."""
 
     texts: Texts
     turn: Tensor
@@ -41,7 +41,7 @@ class Batch:
 
 
 def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batch:
-    """Groups to tables. Values are checked here, once, so that nothing inside an update has to look at them."""
+    """The batch of some groups. Values are checked once, here, so that an update need not wait for checks."""
     members = [(number, member) for number, group in enumerate(groups) for member in group.members]
     rollouts = [member.rollout for _, member in members]
     scores = [member.score for _, member in members]
@@ -82,7 +82,7 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
 
 
 def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
-    """[B, U]; a score that does not divide its reward has all of it at the last turn."""
+    """[B, U]; a score without turn rewards has its whole reward at the last turn."""
     if not _some([member.score.turn_rewards for member in members]):
         return None
     rows = []
@@ -106,17 +106,17 @@ def _turn_states(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence[Tensor]) -> Routes | None:
-    """The engine's records as one table; a prompt's is that of the first of its responses that has one."""
-    found = [rollout.routes for rollout in rollouts if rollout.routes is not None]
-    if not found:
+    """The engine's routes as one table; those of a prompt come from its first response that has any."""
+    recorded = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if not recorded:
         return None
     wide, deep = max(map(len, prompts)), max(len(rollout.tokens) for rollout in rollouts)
     first, places = len(prompts) * wide, len(prompts) * wide + len(rollouts) * deep
-    kinds = {(*routes.experts.shape[1:], routes.count) for routes in found}
+    kinds = {(*routes.experts.shape[1:], routes.count) for routes in recorded}
     if len(kinds) > 1:
         raise InputError(f"the engine's records differ in (layers, active experts, experts): {sorted(kinds)}")
     tokens = torch.full((places,), -1)
-    experts = found[0].experts.new_zeros(places, *found[0].experts.shape[1:])
+    experts = recorded[0].experts.new_zeros(places, *recorded[0].experts.shape[1:])
     for row, rollout in enumerate(rollouts):
         if rollout.routes is None:
             continue
@@ -128,7 +128,7 @@ def _routes(rollouts: Sequence[Rollout], group: Sequence[int], prompts: Sequence
             if new:
                 table[head : head + length] = values[:length]
             table[tail] = values[length:]
-    return Routes(tokens=tokens, experts=experts, count=found[0].count)
+    return Routes(tokens=tokens, experts=experts, count=recorded[0].count)
 
 
 def _check_routes(rollout: Rollout, routes: Routes) -> None:
@@ -142,7 +142,7 @@ def _check_routes(rollout: Rollout, routes: Routes) -> None:
 
 
 def _some(values: Sequence[object]) -> bool:
-    """Whether any of them is not None. A tensor is not compared with None by `in`, hence by identity."""
+    """Whether any value is not None; compared by identity, since tensors do not work with `in`."""
     return any(map(partial(is_not, None), values))
 
 
@@ -151,7 +151,7 @@ def _table(rows: Sequence[Tensor], padding: int = 0) -> Tensor:
 
 
 def _check(rollouts: Sequence[Rollout], mask: Tensor, logprobs: Tensor) -> None:
-    """What the engine reported of the policy's tokens can be trained on; all rows at once, the culprit named."""
+    """Check that the engine's log-probs and temperatures can be trained on; InputError names the rollout."""
     wrong = (mask & ~(logprobs <= 0).logical_and(logprobs.isfinite())).any(1).tolist()
     for rollout, unusable in zip(rollouts, wrong, strict=True):
         if unusable or rollout.temperature <= 0:

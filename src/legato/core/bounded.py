@@ -10,7 +10,7 @@ from legato.core.shapes import PerToken, Scalar, Spread, SpreadMask
 
 
 def as_bound(bound: Tensor | float, like: Tensor) -> Tensor:
-    """A bound beside values. A number is written there by the device: one that was copied would be waited for."""
+    """The bound as a tensor like `like`. A number is filled in on the device: the host would wait for a copy."""
     return bound.to(like) if isinstance(bound, Tensor) else like.new_full((), bound)
 
 

@@ -1,4 +1,4 @@
-"""Value checks of what a caller hands in; done in the public functions and at collation, never inside an update.
+"""Value checks of a caller's arguments, in the public functions and at collation, never inside an update.
 
 Every message says what is wrong, the value, and what is allowed.
 """
@@ -15,14 +15,14 @@ LOWEST_PRECISION = (torch.float32, torch.float64)
 
 
 def tensor(name: str, value: Any) -> Tensor:
-    """A torch tensor, not a list or an array."""
+    """The value, which must be a torch tensor, not a list or an array."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
     return value
 
 
 def tensors(given: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
-    """What is given are tensors on one device. The other checks here rely on it."""
+    """Check that all values are tensors on one device. The other checks rely on this."""
     for name, value in given.items():
         if value is not None and tensor(name, value).device != like.device:
             raise InputError(f"{name} is on {value.device} but {like_name} is on {like.device}; move one of them")
@@ -129,7 +129,7 @@ def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
 
 
 def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Tensor | None]) -> None:
-    """Every signal that a part needs was given. `needs` maps a part's description to signal names."""
+    """Check that every signal a part needs is present. `needs` maps a part's description to signal names."""
     missing = {signal: reader for reader, signals in needs.items() for signal in signals if given.get(signal) is None}
     if missing:
         reasons = ", ".join(f"{signal} (read by {reader})" for signal, reader in missing.items())
@@ -137,7 +137,7 @@ def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Te
 
 
 def finite(name: str, values: Tensor, where: Tensor) -> None:
-    """No NaN and no infinity where it counts."""
+    """Check that there is no NaN and no infinity `where` the mask is set."""
     wrong = where & ~torch.isfinite(values)
     if bool(wrong.any()):
         row = int(wrong.any(1).nonzero()[0, 0])
@@ -145,7 +145,7 @@ def finite(name: str, values: Tensor, where: Tensor) -> None:
 
 
 def within_unit(name: str, values: Tensor, where: Tensor) -> None:
-    """Numbers in (0, 1] where it counts."""
+    """Check that numbers are in (0, 1] `where` the mask is set."""
     wrong = where & ~((values > 0) & (values <= 1))
     if bool(wrong.any()):
         raise InputError(f"{name} holds {float(values[wrong][0]):g} at a token the policy wrote; (0, 1] is allowed")

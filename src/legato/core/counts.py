@@ -1,4 +1,4 @@
-"""The numbers that normalise, fixed once per update from the whole update, before anything is split."""
+"""The normalising counts of an update, computed once over the whole update before it is split."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Counts:
         return self.all.group_tokens is not None, self.kept is not None, tuple(sorted(self.tables))
 
     def _tensors(self) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for tally in (self.all, self.kept):
-            found += [None] * 3 if tally is None else [tally.tokens, tally.sequences, tally.group_tokens]
-        return found + [self.tables[name] for name in sorted(self.tables)]
+            tensors += [None] * 3 if tally is None else [tally.tokens, tally.sequences, tally.group_tokens]
+        return tensors + [self.tables[name] for name in sorted(self.tables)]

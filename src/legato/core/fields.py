@@ -24,7 +24,7 @@ RESUME = ("free", "flag", "refused")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What a field accepts: `accepts(value)` decides, `allowed` says it in words, `keep` makes it what is stored."""
+    """The values a field accepts: `accepts(value)` decides, `allowed` describes them, `keep` converts to the stored form."""
 
     allowed: str
     accepts: Callable[[Any], bool]
@@ -42,7 +42,7 @@ class Rule:
         return self.optional if value is None else self.accepts(value)
 
     def stored(self, value: Any) -> Any:
-        """An allowed value as it is stored."""
+        """An allowed value in its stored form."""
         return None if value is None else self.keep(value)
 
 
@@ -53,7 +53,7 @@ def declare(default: Any, says: str, rule: Rule, resume: str | None = None) -> A
 
 
 def check_fields(value: Any, where: str) -> None:
-    """Check every declared field of a new object and store it in its one form."""
+    """Check every declared field of a new object and convert it to its stored form."""
     for field in dataclasses.fields(value):
         rule: Rule | None = field.metadata.get("rule")
         if rule is None:

@@ -1,4 +1,4 @@
-"""Code of the user's by its path: "module:name" or "file.py:name", for parts, tasks, rewards and engines alike."""
+"""Importing the user's code by path, "module:name" or "file.py:name": parts, tasks, rewards and engines."""
 
 import functools
 import hashlib
@@ -27,7 +27,7 @@ class OwnCode:
     file: str
     """The absolute path."""
     sha256: str
-    """Of the file as it was loaded."""
+    """The hash of the file as it was loaded."""
 
 
 def is_import_path(reference: str) -> bool:
@@ -36,7 +36,7 @@ def is_import_path(reference: str) -> bool:
 
 
 def import_object(what: str, path: str) -> Any:
-    """The class, function or value that stands at a path; `what` begins the messages."""
+    """The class, function or value at an import path; `what` begins the error messages."""
     place, _, name = path.rpartition(":")
     if not place or not name.isidentifier():
         raise InputError(f"{what} {path!r}: 'module:name' or 'file.py:name' is needed")
@@ -48,7 +48,7 @@ def import_object(what: str, path: str) -> Any:
 
 
 def make_imported(what: str, path: str, options: Mapping[str, Any] | None = None) -> Any:
-    """What stands at a path, with options: of a class an instance is made with them, a function gets them as keywords."""
+    """The object at an import path with options: a class is called with them, a function gets them as keywords."""
     thing = import_object(what, path)
     if isinstance(thing, type):
         return _instance(what, thing, path, options or {})
@@ -154,10 +154,10 @@ def _also_search(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _instance(what: str, found: type, path: str, options: Mapping[str, Any]) -> Any:
+def _instance(what: str, cls: type, path: str, options: Mapping[str, Any]) -> Any:
     try:
-        return found(**options)
+        return cls(**options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         made = f"with {dict(options)}" if options else "without arguments"
-        raise InputError(f"{what} {path!r}: {found.__name__}() could not be made {made}: {reason}") from error
+        raise InputError(f"{what} {path!r}: {cls.__name__}() could not be made {made}: {reason}") from error

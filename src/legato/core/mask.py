@@ -68,7 +68,7 @@ class Mask:
             self.lengths = tokens.sum(1, keepdim=True).to(dtype)
 
     def select(self, values: Spread) -> PerToken:
-        """The values inside the mask, exactly 0 outside, whatever stood there."""
+        """The values inside the mask, exactly 0 outside, even where they are NaN."""
         values = values.expand(self.tokens.shape)
         if self._words is None:
             return torch.where(self.tokens, values, 0.0)
@@ -76,14 +76,14 @@ class Mask:
         return selected
 
     def difference(self, left: PerToken, right: PerToken) -> PerToken:
-        """select(left - right), in one piece of memory: fresh memory is what costs on a CPU."""
+        """select(left - right) with a single allocation: allocations are what costs on a CPU."""
         if self._words is None:
             return torch.where(self.tokens, left - right, 0.0)
         selected: Tensor = _DifferenceBits.apply(left, right, self._words)  # type: ignore[no-untyped-call]
         return selected
 
     def select_(self, values: PerToken) -> PerToken:
-        """`select` in place, for a tensor nobody else holds."""
+        """`select` in place; nothing else may hold the tensor."""
         if self._words is None:
             return values.masked_fill_(~self.tokens, 0.0)
         values.view(self._words.dtype).bitwise_and_(self._words)

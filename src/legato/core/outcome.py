@@ -1,4 +1,4 @@
-"""What an objective returns: the scalar loss for people, the coefficient field for the machine."""
+"""The result of an objective: the scalar loss to show, and the coefficients that make the gradient."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Coefficients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What an objective decided on the way, detached, for the diagnostics: they measure, objectives only decide."""
+    """Intermediate results of an objective, detached, from which diagnostics compute metrics."""
 
     log_ratio: Spread
     """log of the ratio at the objective's own level, before any trust region."""
@@ -70,7 +70,7 @@ class Trace:
     log_value: Spread
     """The same after the clips; where they differ the term has no gradient."""
     selected: Spread | None
-    """0/1: what the trust region left in; None where no part drops anything."""
+    """0/1: the terms the trust region kept; None if no part drops terms."""
     tokens_clipped: Tensor | None
     """[B, T] bool: tokens bounded before the mean was taken; None where no part does that."""
     bounded: bool
@@ -104,7 +104,7 @@ class Outcome:
     field: Coefficients
     trace: Trace
     sums: Sums = dataclasses.field(default_factory=Sums)
-    """What the metrics are made of: tensors that combine over micro-batches and ranks."""
+    """The sums behind the metrics: tensors that combine over micro-batches and ranks."""
 
     def __repr__(self) -> str:
         rows, width = self.coefficients.shape

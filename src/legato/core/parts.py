@@ -26,6 +26,7 @@ from legato.errors import nearest as nearest
 
 __all__ = [
     "Part",
+    "check_order",
     "choice",
     "flag",
     "integer",
@@ -35,7 +36,6 @@ __all__ = [
     "nearest",
     "number",
     "numbers",
-    "ordered",
     "part",
     "pattern",
     "text",
@@ -121,8 +121,8 @@ def _is_ours(thing: Any) -> bool:
     return str(thing.__module__).partition(".")[0] == "legato"
 
 
-def ordered(part: Any, low: str, high: str) -> None:
-    """Two fields of a part are in order."""
+def check_order(part: Any, low: str, high: str) -> None:
+    """Raise InputError if the field `low` of a part is above its field `high`."""
     if getattr(part, low) > getattr(part, high):
         values = f"{low} = {getattr(part, low):g} is above {high} = {getattr(part, high):g}"
         raise InputError(f"{part.kind} '{part.name}': {values}")

@@ -29,7 +29,7 @@ class StopReason(Enum):
 
     @property
     def truncated(self) -> bool:
-        """Whether the model did not get to say that it was done."""
+        """Whether the response ended before the model was done."""
         return self in TRUNCATED
 
 
@@ -66,10 +66,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routes:
-    """Which experts an engine sent tokens to: M layers with a router, K of `count` experts each."""
+    """The experts an engine chose for each token: M layers with a router, K of `count` experts each."""
 
     tokens: Int[Tensor, "S"]  # noqa: F821
-    """Of which token each entry speaks; -1 where there is no record."""
+    """The token of each entry; -1 where there is no record."""
     experts: Integer[Tensor, "S M K"]
     count: int
 
@@ -116,7 +116,7 @@ class Rollout:
     author: Int[Tensor, "T"]  # noqa: F821
     kept_logmass: Float[Tensor, "T"] | None = None  # noqa: F821
     routes: Routes | None = None
-    """Of every token the engine read, where it records them: S = P + T - 1, since the last token was never read."""
+    """The routes of every token the engine read, if it records them: S = P + T - 1, since the last was never read."""
     turn_rewards: tuple[float, ...] | None = None
     """What the environment gave for each turn of the policy; None where it gave nothing at all."""
     turn_states: tuple[int, ...] | None = None
@@ -129,20 +129,20 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Unscorable:
-    """A reward that could not be found. The rollout leaves its group; it is never scored 0."""
+    """The reward could not be computed. The rollout leaves its group; it is never scored 0."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward: the number that trains, the unshaped one that filters and evaluates, and what it was made of."""
+    """The reward for training, the unshaped accuracy for filters and evaluation, and the reward's components."""
 
     reward: float
     accuracy: float
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] | None = None
-    """`reward` divided among the turns; None: it stands at the last one."""
+    """`reward` divided among the turns; None: all of it is at the last turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The scored rollouts of one problem; at least two, or there is nothing to compare."""
+    """The scored rollouts of one problem, at least two: advantages compare them."""
 
     problem: Problem
     members: tuple[Scored, ...]

@@ -18,8 +18,8 @@ Level = Literal["token", "turn", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
-def renumbered(ids: Tensor) -> Tensor:
-    """The same partition with ids that are dense from 0, as tables need them."""
+def renumber(ids: Tensor) -> Tensor:
+    """The ids renumbered densely from 0; equal ids stay equal."""
     dense: Tensor = torch.unique(ids, return_inverse=True)[1]
     return dense
 
@@ -57,7 +57,7 @@ class Segments:
         return self.over_rows(values * self.mask.lengths if constant else values.sum(1, keepdim=True))
 
     def over_rows(self, rows: Tensor) -> Tensor:
-        """[B, 1] numbers of rows to those of the rollouts they belong to, added up."""
+        """[B, 1]: the sum over all rows of the same rollout, for each row."""
         if self.rollout is None:
             return rows
         return ordered_sum(rows.squeeze(1), self.rollout, len(self.rollout))[self.rollout].unsqueeze(1)

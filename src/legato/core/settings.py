@@ -62,8 +62,8 @@ def free_table(*, default_factory: Callable[[], dict[str, Any]], says: str, resu
     return dataclasses.field(default_factory=default_factory, metadata={"says": says, "rule": rule, "resume": resume})
 
 
-def narrowed(base: type, name: str, *, above: float) -> Any:
-    """A number of other settings, of which a section takes only those above a bound."""
+def narrow(base: type, name: str, *, above: float) -> Any:
+    """The number field `name` of other settings, with a bound `above` which it must lie."""
     field = cast(Any, base).__dataclass_fields__[name]
     return fields.number(default=field.default, says=field.metadata["says"], resume=field.metadata["resume"], above=above)
 
@@ -84,7 +84,7 @@ def narrowed(base: type, name: str, *, above: float) -> Any:
         optional_table,
         tables,
         free_table,
-        narrowed,
+        narrow,
     ),
 )
 def settings(resume: str = "flag") -> Callable[[_C], _C]:

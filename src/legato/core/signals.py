@@ -1,4 +1,4 @@
-"""What an objective may read: `[B, T]` tensors about the sampled tokens of one update, or of a part of it."""
+"""The inputs of an objective: `[B, T]` tensors about the sampled tokens of an update, or of some of its rows."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from legato.core.shapes import PerToken, RowIds, Spread, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSignals:
-    """What the routers of a mixture of experts did at the positions that predict the tokens: M layers, K active experts.
+    """The routers' choices at the positions that predict the tokens: M layers, K active experts.
 
-    Only measures read it; what an objective may read of routing is `router_shift`.
+    Only metrics read them; an objective reads `router_shift`.
     """
 
     experts: Tensor
     """[B, T, M, K]: the choice of the routers now."""
     entropy: PerToken
-    """Of their probabilities, mean over the layers."""
+    """The entropy of the routers' probabilities, mean over the layers."""
     count: int
     """How many experts a layer has."""
     old: Tensor | None = None
@@ -83,7 +83,7 @@ class Signals:
         return Segments(level=level, mask=self.mask, turn=self.turn, rollout=self.rollout)
 
     def tensor(self, name: str) -> PerToken:
-        """A signal that the caller's parts declared they need, so it must be there."""
+        """The signal of this name, which must be present: the caller's parts declared that they need it."""
         value: PerToken | None = getattr(self, name)
         assert value is not None, f"{name} was not checked for before use"
         return value

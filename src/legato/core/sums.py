@@ -22,12 +22,12 @@ QUANTILES = (0.01, 0.05, 0.1, 0.5, 0.95, 0.99)
 
 
 class Piece:
-    """One quantity on its way to a number."""
+    """One quantity that merges over micro-batches and ranks and then becomes a number."""
 
     __slots__ = ()
 
     def merge(self, other: Piece) -> Piece:
-        """Both together; `other` is of the same kind."""
+        """The sum of both; `other` is of the same class."""
         raise NotImplementedError
 
     def report(self) -> Mapping[str, float]:
@@ -36,7 +36,7 @@ class Piece:
 
 
 def tensors_of(piece: Piece) -> tuple[Tensor, ...]:
-    """What a piece is made of, in the order of its fields."""
+    """The tensors of a piece, in the order of its fields."""
     names: tuple[str, ...] = type(piece).__match_args__  # type: ignore[attr-defined]
     return tuple(map(getattr, [piece] * len(names), names))
 
@@ -214,7 +214,7 @@ class Histogram(Piece):
     most: Tensor
 
     @classmethod
-    def of(cls, values: Tensor, included: Tensor) -> Histogram:
+    def from_values(cls, values: Tensor, included: Tensor) -> Histogram:
         """The histogram of the included values (any shape; `included` is bool of the same shape)."""
         values, included = values.detach().to(torch.float32).contiguous().reshape(-1), included.reshape(-1)
         pattern = values.view(torch.int32)
@@ -318,24 +318,24 @@ class Sums(Mapping[str, Piece]):
 
     def report(self) -> dict[str, float]:
         """Every metric as a number, by key. One transfer from the device, whatever the number of metrics."""
-        (here,) = fetched([self])
+        (here,) = fetch([self])
         return {key + suffix: value for key, piece in here.items() for suffix, value in piece.report().items()}
 
 
-def fetched(many: Sequence[Sums]) -> list[Sums]:
-    """The same with all tensors on the host, in one transfer."""
+def fetch(many: Sequence[Sums]) -> list[Sums]:
+    """Copies of these sums with all tensors on the host, in one transfer."""
     tensors: list[Tensor] = []
-    away = False
+    on_device = False
     for sums in many:
         for piece in sums.values():
             for tensor in tensors_of(piece):
                 tensors.append(tensor)
-                away = away or tensor.device.type != "cpu"
-    return _carried(many, tensors) if away else list(many)
+                on_device = on_device or tensor.device.type != "cpu"
+    return _fetch_at_once(many, tensors) if on_device else list(many)
 
 
-def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
-    """`tensors` are those of all pieces, in order. Counts stay whole numbers: float64 is exact up to 2^53."""
+def _fetch_at_once(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
+    """Copy `tensors`, which are those of all pieces in order, as float64. Counts stay exact up to 2^53."""
     # A launch for each dtype, not for each of some hundred tensors.
     kinds: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -343,10 +343,10 @@ def _carried(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
     order = [number for numbers in kinds.values() for number in numbers]
     parts = [torch.cat([tensors[number].reshape(-1) for number in numbers]).double() for numbers in kinds.values()]
     together = torch.split(torch.cat(parts).cpu(), [tensors[number].numel() for number in order])
-    arrived = {number: flat.reshape(tensors[number].shape) for number, flat in zip(order, together, strict=True)}
+    on_host = {number: flat.reshape(tensors[number].shape) for number, flat in zip(order, together, strict=True)}
     numbers = iter(range(len(tensors)))
 
     def here(piece: Piece) -> Piece:
-        return type(piece)(*(arrived[next(numbers)] for _ in tensors_of(piece)))
+        return type(piece)(*(on_host[next(numbers)] for _ in tensors_of(piece)))
 
     return [Sums({key: here(piece) for key, piece in sums.items()}) for sums in many]

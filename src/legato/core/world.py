@@ -1,4 +1,4 @@
-"""How many processes there are, for code that must not care: sums over all of them, and choices they agree on.
+"""The ranks of a run: sums over all of them, and choices they agree on. Code that uses them need not know their number.
 
 Two rules keep ranks together. Tables, plans and states are equal on all ranks. And no rank decides alone what depends on
 time, signals, memory or measurements: it asks `agree`, so that one process is the special case of one rank.
@@ -33,11 +33,11 @@ class World(Protocol):
         """One JSON value per rank, in the order of ranks."""
 
     def agree(self, choice: int) -> int:
-        """The largest choice of any rank: a signal, a fallback, an alarm on one rank becomes everybody's."""
+        """The largest choice of any rank, so that a signal, a fallback or an alarm on one rank applies to all."""
 
 
 class OneProcess:
-    """The world of a run on one process: what it holds is all there is."""
+    """The world of a run on one process: sums are its own values."""
 
     rank = 0
     size = 1

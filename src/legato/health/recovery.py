@@ -50,18 +50,18 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
     candidates = health.by_health(directory.checkpoint_steps(), alarm.step)
     folder = _healthy(directory, candidates, alarm, health.watch.rules)
-    failed, drawn = trainer.steps_done, trainer.collector.drawn
+    failed, drawn = trainer.steps_done, trainer.source.drawn
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
-    memory = checkpoint.read_memory(folder)
+    memory = checkpoint.read_state(folder)
     evidence = health.folder(alarm.step)
     # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
     best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
     _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
     restore(execution, folder, memory)
     trainer.optimizer.scale = lr_scale
-    skipped = drawn - trainer.collector.drawn if options.skip_data else 0
-    trainer.collector.go_to(trainer.collector.drawn + skipped)
+    skipped = drawn - trainer.source.drawn if options.skip_data else 0
+    trainer.source.go_to(trainer.source.drawn + skipped)
     done = {
         "step": trainer.steps_done,
         "from": failed,
@@ -107,7 +107,7 @@ def _healthy(directory: RunDirectory, candidates: Sequence[int], alarm: Finding,
 
 def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
     """Whether an alarm held when a checkpoint was saved: what is resumed from it would only go on in it."""
-    memory = checkpoint.read_memory(folder).get("health")
+    memory = checkpoint.read_state(folder).get("health")
     if not memory:
         return False
     watch = Watch(rules)

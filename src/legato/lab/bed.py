@@ -121,7 +121,7 @@ class Bed:
 
     def groups(self, prompts: int) -> list[Group]:
         """Fresh responses of the policy as it is, on problems that training comes to later."""
-        groups, tally = self.trainer.collector.next(prompts)
+        groups, tally = self.trainer.source.next(prompts)
         if not groups:
             reasons = "; ".join(tally.reasons) or "no group had two scored responses"
             raise InputError(f"nothing was sampled that could be scored: {reasons}")
@@ -141,7 +141,7 @@ def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> 
     config = replace(resolved.config, training=replace(resolved.config.training, **given))
     resolved = replace(resolved, config=config)
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
-    reference = Reference.of(policy) if wire.wants_reference(resolved) else None
+    reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
     return Bed(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
 
 

@@ -77,10 +77,10 @@ def restored(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> B
     policy, source = target.ready()
     bed = bed_of(target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows)
     folder = directory.checkpoint_path(step)
-    memory = checkpoint.read_memory(folder)
+    memory = checkpoint.read_state(folder)
     checkpoint.restore(folder, policy, bed.trainer.optimizer, memory)
     bed.trainer.load_sampler(checkpoint.sampler_state(folder))
-    bed.trainer.remember(memory["trainer"])
+    bed.trainer.load_state_dict(memory["trainer"])
     return bed
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from legato.core.bounded import bounded, choose
-from legato.core.parts import choice, number, ordered, part
+from legato.core.parts import check_order, choice, number, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
 from legato.errors import InputError
@@ -133,7 +133,7 @@ class WeightClip(Trust):
     floor: float = number(default=0.0, says="Smallest weight; 0 is no floor.", minimum=0.0)
 
     def __post_init__(self) -> None:
-        ordered(self, "floor", "cap")
+        check_order(self, "floor", "cap")
 
     def apply(self, region: Region, context: Context) -> Region:
         lower = math.log(self.floor) if self.floor > 0 else None
@@ -178,8 +178,8 @@ class BalancedClip(Trust):
     target: float = number(default=0.5, says="Positive over negative contribution to reach.", above=0.0)
 
     def __post_init__(self) -> None:
-        ordered(self, "floor", "floor_max")
-        ordered(self, "cap", "cap_max")
+        check_order(self, "floor", "floor_max")
+        check_order(self, "cap", "cap_max")
 
     def apply(self, region: Region, context: Context) -> Region:
         mask, advantages = context.signals.mask, context.signals.advantages

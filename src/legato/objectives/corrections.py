@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from legato.core.parts import choice, number, ordered, part
+from legato.core.parts import check_order, choice, number, part
 from legato.core.shapes import Spread
 from legato.objectives.slots import Adjustment, Context, Correction
 
@@ -84,7 +84,7 @@ class IcePop(_Weight):
     limit: float = number(default=20.0, says=_LIMIT, above=0.0)
 
     def __post_init__(self) -> None:
-        ordered(self, "floor", "cap")
+        check_order(self, "floor", "cap")
 
     def apply(self, context: Context) -> Adjustment:
         rho = self._rho(context)
@@ -110,7 +110,7 @@ class GeometricRejection(_Behaviour):
     cap: float = number(default=1.001, says="Largest geometric-mean rho that stays.", above=0.0, infinite=True)
 
     def __post_init__(self) -> None:
-        ordered(self, "floor", "cap")
+        check_order(self, "floor", "cap")
 
     def apply(self, context: Context) -> Adjustment:
         gap = context.sequences.mean(context.signals.behaviour_log_ratio())

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from legato.core.parts import choice, number, ordered, part
+from legato.core.parts import check_order, choice, number, part
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken
 from legato.core.signals import ANCHORS
@@ -130,7 +130,7 @@ class ClipCovariance(Trust):
     selection: str = choice("random", "all", default="random", says="'random', or 'all' tokens in the band.")
 
     def __post_init__(self) -> None:
-        ordered(self, "low", "high")
+        check_order(self, "low", "high")
 
     def needs(self) -> tuple[str, ...]:
         return ("uniform",) if self.selection == "random" else ()

@@ -19,11 +19,11 @@ from legato.core.outcome import Coefficients
 from legato.core.shapes import PerToken
 from legato.core.texts import Texts
 from legato.errors import InputError
-from legato.policy.experts.routers import Routers, find
+from legato.policy.experts.routers import Routers, find_routers
 from legato.policy.experts.routing import Cells, Directions, Routed, Tap, Traffic
 from legato.policy.head.head import Head
-from legato.policy.layers.fused import Parts, Projected, walk, why_not
-from legato.policy.layers.layer import learned
+from legato.policy.layers.fused import Parts, Projected, run_body, why_not
+from legato.policy.layers.layer import run_plain_layer
 from legato.policy.layout import attention
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.layout.spans import Spans
@@ -31,15 +31,15 @@ from legato.policy.layout.spans import Spans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """What an objective may differentiate, `[R, width]` of some rows; 0 where no token of the policy stands."""
+    """The outputs an objective may differentiate, `[R, width]`; 0 at tokens the policy did not write."""
 
     logprobs: PerToken
     entropy: PerToken
     values: PerToken | None = None
     routed: Routed | None = None
-    """What the routers gave at these tokens, where the pass was asked; it carries no gradient."""
+    """The routers' outputs at these tokens, if the directions ask for them; without a gradient."""
     traffic: Traffic | None = None
-    """Where the routers sent every token that was read, prompts included; of a whole pass, where it was asked."""
+    """The experts of every token read in the pass, prompts included, if the directions ask for them."""
 
     def detach(self) -> "Channels":
         """The same numbers without a gradient."""
@@ -57,12 +57,12 @@ class Channels:
             logprobs=pad(self.logprobs),
             entropy=pad(self.entropy),
             values=None if self.values is None else pad(self.values),
-            routed=None if self.routed is None else self.routed.widened(width),
+            routed=None if self.routed is None else self.routed.widen(width),
         )
 
     @staticmethod
     def join(parts: "Sequence[Channels]") -> "Channels":
-        """The channels of several runs of rows as one table; they are equally wide."""
+        """The channels of several runs of rows as one table; all must have the same width."""
         if len(parts) == 1:
             return parts[0]
         values = [part.values for part in parts if part.values is not None]
@@ -71,7 +71,7 @@ class Channels:
             logprobs=torch.cat([part.logprobs for part in parts]),
             entropy=torch.cat([part.entropy for part in parts]),
             values=torch.cat(values) if values else None,
-            routed=Routed.joined(routed) if routed else None,
+            routed=Routed.join(routed) if routed else None,
         )
 
 
@@ -97,41 +97,41 @@ class Policy:
     """The model as trained and sampled from: under LoRA the peft model."""
     tokenizer: Any
     name: str
-    """Where it came from, for people."""
+    """The model's name, for messages."""
     packing: bool = True
     """Lay texts end to end, a group's prompt once; False: right-padded rows through the model's own attention."""
     views: bool = True
-    """Whether the body attends through the registered function, so that packs and a cache of keys mean what they should."""
+    """Whether the body attends through the registered function; packs and the KV cache need it."""
     shared_prompts: bool = True
-    """Compute the prompt of a group once a pack; False: once a response."""
+    """Compute the prompt of a group once per pack; False: once per response."""
     fused: bool = True
     """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
     """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
     notes: list[str] = field(default_factory=list)
-    """What was decided while loading, for the run to print."""
+    """Decisions made while loading, for the run to print."""
 
     routers: Routers | None = field(init=False, default=None)
-    """Of a mixture of experts."""
+    """The routers, if the body is a mixture of experts."""
     unrouted: str = field(init=False, default="it has no experts")
     """Why there are no routers."""
 
     def __post_init__(self) -> None:
         attention.register()
-        self._still()
-        found = find(self.body)
-        if isinstance(found, Routers):
-            self.routers = found
-        elif found is not None:
-            self.unrouted = found
-            note = f"routing is not measured: {found}"
-            # A sampler that differs on purpose is made of the policy and shares its notes.
+        self._disable_randomness()
+        routers = find_routers(self.body)
+        if isinstance(routers, Routers):
+            self.routers = routers
+        elif routers is not None:
+            self.unrouted = routers
+            note = f"routing is not measured: {routers}"
+            # A sampler that differs on purpose is copied from the policy and shares its notes.
             if note not in self.notes:
                 self.notes.append(note)
 
-    def _still(self) -> None:
-        """Dropout would make the log-probs of one policy differ from pass to pass; it is off in every pass."""
+    def _disable_randomness(self) -> None:
+        """Turn off dropout and router jitter, which would make the log-probs of one policy differ from pass to pass."""
         self.model.eval()
         for name, module in self.model.named_modules():
             for noise in ("router_jitter_noise", "jitter_noise"):
@@ -146,12 +146,12 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of log-probs: float32 or, for float64 models, float64."""
+        """The dtype of log-probs: float32 or, for float64 models, float64."""
         return torch.promote_types(self.model.get_input_embeddings().weight.dtype, torch.float32)
 
     @property
     def body(self) -> Any:
-        """The causal language model of transformers, whatever is wrapped around it."""
+        """The causal language model of transformers, without a LoRA wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
@@ -162,8 +162,8 @@ class Policy:
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def known_routers(self, wanted_by: str) -> Routers:
-        """The routers, which some option cannot do without."""
+    def require_routers(self, wanted_by: str) -> Routers:
+        """The routers; InputError naming the option `wanted_by` if there are none."""
         if self.routers is None:
             raise InputError(
                 f"{wanted_by} needs a mixture of experts whose routers are known; policy.model {self.name}"
@@ -172,7 +172,7 @@ class Policy:
         return self.routers
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
+        """The trained parameters by name, the value head's included."""
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if self.value_head is not None:
             named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
@@ -180,9 +180,10 @@ class Policy:
 
     @contextmanager
     def serving(self) -> Iterator[Any]:
-        """The weights to sample from: here the very parameters being trained, so there is nothing to copy.
+        """The model to sample from, with the trained parameters themselves: nothing is copied.
 
-        Under gradient checkpointing the model is in training mode, in which its layers would prepare to be recomputed.
+        Under gradient checkpointing the model is in training mode; inside, it is in eval mode so that layers are not saved
+        for recomputation.
         """
         trains = self.model.training
         if trains:
@@ -196,42 +197,42 @@ class Policy:
 
     @contextmanager
     def attending(self, view: attention.View) -> Iterator[None]:
-        """Inside, the body lays its tokens out as the view says."""
+        """Inside, the body attends through the view."""
         with attention.attending(self.body.config, view):
             yield
 
     def pack(self, texts: Texts, rows: Tensor) -> Pack:
-        """Some rows of a table as this policy lays them out; on the host."""
+        """Some rows as one pack, on the host."""
         return pack(texts, rows, shared=self.shared_prompts)
 
     def score(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
-        """The channels of some rows without a gradient, with what the routers did where the directions ask for it."""
+        """The channels of some rows without a gradient, with the routers' choices if the directions ask for them."""
         packed = self.pack(texts, rows).to(self.device)
         with torch.no_grad(), self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
-            parts = self._parts(packed, without_logits=Head.of(self.body).never_holds_logits(hidden))
+            parts = self._parts(packed, without_logits=Head.from_body(self.body).never_holds_logits(hidden))
             channels = Channels.join([self._channels(state, packed, part) for part, state in _runs(hidden, packed, parts)])
             if tap is None or not tap.directions.record:
                 return channels
-            routed, traffic = tap.found()
+            routed, traffic = tap.results()
             return replace(channels, routed=routed, traffic=traffic)
 
     @contextmanager
     def accumulate_gradient(self, texts: Texts, rows: Tensor, directions: Directions | None = None) -> "Iterator[Forward]":
-        """Add the gradient of some rows to the parameters, as a sequence: see the head of this file.
+        """Add the gradient of some rows to the parameters; the module docstring shows how.
 
-        The body goes forward once on entering and backward once on leaving, if a piece went backward and nothing was
-        raised. Layouts and taps at routers live until then: gradient checkpointing computes layers again.
+        The body runs forward once on entering and backward once on leaving, if a piece ran backward and nothing was
+        raised. Layouts and router hooks live until then, since gradient checkpointing recomputes layers.
         """
         packed = self.pack(texts, rows).to(self.device)
         with self._tap(packed, directions) as tap, self._hidden_states(packed) as hidden:
-            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.found()
+            routed, traffic = (None, None) if tap is None or not tap.directions.record else tap.results()
             forward = Forward(policy=self, rows=rows, packed=packed, hidden=hidden, routed=routed, traffic=traffic)
             yield forward
             forward.finish()
 
     @contextmanager
     def _tap(self, packed: Pack, directions: Directions | None) -> Iterator[Tap | None]:
-        """Hooks at the routers, where there are any and directions for them; until the backward is over."""
+        """Hook the routers until the backward is over; None without routers or directions."""
         if directions is None or self.routers is None:
             yield None
             return
@@ -246,7 +247,7 @@ class Policy:
             tokens, positions, read = padded(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
-            with walk(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
+            with run_body(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
                 yield packed.reads.take(hidden)
         else:
             with self.attending(packed):
@@ -255,11 +256,11 @@ class Policy:
 
     @property
     def trains_fused(self) -> bool:
-        """Whether the layers of a pack go through fused parts: on a GPU in 16 bits, in a family whose parts are known."""
+        """Whether training uses fused layer parts: on a GPU in 16 bits, in a known family."""
         return self.why_not_fused() is None
 
     def why_not_fused(self) -> str | None:
-        """Why training goes through the model's own layers; None: it goes through fused parts."""
+        """Why training uses the model's own layers; None if it uses fused parts."""
         decoder = self.body.get_decoder()
         if not self.fused or not self.packing:
             return "fused layers are switched off" if self.packing else "rows are padded"
@@ -271,7 +272,7 @@ class Policy:
         return f"no kernel for heads of {width} in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
 
     def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
-        """The rows of a pack in runs whose logits may be held at once; a longer row is a run of its own."""
+        """The rows of a pack in runs whose logits fit at once; a row that does not fit is a run of its own."""
         if without_logits:
             return [range(len(packed.counts))]
         runs, start, held, most = [], 0, 0, self.tokens_at_once
@@ -285,7 +286,7 @@ class Policy:
 
     @property
     def tokens_at_once(self) -> int:
-        """For how many tokens logits are held at once; a longer row is a case of its own."""
+        """For how many tokens logits are held at once."""
         held_at_once = self.logits_at_once or (5 * 2**27 if self.device.type == "cuda" else 2**23)
         return max(1, held_at_once // self.vocabulary)
 
@@ -295,8 +296,8 @@ class Policy:
         here = slice(first, first + len(state))
         place = packed.place[here] - rows.start * packed.width
         shape = (len(rows), packed.width)
-        head = Head.of(self.body)
-        logprobs, entropy = head.scored(state, packed.targets[here], packed.temperature[here], self.tokens_at_once)
+        head = Head.from_body(self.body)
+        logprobs, entropy = head.score(state, packed.targets[here], packed.temperature[here], self.tokens_at_once)
         values = None if self.value_head is None else self.value_head(state)
         return Channels(
             logprobs=_spread(logprobs, place, shape),
@@ -305,24 +306,24 @@ class Policy:
         )
 
     def hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The body's last hidden state, `[rows, tokens, N]`; inside `attending`, laid out as the view says."""
+        """The body's last hidden state, `[rows, tokens, N]`."""
         output = self.body.get_decoder()(input_ids=tokens, position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
 
 class Piece:
-    """A few rows of a pass with a gradient: their logits are held from here to their backward, and no longer."""
+    """A few rows of a pass with a gradient. Their logits are held until their backward."""
 
     def __init__(self, rows: Tensor, attached: Channels) -> None:
         self.rows = rows
         """Their row numbers, on the host."""
         self.channels = attached.detach()
-        """What an objective reads."""
+        """The channels an objective reads, detached."""
         self._attached: Channels | None = attached
 
     def backward(self, coefficients: Coefficients) -> None:
-        """The head's part of the gradient: `coefficients` are minus the derivative of the loss by each channel."""
+        """Run the head's backward; `coefficients` are minus the derivative of the loss by each channel."""
         assert self._attached is not None, "a piece goes backward once, before the next piece is computed"
         channels, self._attached = self._attached, None
         coefficients.tie(
@@ -333,13 +334,13 @@ class Piece:
         ).backward()  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Give the logits back. A piece that never went backward has no gradient."""
+        """Free the logits. A piece without a backward adds no gradient."""
         self._attached = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Forward:
-    """A pass with a gradient whose body has gone forward."""
+    """A pass with a gradient after the forward of the body."""
 
     policy: Policy
     rows: Tensor
@@ -348,13 +349,13 @@ class Forward:
     """[K, N]: the last hidden state wherever the pack wants logits."""
     routed: Routed | None
     traffic: Traffic | None
-    """Where the routers sent the tokens, where asked."""
+    """The experts of every token read, if the directions ask for them."""
     _leaves: list[Tensor] = field(default_factory=list)
 
     def pieces(self) -> Iterator[Piece]:
-        """All rows, a few whole rows at a time, so that logits are held for those only and computed once."""
+        """All rows, a few at a time, so that only their logits are held; each logit is computed once."""
         for part, state in _runs(self.hidden, self.packed, self.policy._parts(self.packed)):
-            # A leaf of its own: the head's backward ends there, and the body's begins when every piece is through.
+            # The head's backward ends at this leaf; the body's backward starts after all pieces.
             leaf = state.detach().requires_grad_()
             self._leaves.append(leaf)
             channels = self.policy._channels(leaf, self.packed, part)
@@ -366,11 +367,11 @@ class Forward:
             piece.release()
 
     def finish(self) -> None:
-        """The backward of the body, from what the pieces left at the hidden states; then the pass is let go."""
+        """Run the backward of the body from the gradients of the pieces' hidden states, and free the pass."""
         hidden, leaves = self.hidden, self._leaves
-        # Whoever holds the pass for its traffic holds no activations of it.
+        # A caller may keep this object for its traffic; it must not keep activations alive.
         del self.hidden, self.packed, self.routed, self._leaves
-        # With the whole body frozen there is nothing behind the hidden states.
+        # If the whole body is frozen, hidden states need no gradient.
         if not hidden.requires_grad or all(leaf.grad is None for leaf in leaves):
             return
         gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
@@ -380,8 +381,8 @@ class Forward:
 
 
 def _fused_parts(packed: Pack) -> Parts:
-    """What layers are made of for the tokens of a pack, with gradients."""
-    from legato.policy.kernels.gradients import add_norm_learned, swiglu_learned, turn
+    """The fused layer parts, with gradients, for the tokens of a pack."""
+    from legato.policy.kernels.gradients import add_norm_with_gradient, swiglu_with_gradient, turn
 
     spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
     assert spans is not None
@@ -398,21 +399,21 @@ def _fused_parts(packed: Pack) -> Parts:
         return spans.attend(query, key, value, scaling, None)
 
     def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-        return learned(layer, residual, update, cosine, sine, spans)
+        return run_plain_layer(layer, residual, update, cosine, sine, spans)
 
-    return Parts(ready=ready, attend=attend, add_norm=add_norm_learned, swiglu=swiglu_learned, whole=whole)
+    return Parts(ready=ready, attend=attend, add_norm=add_norm_with_gradient, swiglu=swiglu_with_gradient, whole=whole)
 
 
 def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
-    """The same rows as a rectangle: tokens, positions and where to read. Padding comes last, so causality hides it."""
-    found = cells(packed)
+    """The rows of a pack right-padded: tokens, positions, and the places whose logits are wanted."""
+    places = cells(packed)
     rows = len(packed.suffix)
-    tokens = torch.where(found.inside, packed.tokens[found.token], packed.tokens[0]).reshape(rows, -1)
-    return tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1), found.read
+    tokens = torch.where(places.inside, packed.tokens[places.token], packed.tokens[0]).reshape(rows, -1)
+    return tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(rows, -1), places.read
 
 
 def cells(packed: Pack) -> Cells:
-    """Which token of the pack stands where in that rectangle."""
+    """Which token of the pack is at each place of the padded rows."""
     rows, depth = packed.suffix.shape
     lengths = packed.prefix_lengths[packed.owner]
     total = lengths + packed.suffix_lengths

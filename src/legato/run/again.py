@@ -24,7 +24,7 @@ def go_on(directory: RunDirectory, program: str, *, lost: bool) -> str:
     if healthy is None:
         again = begin_again(directory.path, resolved, ())
         return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
-    memory, health = checkpoint.read_memory(directory.checkpoint_path(healthy)), resolved.config.health
+    memory, health = checkpoint.read_state(directory.checkpoint_path(healthy)), resolved.config.health
     scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
     changes = [f"training.lr={failed / scale / 2:g}"]
     if health.action == "recover" and done >= health.recoveries:

@@ -285,7 +285,7 @@ class Execution:
     def memory(self) -> dict[str, Any]:
         """What a checkpoint holds beside weights, optimizer and generators."""
         return {
-            "trainer": self.trainer.memory(),
+            "trainer": self.trainer.state_dict(),
             "best": self.best,
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,
@@ -296,7 +296,7 @@ class Execution:
 
     def remember(self, memory: dict[str, Any]) -> None:
         """Take over what `memory` gave."""
-        self.trainer.remember(memory["trainer"])
+        self.trainer.load_state_dict(memory["trainer"])
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
         self.saved_at = self.trainer.steps_done

@@ -34,7 +34,7 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     held = rollouts.mismatch.copies
     copies = every * min(held, 1) + trained * max(held - 1, 0)
     return Demand(
-        shape=Shape.of(policy.body.config),
+        shape=Shape.from_config(policy.body.config),
         size=size,
         tokens_per_pack=tokens,
         parameters=copies + (every if lora is None else every - trained),

@@ -20,7 +20,7 @@ from legato.rollouts import mismatch
 from legato.run import wire
 from legato.run.target import Target
 from legato.tasks.source import Source
-from legato.training.mismatch import scored, signals_of, study
+from legato.training.mismatch import score_groups, signals_of, study
 
 KINDS = ("none", *mismatch.KINDS, "top-p")
 _SIZED = {"perturbed": "size", "stale": "updates", "top-p": "top_p"}
@@ -93,7 +93,7 @@ def compare_samplers(
         say(sampler.name)
         with unchanged(policy):
             groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
-            tables = scored(policy, groups, config.training.tokens_per_pack)
+            tables = score_groups(policy, groups, config.training.tokens_per_pack)
             found[sampler.name] = study(resolved.algorithm, signals_of(tables))
     return {
         "model": policy.name,
@@ -119,7 +119,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
     collector = wire.collector_of(config, policy, source, reward)
     different = config.rollouts.mismatch
     if different.kind == "stale":
-        reference = Reference.of(policy) if wire.wants_reference(resolved) else None
+        reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(replace(resolved, config=config), policy, collector, reference)
         while (done := trainer.optimizer.updates) < different.age:
             trainer.step()

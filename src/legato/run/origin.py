@@ -3,7 +3,7 @@
 from typing import Any
 
 from legato.config.resolved import Resolved
-from legato.policy.experts.divergence import parting
+from legato.policy.experts.divergence import measure_divergence
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import texts_of
 from legato.records.directory import RunDirectory
@@ -31,7 +31,7 @@ def prepare(
     )
     if not wire.wants_reference(resolved):
         return None
-    reference = Reference.of(policy)
+    reference = Reference.from_policy(policy)
     # What the configuration cannot make again: a warmed-up policy, or a module that is trained where it stands.
     if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
         save_model(policy, directory.path / "reference")
@@ -53,7 +53,7 @@ def _warm_up(
 
     def look(when: str) -> None:
         if resolved.config.policy.upcycle is not None:
-            text = f"{when} the warm-up {parting(policy, texts_of(examples(0)))}"
+            text = f"{when} the warm-up {measure_divergence(policy, texts_of(examples(0)))}"
             watcher.message(text)
             directory.append_metrics({"kind": "note", "step": 0, "text": text})
 

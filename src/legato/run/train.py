@@ -235,7 +235,7 @@ def resume(
     with locked(directory):
         checkpoint.put_back(directory.path / "checkpoints")
         folder = _newest(directory, before, watcher) if step is None else checkpoint_of(directory, step)
-        memory = checkpoint.read_memory(folder)
+        memory = checkpoint.read_state(folder)
         config = resolved.config
         seed_generators(config.training.seed)  # for what is built before the checkpoint brings its own states
         _same_things(memory["made_of"], given)
@@ -369,7 +369,7 @@ def _finish(execution: Execution) -> Run:
 def _reference_again(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
     """The reference of a resumed run: the policy as it was before the first step, not as the checkpoint has it."""
     if resolved.config.policy.lora is not None:
-        return Reference.of(policy)
+        return Reference.from_policy(policy)
     kept = directory.path / "reference"
     first = wire.policy_of(resolved, given, kept if kept.is_dir() else None)
     first.model.requires_grad_(False)

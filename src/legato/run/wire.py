@@ -281,9 +281,9 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
     for option in routing_options(resolved.algorithm, resolved.config.training):
-        policy.known_routers(option)
+        policy.require_routers(option)
     if resolved.config.rollouts.record_routes is True:
-        policy.known_routers("rollouts.record_routes = true")
+        policy.require_routers("rollouts.record_routes = true")
     collector.check_prompts()
 
 
@@ -293,7 +293,7 @@ def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, referen
     return Trainer(
         policy=policy,
         algorithm=resolved.algorithm,
-        collector=collector,
+        source=collector,
         reference=reference,
         optimizer=Optimizer(policy.parameters(), training, total_updates=training.total_updates),
         settings=training,

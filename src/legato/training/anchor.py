@@ -1,4 +1,4 @@
-"""The anchor of a step: the policy as it was before the first update, scored in the very micro-batches of the updates.
+"""The anchor of a step: the policy before the first update, scored in the same micro-batches as the updates.
 
 Scored in the same micro-batches by the same code, the old log-probs equal the first update's new ones to the bit: s = 1.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.scope import Scope
 from legato.policy.experts.routing import Directions, Record
 from legato.policy.model.reference import Reference
@@ -20,12 +20,12 @@ from legato.training.tables import Tables, needs
 
 
 def estimator_reads_anchor(algorithm: Algorithm) -> bool:
-    """Whether advantages wait for the anchor: values, or a KL term inside the reward."""
+    """Whether advantages need the anchor: the estimator reads values, or the reward has a KL term."""
     return bool({"values", "old_logprobs", "ref_logprobs"} & set(algorithm.advantage.needs()))
 
 
 def first_update_anchors_itself(algorithm: Algorithm, epochs: int) -> bool:
-    """Whether the first update may take its own log-probs as anchor, because nothing else reads old ones before it."""
+    """Whether the first update may use its own log-probs as anchor, because nothing reads old log-probs before it."""
     objective = algorithm.objective
     return (
         epochs == 1
@@ -52,10 +52,10 @@ def anchor(
     replay: str = "off",
     shift: bool = False,
 ) -> Tables:
-    """Fill in old log-probs ('recompute' or 'sampler'), reference log-probs, old values, and what the old routers did.
+    """The tables with old log-probs ('recompute' or 'sampler'), reference log-probs, old values and old routes.
 
-    `silent` [B] are rows without any signal, which nothing needs to know about. The old policy is scored for its routes
-    also where the engine's log-probs are the anchor: to replay them (R2), or to weigh with their `shift`.
+    `silent` [B] marks rows that need no scores. If the engine's log-probs are the anchor, the old policy is still scored
+    when its routes are needed: to replay them (R2), or to weigh with their `shift`.
     """
     first_epoch = [update for update in updates if update.epoch == 0]
     everything = [rows for update in first_epoch for rows in update.micro_batches]
@@ -70,8 +70,8 @@ def anchor(
         if choice == "sampler":
             tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
-        scored = _score_old_policy(tables, reference, everything, "off")
-        tables = replace(tables, ref_logprobs=scored.old_logprobs)
+        by_reference = _score_old_policy(tables, reference, everything, "off")
+        tables = replace(tables, ref_logprobs=by_reference.old_logprobs)
     return tables
 
 
@@ -81,7 +81,7 @@ def _without(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Ten
 
 
 def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches: Sequence[Tensor], replay: str) -> Tables:
-    """The tables with the log-probs of a policy as the old ones, of the rows of some micro-batches."""
+    """The tables with `old_logprobs` (and values and routes) of a policy, for the rows of these micro-batches."""
     texts, device = tables.texts, tables.device
     old = torch.zeros(texts.tokens.shape, dtype=_logprob_dtype(policy), device=device)
     values = torch.zeros_like(old) if isinstance(policy, Policy) and policy.value_head is not None else None
@@ -89,7 +89,7 @@ def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches:
     routes = _Routes(tables, policy, replay) if isinstance(policy, Policy) and policy.routers is not None else None
     for rows in micro_batches:
         anchored[rows] = True
-        place = sent(rows, device)
+        place = to_device(rows, device)
         channels = policy.score(texts, rows) if routes is None else routes.score(rows, place)
         width = channels.logprobs.shape[1]
         old[place, :width] = channels.logprobs
@@ -100,7 +100,7 @@ def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches:
 
 
 class _Routes:
-    """What the old policy's routers do, gathered beside its log-probs."""
+    """Collects the choices of the old policy's routers while it is scored."""
 
     def __init__(self, tables: Tables, policy: Policy, replay: str) -> None:
         assert policy.routers is not None

@@ -8,7 +8,8 @@
       random.safetensors      torch's generator; Python's and numpy's are in trainer.json
       trainer.json            steps, place in the data, part state, choices, metrics position
       manifest.json           format, size and SHA-256 of every file
-Written beside, flushed to disk, renamed: a checkpoint is there whole or not at all. Safetensors and JSON only.
+A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is complete or absent. Safetensors and JSON
+only.
 """
 
 import hashlib
@@ -32,15 +33,15 @@ from legato.training.optimizer import Optimizer
 
 FORMAT = 1
 _BEFORE = ".before.partial"
-"""What the checkpoint that is written again is called until the new one has its name."""
+"""The suffix of an old checkpoint while a new one with the same name is written."""
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose files differ from its manifest."""
 
 
 class NotFiniteError(InputError):
-    """A state that is not saved since it is broken."""
+    """Weights or optimizer state that are not finite and so are not saved."""
 
 
 def name_of(step: int) -> str:
@@ -51,13 +52,13 @@ def save(
     folder: Path,
     policy: Policy,
     optimizer: Optimizer,
-    memory: Mapping[str, Any],
+    state: Mapping[str, Any],
     sampler: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a checkpoint, or raise ValueError (state not finite, no room on the disk) and leave nothing behind."""
     tensors, numbers = optimizer.state()
     sampler = sampler or {}
-    _finite(policy, tensors)
+    _check_finite(policy, tensors)
     folder.parent.mkdir(parents=True, exist_ok=True)
     expected = sum(
         t.numel() * t.element_size() for t in [*policy.model.state_dict().values(), *tensors.values(), *sampler.values()]
@@ -72,7 +73,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write(partial, policy, tensors, {"optimizer": numbers, **memory}, sampler)
+        _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler)
         for path in sorted(partial.rglob("*")):
             _flush(path)
         _flush(partial)
@@ -92,7 +93,7 @@ def save(
 
 
 def _write(
-    folder: Path, policy: Policy, tensors: Mapping[str, Tensor], memory: Mapping[str, Any], sampler: Mapping[str, Tensor]
+    folder: Path, policy: Policy, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sampler: Mapping[str, Tensor]
 ) -> None:
     save_model(policy, folder / "model")
     for file, held in (("optimizer", tensors), ("sampler", sampler)):
@@ -111,7 +112,7 @@ def _write(
         "python": [version, list(internal), gauss],
         "numpy": [kind, [int(key) for key in keys], *[float(x) if isinstance(x, float) else int(x) for x in rest]],
     }
-    (folder / "trainer.json").write_text(json.dumps({**memory, "generators": generators}, sort_keys=True))
+    (folder / "trainer.json").write_text(json.dumps({**state, "generators": generators}, sort_keys=True))
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
         for path in sorted(folder.rglob("*"))
@@ -121,7 +122,7 @@ def _write(
 
 
 def save_model(policy: Policy, folder: Path) -> None:
-    """A folder that transformers (or, for adapters, peft) loads."""
+    """Write a folder that transformers (or, for adapters, peft) loads."""
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
@@ -142,7 +143,7 @@ def verify(folder: Path) -> None:
 
 
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """File to size and hash; whatever is wrong with the manifest is damage."""
+    """Size and hash of each file; DamagedError if the manifest cannot be read."""
     try:
         record = json.loads(path.read_text())
         version = record["format"]
@@ -155,7 +156,7 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def check(folder: Path) -> None:
-    """`verify` for a person who named the checkpoint."""
+    """Like `verify`, but raises InputError: for a checkpoint that the user named."""
     try:
         verify(folder)
     except DamagedError as damage:
@@ -163,9 +164,9 @@ def check(folder: Path) -> None:
 
 
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
-    """The newest whole checkpoint, and a sentence for each newer one that is damaged."""
+    """The newest undamaged checkpoint, and a warning for each newer damaged one."""
     warnings: list[str] = []
-    for folder in reversed(_listed(checkpoints)):
+    for folder in reversed(_checkpoints_in(checkpoints)):
         try:
             verify(folder)
             return folder, warnings
@@ -175,9 +176,9 @@ def latest(checkpoints: Path) -> tuple[Path, list[str]]:
 
 
 def put_back(checkpoints: Path) -> None:
-    """A process killed between the two renames of a recovery left no checkpoint of that name; it may be the only one.
+    """Rename old checkpoints back if a process was killed between the two renames of `save`.
 
-    For whoever holds the run: to a reader beside it the same moment is one that passes.
+    Only the holder of the run's lock may call this: another reader may see `save` between its renames.
     """
     for before in checkpoints.glob(f".step-*{_BEFORE}"):
         folder = before.with_name(before.name.removeprefix(".").removesuffix(_BEFORE))
@@ -185,41 +186,41 @@ def put_back(checkpoints: Path) -> None:
             before.rename(folder)
 
 
-def read_memory(folder: Path) -> dict[str, Any]:
-    """What `save` was given, and the generators."""
-    memory: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
-    return memory
+def read_state(folder: Path) -> dict[str, Any]:
+    """The contents of trainer.json: the `state` given to `save`, and the random generators."""
+    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+    return state
 
 
-def restore(folder: Path, policy: Policy, optimizer: Optimizer, memory: Mapping[str, Any]) -> None:
-    """Optimizer, value head and random generators; the policy itself was loaded from `model/`."""
-    optimizer.load(load_file(folder / "optimizer.safetensors"), memory["optimizer"])
+def restore(folder: Path, policy: Policy, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Restore optimizer, value head and random generators; the policy itself was loaded from `model/`."""
+    optimizer.load(load_file(folder / "optimizer.safetensors"), state["optimizer"])
     if policy.value_head is not None:
         policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
     states = load_file(folder / "random.safetensors")
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    version, internal, gauss = memory["generators"]["python"]
+    version, internal, gauss = state["generators"]["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = memory["generators"]["numpy"]
+    kind, keys, *rest = state["generators"]["numpy"]
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
 def sampler_state(folder: Path) -> dict[str, Tensor]:
-    """What the engine remembered beside the weights; nothing as a rule."""
+    """The engine's saved tensors; empty for most engines."""
     path = folder / "sampler.safetensors"
     return load_file(path) if path.is_file() else {}
 
 
 def set_aside(checkpoints: Path, newest: Path) -> None:
-    """Rename what is newer than the checkpoint in use: damaged folders must not count among those that are kept.
+    """Rename checkpoints newer than the one in use, which are damaged: they must not count among the last that are kept.
 
-    What a killed process left half-written is removed.
+    Also removes what a killed process left half-written.
     """
     for partial in checkpoints.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
-    for folder in _listed(checkpoints):
+    for folder in _checkpoints_in(checkpoints):
         if _step(folder) > _step(newest):
             target = folder.with_name(f"damaged-{folder.name}")
             shutil.rmtree(target, ignore_errors=True)
@@ -230,24 +231,24 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _listed(checkpoints: Path) -> list[Path]:
+def _checkpoints_in(checkpoints: Path) -> list[Path]:
     """All checkpoint folders, oldest first."""
     found = [p for p in checkpoints.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
     return sorted(found, key=_step)
 
 
 def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
-    """Delete all but the newest so many and those named, after the newest was written; failing to delete is harmless."""
-    found = _listed(checkpoints)
+    """Delete all checkpoints but the newest `keep_last` and those named in `kept`; failing to delete is harmless."""
+    found = _checkpoints_in(checkpoints)
     for folder in found[: max(0, len(found) - keep_last)]:
         if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def give_up(checkpoints: Path, last: Path, best: str | None) -> Path | None:
-    """Delete what is newer than a checkpoint that a run was rolled back to; the best is put aside, under another name."""
+    """Delete checkpoints newer than `last`, to which a run was rolled back; the best one is renamed instead and returned."""
     aside = None
-    for folder in _listed(checkpoints):
+    for folder in _checkpoints_in(checkpoints):
         if _step(folder) <= _step(last):
             continue
         if folder.name == best:
@@ -272,7 +273,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
+def _check_finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
     for what, tensors in (("weights of", policy.parameters()), ("optimizer state", state)):
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -1,4 +1,4 @@
-"""The synchronous source of rollouts: problems -> episodes -> rewards -> groups, filtered and refilled when asked for.
+"""The synchronous rollout source: problems -> episodes -> rewards -> groups, filtered and refilled if configured.
 
 Everything random here is a function of (run seed, problem number, sample): the place in the data is one integer, and a
 resumed run draws what the straight one drew. Groups come back in the order their problems were drawn.
@@ -24,7 +24,7 @@ Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
 def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    """A score for each rollout. One whose episode failed is unscorable, whatever the judge would say of it."""
+    """A score for each rollout. A rollout whose episode failed is unscorable; the judge does not see it."""
     whole = [rollout for rollout in rollouts if rollout.fault is None]
     scores = judge(whole)
     if len(whole) == len(rollouts):
@@ -78,12 +78,12 @@ class GroupSettings:
 
 @settings()
 class CollectorSettings(GroupSettings, PromptSettings, ResamplingSettings):
-    """What a collector reads of a run; the options stand in three sections."""
+    """The settings of a collector, from three sections of the configuration."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Samples and scores groups at the moment they are asked for."""
+    """A rollout source that samples and scores groups when the trainer asks for them."""
 
     source: Source
     runner: Runner
@@ -92,14 +92,14 @@ class Collector:
     settings: CollectorSettings
     seed: int
     evaluation: Runner | None = None
-    """What evaluations sample with, where `runner` does not sample from the policy itself; told of new versions too."""
+    """The runner of evaluations if `runner` does not sample from the policy itself; it gets new versions too."""
     _drawn: int = 0
     _steps_begun: int = 0
     _solved: set[str] = field(default_factory=set)
-    """Keys of problems whose last responses were all right."""
+    """Keys of problems whose last responses were all correct."""
 
     def next(self, count: int) -> tuple[list[Group], Tally]:
-        """So many groups of at least two scored rollouts each; fewer only where refills did not find enough."""
+        """`count` groups of at least two scored rollouts each; fewer only if refills did not find enough."""
         groups: list[Group] = []
         tally = Tally()
         if isinstance(self.source, Joined) and self.source.after is None and self._steps_begun >= self.source.after_steps:
@@ -136,7 +136,7 @@ class Collector:
         self._drawn = drawn
 
     def check_prompts(self) -> None:
-        """InputError where no problem can be drawn; nothing is drawn by it."""
+        """Raise InputError if no problem can be drawn; the place in the data does not move."""
         before = self._drawn
         self._draw(Tally())
         self._drawn = before
@@ -165,9 +165,9 @@ class Collector:
         self.runner.engine.load(tensors)
 
     def _draw(self, tally: Tally) -> Start:
-        """Episodes on the next problem that may be trained on."""
+        """The next problem that may be trained on, with the seeds and ids of its episodes."""
         size = self.source.size
-        # From the middle of an epoch, every problem has come by after two.
+        # Two epochs from any place in the data draw every problem.
         for _ in range(2 * size if size is not None else 10_000):
             number, problem = self._drawn, self.source.training(self._drawn)
             self._drawn += 1
@@ -198,11 +198,10 @@ class Collector:
     def _roll(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
         rows = self.runner.play(starts, self.sampling)
         rollouts = [rollout for row in rows for rollout in row]
-        scored = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))
+        pairs = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))
         each = self.settings.samples_per_prompt
         return [
-            self._group(start.problem, scored[place * each : (place + 1) * each], tally)
-            for place, start in enumerate(starts)
+            self._group(start.problem, pairs[place * each : (place + 1) * each], tally) for place, start in enumerate(starts)
         ]
 
     def _group(self, problem: Problem, rollouts: Sequence[tuple[Rollout, Score | Unscorable]], tally: Tally) -> Group | None:
@@ -227,7 +226,7 @@ class Collector:
         accuracy = [member.score.accuracy for member in members]
         flat = max(accuracy) - min(accuracy) <= 1e-6
         right = flat and min(accuracy) >= 1.0
-        # By reward, as advantages are: answers that are all wrong may still be told apart by a shaping term.
+        # Compared by reward, as advantages are: a shaping term may distinguish answers that are all wrong.
         rewards = [member.score.reward for member in members]
         tally.flat += max(rewards) - min(rewards) <= 1e-6
         tally.all_right += right

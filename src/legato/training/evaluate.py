@@ -1,4 +1,4 @@
-"""How good the policy is on problems: sampled and greedy accuracy, pass@k and avg@n with intervals."""
+"""Evaluation: sampled and greedy accuracy, pass@k and avg@n with confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Answered:
 
     @property
     def accuracy(self) -> float:
-        """An evaluation counts what could not be judged as not solved; it is not trained on."""
+        """The accuracy; 0 for an unscorable rollout, since evaluations are not trained on."""
         return 0.0 if isinstance(self.score, Unscorable) else self.score.accuracy
 
 
@@ -45,10 +45,10 @@ class Evaluator:
     def answer(
         self, problems: Sequence[Problem], sampling: Sampling, samples: int, seed: int, number: int = 0
     ) -> list[list[Answered]]:
-        """For each problem its scored samples; the seeds do not depend on the step, so evaluations compare like with like.
+        """The scored samples of each problem. Seeds do not depend on the step, so evaluations are comparable.
 
-        `number` tells the evaluations of a run apart: rollout ids count down from -1 - 2**32 * number, which no rollout of
-        training and no other evaluation has.
+        `number` counts the evaluations of a run: rollout ids count down from -1 - 2**32 * number, so they are unique in the
+        run.
         """
         first = -1 - (number << 32)
         starts = [

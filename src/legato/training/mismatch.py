@@ -1,4 +1,4 @@
-"""What a sampler that is not the trainer does to training: the gap, its noise beside the clip band, and each correction.
+"""Engine-trainer mismatch: the gap of log-probs, its noise beside the clip band, and the effect of each correction.
 
 `study` reads rollouts with the sampler's log-probs and the trainer's, and returns plain numbers. Truncation (top-p, top-k,
 min-p) is part of the gap, as the behaviour density has it; the noise floor is without it, as the anchor would be.
@@ -36,11 +36,11 @@ from legato.objectives.slots import Context, Correction
 from legato.policy.policy import Policy
 from legato.training.anchor import anchor
 from legato.training.plan import plan
-from legato.training.probe import band, is_within, measured
+from legato.training.probe import band, is_within, measure_gap
 from legato.training.tables import Tables
 
 LEVELS = {"token": "token", "product": "product", "geo": "sequence"}
-"""Of each token, multiplied over the response, length-normalised: the word here to the level of a part."""
+"""The names used here (of each token, multiplied over the response, length-normalised) to the level of a part."""
 
 
 def corrections() -> dict[str, Correction]:
@@ -56,11 +56,11 @@ def corrections() -> dict[str, Correction]:
     return found | {"geo rejection": GeometricRejection(), "k3 rejection": K3Rejection(), "veto": Veto()}
 
 
-def scored(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
-    """Rollouts with the trainer's own log-probs of them, in packs as an update has them."""
+def score_groups(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
+    """The tables of some groups with the trainer's own log-probs, computed in packs as in an update."""
     batch = collate(groups, policy.dtype)
     updates = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=tokens_per_pack, seed=0, packing=policy.packing)
-    return anchor(Tables.of(batch, policy.device), policy, None, updates, choice="recompute", skip_first=False)
+    return anchor(Tables.from_batch(batch, policy.device), policy, None, updates, choice="recompute", skip_first=False)
 
 
 def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
     gap, mask = signals.behaviour_log_ratio(), signals.mask
     responses = per_response(gap, mask)
     tokens, geometric = gap[mask.tokens], responses.log_geometric
-    weighed = {name: _weighed(part, context) for name, part in corrections().items()}
+    corrected = {name: _apply_correction(part, context) for name, part in corrections().items()}
     return {
         "responses": len(geometric),
         "tokens": len(tokens),
@@ -80,7 +80,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
         "response_size": distribution(geometric.abs()),
         "divergence": _divergence(signals, context) | {"effective_sequence": effective_share(responses.log_product.exp())},
         "floor": _floor(algorithm, signals),
-        "corrections": {name: found.effect(mask) for name, found in weighed.items()},
+        "corrections": {name: each.effect(mask) for name, each in corrected.items()},
         "by_length": [
             {
                 "shortest": low,
@@ -88,7 +88,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
                 "responses": int(member.sum()),
                 "gap_deviation": float(geometric[member].std(correction=0)),
                 "effective_product": effective_share(responses.log_product[member].exp()),
-                "cut": {name: found.cut(mask, _among(member, mask)) for name, found in weighed.items()},
+                "cut": {name: each.cut(mask, _among(member, mask)) for name, each in corrected.items()},
             }
             for low, high, member in length_bins(responses.lengths)
         ],
@@ -96,7 +96,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
 
 
 def signals_of(tables: Tables) -> Signals:
-    """What `study` reads, in float64; the old log-probs are filled in."""
+    """The signals that `study` reads, in float64; the tables must have old log-probs."""
     assert tables.old_logprobs is not None
     old = tables.old_logprobs.double()
     return Signals(
@@ -117,30 +117,30 @@ def _context(signals: Signals) -> Context:
 
 
 def _divergence(signals: Signals, context: Context) -> dict[str, float]:
-    """The metrics a run records of the same thing, under the same names."""
+    """The mismatch metrics of a run, under the same names."""
     outcome = evaluate(Objective(ratio=NoRatio()), TokenMean(), signals, context.counts)
-    found = measure(signals, outcome).report()
-    return {key.removeprefix("mismatch/"): value for key, value in found.items() if key.startswith("mismatch/")}
+    metrics = measure(signals, outcome).report()
+    return {key.removeprefix("mismatch/"): value for key, value in metrics.items() if key.startswith("mismatch/")}
 
 
 def _floor(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
     """The probe's own measures of engine against trainer."""
     mask, width, turn = signals.mask, band(algorithm), signals.turn
     assert turn is not None
-    found = measured(algorithm, mask, turn, mask.difference(signals.logprobs, signals.tensor("sampler_logprobs")))
+    gap = measure_gap(algorithm, mask, turn, mask.difference(signals.logprobs, signals.tensor("sampler_logprobs")))
     return {
-        "max": found.max,
-        "rms": found.rms,
-        "bounded": found.bounded,
+        "max": gap.max,
+        "rms": gap.rms,
+        "bounded": gap.bounded,
         "band": width,
-        "clipped": found.clipped,
-        "safe": None if width is None else is_within(found, width),
+        "clipped": gap.clipped,
+        "safe": None if width is None else is_within(gap, width),
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weighed:
-    """What a correction did, one number for each token or for each response."""
+class _Corrected:
+    """The weights of a correction, one number for each token or for each response."""
 
     of_tokens: bool
     weights: Tensor
@@ -150,7 +150,7 @@ class _Weighed:
     """The importance weights of the same units."""
 
     def counted(self, mask: Mask, rows: Tensor) -> Tensor:
-        """Which of the numbers count, of some rows [B]."""
+        """Mask of the numbers that belong to some rows [B] and count."""
         inside = mask.tokens if self.of_tokens else mask.lengths > 0
         return inside & rows.unsqueeze(1)
 
@@ -164,12 +164,12 @@ class _Weighed:
         return {"unit": "tokens" if self.of_tokens else "responses", **found}
 
 
-def _weighed(part: Correction, context: Context) -> _Weighed:
+def _apply_correction(part: Correction, context: Context) -> _Corrected:
     found, level = part.apply(context), getattr(part, "level", "product")
     weights = found.keep if found.weight is None else found.weight
     assert weights is not None
     of_tokens = level == "token"
-    return _Weighed(
+    return _Corrected(
         of_tokens=of_tokens,
         weights=weights,
         uncut=torch.ones_like(weights) if found.weight is None else _uncapped(level, context),

@@ -40,7 +40,7 @@ class Schedule:
         return min(self.warm_up_updates, max(0, total - 1))
 
     def share(self, update: int, total: int) -> float:
-        """For update 0, 1, 2 ... of `total`."""
+        """The share of the peak learning rate at update 0, 1, 2 ... of `total`."""
         warm_up = self.warm_up(total)
         if update < warm_up:
             return (update + 1) / warm_up
@@ -53,7 +53,7 @@ class Schedule:
 
 @settings()
 class OptimizerSettings(Schedule):
-    """What the optimizer is made of."""
+    """The settings of the optimizer and its schedule."""
 
     lr: float = number(default=1e-6, says="The learning rate.", above=0.0)
     value_lr: float | None = number(
@@ -83,7 +83,7 @@ class OptimizerSettings(Schedule):
 
 
 class Optimizer:
-    """Steps on masters: float32 copies of 16-bit weights (or copies on the host), the weights themselves otherwise."""
+    """AdamW on master weights: float32 copies of 16-bit weights (or copies on the host), else the weights themselves."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, total_updates: int) -> None:
         if not parameters:
@@ -91,13 +91,13 @@ class Optimizer:
         self.settings, self.total_updates = settings, total_updates
         self.weights = dict(parameters)
         for weight in self.weights.values():
-            # The packs of an update add up in float32, whatever the weights are kept in.
+            # Gradients of micro-batches accumulate in float32, whatever the dtype of the weights.
             weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
         self.inner = _inner(self._groups(), settings)
         self.updates = 0
         self.scale = 1.0
-        """What every learning rate is multiplied by: a recovery lowers it."""
+        """A factor on every learning rate: a recovery lowers it."""
 
     def _master(self, weight: nn.Parameter) -> Tensor:
         half = weight.dtype in (torch.bfloat16, torch.float16)
@@ -121,14 +121,14 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self.settings.lr * self.scale * self.settings.share(self.updates, self.total_updates)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """One update from the gradients in the weights: (gradient norm before clipping, whether it was applied).
 
-        A gradient that is not finite is dropped whole; the schedule moves on all the same. Nothing here waits for a GPU:
-        the clip and the decision to drop are the fused optimizer's, which reads both from the device.
+        An update whose gradient is not finite is skipped, but the schedule moves on. Nothing here waits for a GPU: the
+        fused optimizer reads the clip and the decision to skip from the device.
         """
         gradients = {name: self._gradient(name) for name in self.weights}
         norm = torch.nn.utils.get_total_norm(gradients.values())
@@ -139,7 +139,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = group["peak"] * share
         if self.settings.optimizer == "adamw":
-            # The fused kernel divides by the one and leaves everything alone where the other is 1; it reads both as float32.
+            # The fused kernel divides gradients by grad_scale and skips the update if found_inf is 1. Both are float32.
             self.inner.grad_scale = ((norm + 1e-6) / clip).clamp(min=1.0).float() if clip else norm.new_ones(()).float()
             self.inner.found_inf = (~applied).float()
             self.inner.step()
@@ -158,7 +158,7 @@ class Optimizer:
     def _gradient(self, name: str) -> Tensor:
         weight, master = self.weights[name], self.masters[name]
         if weight.grad is None:
-            # An update in which no row survived still steps: momentum moves on, with a gradient of 0.
+            # An update without any row still steps with a gradient of 0: momentum moves on.
             return torch.zeros_like(master)
         return weight.grad.detach().to(master.device, master.dtype)
 
@@ -169,7 +169,7 @@ class Optimizer:
             torch._foreach_copy_([self.weights[name] for name in copied], [self.masters[name] for name in copied])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name (masters and moments) and plain numbers."""
+        """The state for a checkpoint: tensors by name (masters and moments) and plain numbers."""
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {"updates": self.updates, "scale": self.scale}
         for name, master in self.masters.items():
@@ -183,7 +183,7 @@ class Optimizer:
         return tensors, numbers
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over a saved state; the weights are loaded before."""
+        """Load a saved state; the weights must be loaded before."""
         known = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
         missing = known - set(tensors)
         if missing:
@@ -196,7 +196,7 @@ class Optimizer:
             kind, _, owner = key.partition("|")
             if owner and kind != "master":
                 states.setdefault(owner, {})[kind] = value
-        # The 8-bit optimizer keeps other things for small weights than for large ones; what is there is taken as it is.
+        # The 8-bit optimizer has different state for small and large weights, so its entries are not checked.
         wanted = {"step", "exp_avg", "exp_avg_sq"} if self.settings.optimizer == "adamw" else set[str]()
         for name in self.masters:
             lacking = wanted - set(states.get(name, {}))
@@ -206,7 +206,7 @@ class Optimizer:
             if master is not self.weights[name]:
                 with torch.no_grad():
                     master.copy_(tensors[f"master|{name}"])
-            # A state from before the first update has no moments, and those of now must not outlive it.
+            # A state from before the first update has no moments: the current ones are removed.
             self.inner.state.pop(master, None)
             if states.get(name):
                 self.inner.state[master] = {
@@ -223,7 +223,7 @@ def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:
 
 
 def check_eight_bit() -> Any:
-    """The 8-bit optimizer of bitsandbytes, or a sentence."""
+    """The 8-bit AdamW class of bitsandbytes; InputError if it is not installed."""
     try:
         from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

@@ -31,17 +31,17 @@ class Update:
 
 
 def plan(texts: Texts, *, updates: int, epochs: int, tokens_per_pack: int, seed: int, packing: bool) -> list[Update]:
-    """Groups dealt at random, sizes within one, each response once per epoch."""
+    """The updates of a step: groups are dealt at random, evenly to within one; each response is used once per epoch."""
     count = len(texts.prompts)
-    found = []
+    planned = []
     for epoch in range(epochs):
         order = list(range(count))
         random.Random(f"updates {seed} {epoch}").shuffle(order)
         for index in range(min(updates, count)):
             groups = sorted(order[index::updates])
             cut = micro_batches(texts, groups, tokens_per_pack, shared=packing)
-            found.append(Update(index=index, epoch=epoch, micro_batches=cut))
-    return found
+            planned.append(Update(index=index, epoch=epoch, micro_batches=cut))
+    return planned
 
 
 def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
@@ -85,7 +85,7 @@ def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, 
 
 
 def _even(pieces: list[tuple[int, list[int]]], count: int, most: int) -> list[list[int]] | None:
-    """The pieces, largest first, each to the emptiest of so many packs; None where one would overflow."""
+    """The pieces, largest first, each added to the emptiest of `count` packs; None if one would overflow."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for size, members in pieces:

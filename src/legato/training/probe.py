@@ -1,4 +1,4 @@
-"""The numerics of the ratio, measured where it should be 1: nothing was trained between two scorings of one policy.
+"""The numerical noise of the ratio, measured where the ratio should be 1: one policy is scored twice, untrained.
 
 GSPO's published band is 3e-4; rounding alone may fill it. Three pairs of scorings are compared on the run's own rollouts:
     same     one pack without a gradient and with one, as an update does it: equal to the bit, or s starts beside 1
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts, Tally
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.mask import Mask
 from legato.core.scope import Scope
 from legato.core.shapes import PerToken, Spread
@@ -54,7 +54,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What the probe found."""
+    """The noise floor that the probe measured."""
 
     same: Gap
     packs: Gap
@@ -69,12 +69,12 @@ class Floor:
     """The bands of the trust regions at the time of the probe, by part."""
 
     def metrics(self) -> dict[str, float]:
-        found = {"noise/same_tokens": self.same_tokens, "noise/engine_token_max": self.engine.token_max}
+        metrics = {"noise/same_tokens": self.same_tokens, "noise/engine_token_max": self.engine.token_max}
         for name, gap in self._gaps():
-            found |= {f"noise/{name}_max": gap.max, f"noise/{name}_rms": gap.rms, f"noise/{name}_ratio": gap.ratio}
+            metrics |= {f"noise/{name}_max": gap.max, f"noise/{name}_rms": gap.rms, f"noise/{name}_ratio": gap.ratio}
             if gap.clipped is not None:
-                found[f"noise/{name}_clipped"] = gap.clipped
-        return found
+                metrics[f"noise/{name}_clipped"] = gap.clipped
+        return metrics
 
     def _gaps(self) -> Iterator[tuple[str, Gap]]:
         yield from (("same", self.same), ("packs", self.packs), ("engine", self.engine))
@@ -82,15 +82,15 @@ class Floor:
     def noise(self, anchored_on_sampler: bool) -> float:
         """The noise floor of a clip that adapts.
 
-        In other packs rather than on the same path: that path is equal to the bit only until weights move, and then
-        rounding falls as differently as it does in other packs.
+        It includes the gap between different packs: the same path is equal to the bit only until weights move, and then
+        rounding differs as much as it does between packs.
         """
         gaps = [self.same, self.packs, *([self.engine] if anchored_on_sampler else [])]
         return max(gap.compared for gap in gaps)
 
     @property
     def sampler_is_safe(self) -> bool:
-        """Whether the engine's log-probs may stand for the old policy."""
+        """Whether the engine's log-probs may be the anchor."""
         return self.band is not None and is_within(self.engine, self.band)
 
     @property
@@ -99,7 +99,7 @@ class Floor:
         return self.band is not None and not is_within(self.engine, self.band)
 
     def refusal(self) -> str:
-        """Why the engine's log-probs are not taken for the old policy's, and what can be done."""
+        """The error message: why the engine's log-probs cannot be the anchor, and what to do."""
         assert self.band is not None
         clipped = f", {100 * self.engine.clipped:.3g} % of {self.unit} outside the band" if self.engine.clipped else ""
         return (
@@ -110,32 +110,32 @@ class Floor:
         )
 
     def lines(self, anchor: str) -> list[str]:
-        """For people: what was measured, what follows for the clip and the anchor, and a warning where one is due."""
+        """Lines to print: the measured noise, what follows for clip and anchor, and warnings."""
         chosen = {"sampler": "the engine's log-probs are the anchor", "recompute": "old log-probs are recomputed"}[anchor]
         same, other, engine = (_small(gap.ratio) for _, gap in self._gaps())
-        found = [
+        lines = [
             f"numerics of the ratio with nothing trained, max |s - 1|: {same} on the same path, {other} in other packs,"
             f" {engine} engine against trainer"
         ]
         if self.band is None:
-            found.append(f"there is no clip band; {chosen}")
+            lines.append(f"there is no clip band; {chosen}")
         else:
             shares = [f"{100 * gap.clipped:.3g} %" for _, gap in self._gaps() if gap.clipped is not None]
-            found.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
+            lines.append(f"outside the clip band of {self.band:.1e}: {', '.join(shares)} of {self.unit}; {chosen}")
         if self.band is not None and self.fills_the_band:
             gap = f"engine and trainer differ by up to {self.engine.bounded:.1e} where {self.band / 3:.1e} would be safe"
             warning = f"warning: {gap}: the clip will act on what nobody trained"
-            found.append(warning if anchor == "sampler" else f"{gap}: its log-probs cannot be the anchor")
+            lines.append(warning if anchor == "sampler" else f"{gap}: its log-probs cannot be the anchor")
         if self.same_tokens:
-            found.append(
+            lines.append(
                 f"warning: {100 * self.same_tokens:.3g} % of tokens score differently with and without a gradient in one and"
                 " the same pack: s will not be exactly 1 before the first update"
             )
-        return found
+        return lines
 
 
 class UnsafeAnchorError(InputError):
-    """The sampler was to be the anchor, and the probe found that it must not be."""
+    """The configured anchor is the sampler, but its measured noise is too large."""
 
     def __init__(self, floor: Floor) -> None:
         super().__init__(floor.refusal())
@@ -143,7 +143,7 @@ class UnsafeAnchorError(InputError):
 
 
 def is_within(gap: Gap, band: float) -> bool:
-    """Whether nothing of a gap is clipped and it takes at most a third of the band."""
+    """Whether a gap takes at most a third of the band and nothing of it is clipped."""
     return gap.bounded <= band / 3 and not gap.clipped
 
 
@@ -152,14 +152,14 @@ def _small(size: float) -> str:
 
 
 def band(algorithm: Algorithm, state: State | None = None) -> float | None:
-    """The narrowest bound the trust region puts on the ratio; where it adapts, the bound as the state has it."""
+    """The narrowest bound the trust region puts on the ratio; an adaptive bound is read from the state."""
     stated = algorithm.objective.bounds(state).values()
     distances = [distance for bounds in stated for distance in (bounds.low, bounds.high) if distance is not None]
     return min((distance for distance in distances if distance > 0), default=None)
 
 
 def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack: int, state: State | None = None) -> Floor:
-    """Score the first responses in packs of the run's size, twice, and alone, and lay the engine's word beside them."""
+    """Measure the noise floor: score the first responses with and without a gradient, alone, and compare with the engine."""
     texts, device = tables.texts, tables.device
     state = algorithm.initial() if state is None else state
     groups = sorted(set(texts.group[:ROWS].tolist()))
@@ -172,7 +172,7 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     turn = tables.turn[rows]
 
     def gap(left: Tensor, right: Tensor) -> Gap:
-        return measured(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
+        return measure_gap(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
     unequal = (learning != together)[mask.tokens]
     return Floor(
@@ -186,8 +186,8 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     )
 
 
-def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:
-    """A gap from the differences of log-probs, 0 outside the mask."""
+def measure_gap(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, state: State | None = None) -> Gap:
+    """The gap of two scorings from their differences of log-probs `drift`, 0 outside the mask."""
     nothing = torch.zeros_like(drift)
     signals = Signals(
         mask=mask,
@@ -206,7 +206,7 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, st
         state=algorithm.initial() if state is None else state,
     )
     responses = context.sequences.mean(drift)
-    # A ratio that compares a response with its siblings is not 1 here; what numerics add to it is that of the response.
+    # A ratio that compares a response with its siblings is not 1 here; its noise is that of the response.
     own = ratio.reduce(ratio.tokens(signals), context) if ratio.reads_anchor else responses
     bounded, shares, compared = own, [], 0.0
     stated = algorithm.objective.bounds(context.state)
@@ -233,8 +233,10 @@ def measured(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken, st
 
 
 def _band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float]:
-    """The bounds a trust part puts on the log-ratio of each response or token: those it applies, which may follow the
-    length, or those it states where it cannot be applied to these few rows."""
+    """The bounds a trust part puts on the log-ratio of each response or token.
+
+    These are the bounds it applies, which may depend on the length, or the stated ones if it cannot be applied to few rows.
+    """
     applied = None
     if part.scope is Scope.ROW and not part.needs():
         applied = part.apply(Region(log_ratio=own, log_value=own), context).band
@@ -242,7 +244,7 @@ def _band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[T
 
 
 def _outside(values: Spread, low: Tensor | float, high: Tensor | float, mask: Mask) -> float:
-    """The share of responses, or of tokens, beyond a bound."""
+    """The share of responses, or of tokens, outside the bounds."""
     outside = (values < low) | (values > high)
     counted = outside[mask.lengths > 0] if values.shape[1] == 1 else outside[mask.tokens]
     return float(counted.double().mean()) if len(counted) else 0.0
@@ -259,12 +261,12 @@ def _score(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     for rows in parts:
         if len(rows):
             logprobs = policy.score(tables.texts, rows, _forced(tables)).logprobs
-            table[sent(rows, tables.device), : logprobs.shape[1]] = logprobs
+            table[to_device(rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
 def _score_with_gradient(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
-    """[B, T]: log-probs as an update computes them; nothing goes backward, so no gradient comes of it."""
+    """[B, T]: log-probs as an update computes them; no backward runs, so parameters get no gradient."""
     table = _table(policy, tables)
     for rows in parts:
         if not len(rows):
@@ -272,12 +274,12 @@ def _score_with_gradient(policy: Policy, tables: Tables, parts: Sequence[Tensor]
         with policy.accumulate_gradient(tables.texts, rows, _forced(tables)) as forward:
             for piece in forward.pieces():
                 logprobs = piece.channels.logprobs
-                table[sent(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
+                table[to_device(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
 def _forced(tables: Tables) -> Directions | None:
-    """Under R3 engine and trainer go the same way, here too."""
+    """Directions that replay the engine's routes under R3; None otherwise."""
     return None if tables.replay is None else Directions(replay=tables.replay, record=False)
 
 

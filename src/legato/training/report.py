@@ -1,4 +1,4 @@
-"""What a step reports: its metrics, and what they were made of."""
+"""The report of a step: its metrics, and the sums they come from."""
 
 import math
 import time
@@ -33,21 +33,21 @@ PER_UPDATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a step did."""
+    """The metrics, rollouts and sums of a step."""
 
     step: int
     metrics: Mapping[str, float]
     groups: tuple[Group, ...]
     floor: Floor | None
-    """What the probe measured, where this step had one."""
+    """The noise floor, if this step measured it."""
     unscorable: Mapping[str, int]
     """Reasons and how often."""
     sums: Sums = field(default_factory=Sums)
-    """What the metrics of the updates were made of."""
+    """The sums from which the metrics of the updates were computed."""
     details: tuple[dict[str, Any], ...] = ()
-    """What each rollout of `groups` has beside its score, where asked for (`details.py`)."""
+    """Details of each rollout in `groups`, if asked for (`details.py`)."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the updates read of the rollouts, a row each; some on the device."""
+    """The tables the updates read, a row per rollout; some on the device."""
 
     def histograms(self) -> dict[str, dict[str, list[float]]]:
         """Edges and counts of every quantity that has a distribution."""
@@ -62,14 +62,14 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def end(self, phase: str) -> None:
-        """The phase that has just ended."""
+        """Record the seconds since the last call as those of this phase."""
         now = time.perf_counter()
         self.seconds[phase], self._last = now - self._last, now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateNumbers:
-    """An update, and what the host had to wait for."""
+    """The report of an update with its device numbers on the host."""
 
     report: Report
     without_gradient: int
@@ -138,7 +138,7 @@ def update_metrics(sums: Sums, own: Sequence[Sums], updates: Sequence[UpdateNumb
 
 
 def _per_update(sums: Sums, updates: int) -> dict[str, float]:
-    """Totals are per update: the sum over the updates of a step would grow with their number."""
+    """The sums as numbers; totals are divided by the number of updates, with which they would grow."""
     totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
     return {key: value / updates if key in totals else value for key, value in sums.report().items()}
 
@@ -156,5 +156,5 @@ def read_state(state: State) -> dict[str, dict[str, float]]:
 
 
 def state_metrics(state: State) -> dict[str, float]:
-    """Where the adaptive parts stand after the step."""
+    """The state of adaptive parts after the step, as metrics."""
     return {f"state/{name}.{key}": value for name, values in read_state(state).items() for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Where the groups of a step come from, as the trainer and a recovery see it."""
+"""The interface of a rollout source, from which the trainer takes the groups of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class ExhaustedError(Exception):
 
 @dataclass(slots=True)
 class Tally:
-    """What was seen while collecting a step, before anything was dropped."""
+    """Counts and values of all rollouts of a step, before any group was dropped."""
 
     rollouts: int = 0
     unscorable: int = 0
@@ -42,12 +42,14 @@ class RolloutSource(Protocol):
     """
 
     def next(self, count: int) -> tuple[list[Group], Tally]:
-        """So many groups of at least two scored rollouts each, and what was seen on the way; fewer only where not enough
-        were found. ExhaustedError where no problem is left."""
+        """`count` groups of at least two scored rollouts each, and the tally of all rollouts.
+
+        Fewer groups only if refills did not find enough. ExhaustedError if no problem is left.
+        """
 
     @property
     def version(self) -> int:
-        """Of the policy that was published last."""
+        """The version of the policy that was published last."""
 
     def on_publish(self, version: int) -> None:
         """The policy's weights have changed and are this version from now on."""
@@ -57,23 +59,23 @@ class RolloutSource(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether the sampler is what it is going to be, so that what is measured of it now will stay true."""
+        """Whether the sampler has its full weight history, so that a noise floor measured now stays valid."""
 
     @property
     def drawn(self) -> int:
         """How many problems have been drawn."""
 
     def go_to(self, drawn: int) -> None:
-        """Go on as if so many problems had been drawn."""
+        """Continue as if `drawn` problems had been drawn."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it: numbers and texts."""
+        """The state of the source for a checkpoint: numbers and texts."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave. The policy has the weights of the checkpoint by then; they are published again."""
+        """Load what `state` returned. The policy must have the checkpoint's weights already; they are published again."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of the sampler beside the policy's weights."""
+        """The sampler's tensors for a checkpoint, beside the policy's weights."""
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave; before `load`."""
+        """Load what `tensors` returned; call it before `load`."""

@@ -12,7 +12,7 @@ from legato.core.batch import collate
 from legato.core.fields import choice, flag, integer, number
 from legato.core.scope import Scope
 from legato.core.settings import settings
-from legato.core.sums import Sums, fetched
+from legato.core.sums import Sums, fetch
 from legato.core.texts import Texts
 from legato.core.world import OneProcess, World
 from legato.diagnostics.metrics.repetition import repetition
@@ -109,55 +109,55 @@ class TrainingSettings:
 
 
 def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:
-    """What of a run is about experts, and means nothing in a dense model."""
-    found = []
+    """The options of a run that need a mixture of experts, as texts for a message."""
+    options = []
     if settings.routing_replay != "off":
-        found.append(f"training.routing_replay = {settings.routing_replay!r}")
+        options.append(f"training.routing_replay = {settings.routing_replay!r}")
     if settings.load_balance:
-        found.append(f"training.load_balance = {settings.load_balance:g}")
+        options.append(f"training.load_balance = {settings.load_balance:g}")
     if needs_router_shift(algorithm):
-        found.append(f"algorithm {algorithm.name} with the part router-shift")
-    return found
+        options.append(f"algorithm {algorithm.name} with the part router-shift")
+    return options
 
 
 class Trainer:
-    """Runs steps. What it must remember between them is in `state` and in the parts it was given."""
+    """Runs training steps. `state_dict` holds what must survive from one step to the next beside weights and optimizer."""
 
     def __init__(
         self,
         *,
         policy: Policy,
         algorithm: Algorithm,
-        collector: RolloutSource,
+        source: RolloutSource,
         optimizer: Optimizer,
         settings: TrainingSettings,
         reference: Reference | None = None,
         world: World | None = None,
     ) -> None:
-        self.policy, self.algorithm, self.collector, self.optimizer = policy, algorithm, collector, optimizer
+        self.policy, self.algorithm, self.source, self.optimizer = policy, algorithm, source, optimizer
         self.settings, self.reference = settings, reference
         self.world = OneProcess() if world is None else world
         for option in routing_options(algorithm, settings):
-            policy.known_routers(option)
+            policy.require_routers(option)
         self.steps_done = 0
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
         self.probed = False
-        """Whether the sampler was measured as it is going to be; until then every step measures it."""
+        """Whether the noise floor was measured with a settled sampler; until then every step measures it."""
         self.skipped: dict[int, float] = {}
         """The share of the tokens computed that had no gradient, per update index, averaged over the last steps."""
         self.look: Callable[[Look], None] | None = None
-        """Called in every update with what the objective read and decided; it changes nothing of the training."""
+        """Called in every update with the signals and the outcome of the objective; it must not change them."""
 
     def step(self, detailed: int | None = None) -> StepReport:
-        """`detailed`: the report has the advantages, and what stands at each of so many tokens."""
+        """Run one training step. `detailed`: the report also has advantages, and details of this many tokens."""
         clock = Clock()
-        groups, tally = self.collector.next(self.settings.prompts_per_step)
+        groups, tally = self.source.next(self.settings.prompts_per_step)
         clock.end("rollouts")
         if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
             return self._idle(tally, clock)
         batch = collate(groups, self.policy.dtype)
-        tables = Tables.of(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
+        tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         updates = self._plan(batch.texts)
         floor = self._probe(tables)
         # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
@@ -170,9 +170,9 @@ class Trainer:
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         numbers = fetch_numbers(done)
         self._note_savable(updates, numbers)
-        self.collector.on_publish(self.collector.version + 1)
+        self.source.on_publish(self.source.version + 1)
         self.steps_done += 1
-        own = [self.world.sum_metrics(sums) for sums in fetched([report.sums for report, _ in done])]
+        own = [self.world.sum_metrics(sums) for sums in fetch([report.sums for report, _ in done])]
         clock.end("update")
         sums = sum(own, start=Sums())
         return StepReport(
@@ -197,9 +197,9 @@ class Trainer:
         return details(tables, marks, self.policy.tokenizer, most)
 
     def _idle(self, tally: Tally, clock: Clock) -> StepReport:
-        """A step whose rollouts cannot be trained on: nothing moves but the place in the data."""
+        """The report of a step whose rollouts cannot be trained on. Only the place in the data moves on."""
         self.steps_done += 1
-        # Where dynamic sampling found every answer right there was no update to lose.
+        # Dynamic sampling drops groups that are all right: no update was lost then.
         applied = {} if tally.groups and tally.all_right == tally.groups else {"update/applied": 0.0}
         metrics = {**rollout_metrics(tally), **applied, **time_metrics(clock.seconds, tally)}
         return StepReport(step=self.steps_done, metrics=metrics, groups=(), floor=None, unscorable=dict(tally.reasons))
@@ -219,11 +219,11 @@ class Trainer:
         if self.probed and (every == 0 or self.steps_done % every):
             return None
         floor = probe(self.policy, self.algorithm, tables, self.settings.tokens_per_pack, self.state)
-        asked = self.settings.anchor
-        if asked == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
+        wanted = self.settings.anchor
+        if wanted == "sampler" and not self.probed and floor.fills_the_band and not self.settings.accept_unsafe_anchor:
             raise UnsafeAnchorError(floor)
-        self.probed = self.probed or self.collector.settled
-        if asked == "auto":
+        self.probed = self.probed or self.source.settled
+        if wanted == "auto":
             # A mixture's old policy is always scored: how far its routers shift is measured against that pass.
             unsafe = self.world.agree(int(not floor.sampler_is_safe or self.policy.routers is not None))
             self.anchor_choice = "recompute" if unsafe else "sampler"
@@ -234,7 +234,7 @@ class Trainer:
     def _score_old_policy(self, tables: Tables, updates: list[Update]) -> Tables:
         """The tables with log-probs of the old and the reference policy, and old values."""
         algorithm, epochs = self.algorithm, self.settings.epochs_per_step
-        # Rows that certainly have no gradient are not scored, where nothing but their own update would read the scores.
+        # Rows that certainly have no gradient are not scored if only their own update would read the scores.
         alone = algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1
         silent = self._silent(tables) if tables.advantages is not None and alone else None
         assert self.anchor_choice is not None
@@ -262,7 +262,9 @@ class Trainer:
         if "uniform" in needs(algorithm):
             tables = tables.with_uniform(self.settings.seed, self.optimizer.updates)
         counts = self.world.sum_counts(count_update(algorithm, tables, update))
-        passes = {"one": 1, "two": 2}.get(self.settings.update_passes) or self.world.agree(self._cheaper(update.index))
+        passes = {"one": 1, "two": 2}.get(self.settings.update_passes) or self.world.agree(
+            self._cheaper_passes(update.index)
+        )
         report = update_gradient(
             self.policy,
             algorithm,
@@ -276,48 +278,48 @@ class Trainer:
             marked=marked,
             look=self.look,
         )
-        self.collector.before_update()
+        self.source.before_update()
         norm, _ = self.optimizer.step()
-        # An update whose rows were all left out beforehand measured nothing.
+        # An update whose rows were all silent has no sums.
         if self.state and report.sums:
             self.state = algorithm.advance(self.state, self.world.sum_metrics(report.sums), first=update.is_first)
         return report, norm
 
     def _note_savable(self, updates: list[Update], numbers: list[UpdateNumbers]) -> None:
-        """What a first pass would have saved, for the choice of one or two passes in the steps to come."""
-        for update, found in zip(updates, numbers, strict=True):
-            if found.report.rows > found.report.silent:
+        """Average the share of tokens a first pass would have saved; `_cheaper_passes` reads it in later steps."""
+        for update, measured in zip(updates, numbers, strict=True):
+            if measured.report.rows > measured.report.silent:
                 before = self.skipped.get(update.index)
-                self.skipped[update.index] = found.savable if before is None else 0.8 * before + 0.2 * found.savable
+                self.skipped[update.index] = measured.savable if before is None else 0.8 * before + 0.2 * measured.savable
 
-    def _cheaper(self, index: int) -> int:
-        """Two passes where enough tokens had no gradient the last times; the first update of a step never clips."""
+    def _cheaper_passes(self, index: int) -> int:
+        """2 if enough tokens of this update had no gradient in the last steps, else 1."""
         return 2 if self.skipped.get(index, 0.0) > BREAK_EVEN else 1
 
-    def memory(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside weights and optimizer."""
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer's part of a checkpoint: everything beside weights and optimizer."""
         return {
             "steps_done": self.steps_done,
             "state": read_state(self.state),
             "anchor_choice": self.anchor_choice,
             "probed": self.probed,
             "skipped": {str(index): share for index, share in self.skipped.items()},
-            "collector": self.collector.state(),
+            "collector": self.source.state(),
         }
 
     def sampler_state(self) -> dict[str, torch.Tensor]:
-        """What the engine remembers beside the weights."""
-        return self.collector.tensors()
+        """The tensors a checkpoint must hold for the engine beside the policy's weights."""
+        return self.source.tensors()
 
     def load_sampler(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `sampler_state` gave."""
-        self.collector.load_tensors(state)
+        """Load what `sampler_state` returned."""
+        self.source.load_tensors(state)
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave."""
-        self.steps_done = int(memory["steps_done"])
-        # A part that came with a change of the algorithm begins; one that went is forgotten.
-        self.state = {name: memory["state"].get(name, first) for name, first in self.algorithm.initial().items()}
-        self.anchor_choice, self.probed = memory["anchor_choice"], bool(memory["probed"])
-        self.skipped = {int(index): float(share) for index, share in memory["skipped"].items()}
-        self.collector.load(memory["collector"])
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.steps_done = int(saved["steps_done"])
+        # The algorithm may have changed: a new part starts with its initial state, the state of a removed part is dropped.
+        self.state = {name: saved["state"].get(name, first) for name, first in self.algorithm.initial().items()}
+        self.anchor_choice, self.probed = saved["anchor_choice"], bool(saved["probed"])
+        self.skipped = {int(index): float(share) for index, share in saved["skipped"].items()}
+        self.source.load(saved["collector"])

@@ -1,4 +1,4 @@
-"""What is known of a step's rollouts on the trainer's side, and how a part of it becomes the signals of an objective."""
+"""The tables of a step's rollouts on the trainer's side, and the signals that an objective reads from some of their rows."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +10,7 @@ from legato.advantages.filters import Samples
 from legato.algorithms.algorithm import Algorithm
 from legato.core.batch import Batch
 from legato.core.mask import Mask
-from legato.core.segments import renumbered
+from legato.core.segments import renumber
 from legato.core.signals import RouterSignals, Signals
 from legato.core.texts import Texts
 from legato.diagnostics.metrics.routing import router_shift
@@ -23,12 +23,12 @@ from legato.rollouts.randomness import seed_of, uniform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """[B, T] tables on the policy's device. `old_logprobs` is None where the first update takes its own as anchor."""
+    """[B, T] tables on the policy's device. `old_logprobs` is None if the first update uses its own as anchor."""
 
     batch: Batch
-    """On the host: rows are laid out there."""
+    """On the host, where packs are laid out."""
     mask: Tensor
-    """Like the three below a copy of the batch's on the device: every update reads it, and must not wait for a transfer."""
+    """This and the next three are device copies of the batch's tables, so that updates wait for no transfer."""
     sampler_logprobs: Tensor
     kept_logmass: Tensor | None
     turn: Tensor
@@ -46,18 +46,18 @@ class Tables:
     old_experts: Tensor | None = None
     """[B, T, M, K]: which experts the old policy chose at the position that predicts a token."""
     old_router_logprobs: Tensor | None = None
-    """[B, T, M, K]: their log-probs; None where the engine is the old policy, which reports none."""
+    """[B, T, M, K]: log-probs of `old_experts`; None if the engine is the anchor, since it reports none."""
     sampler_experts: Tensor | None = None
-    """[B, T, M, K]: those of the engine, where it records them."""
+    """[B, T, M, K]: the experts the engine chose, if it records them."""
     sampler_known: Tensor | None = None
-    """[B, T] bool"""
+    """[B, T] bool: where `sampler_experts` has a record."""
     replay: Record | None = None
-    """Routes to force in every pass of an update; under R3 those of the engine, in the old-policy pass too."""
+    """Routes to force in every pass of an update; under R3 the engine's, which are forced in the old-policy pass too."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Signals that only some parts read: uniform."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> "Tables":
+    def from_batch(cls, batch: Batch, device: torch.device) -> "Tables":
         return cls(
             batch=batch,
             mask=batch.texts.mask.to(device),
@@ -75,12 +75,12 @@ class Tables:
         return self.mask.device
 
     def evidence(self) -> dict[str, Tensor]:
-        """What tells how a step came about, without copies."""
+        """The tensors that explain a step, by name, without copies."""
         batch, texts = self.batch, self.texts
-        found = {"tokens": texts.tokens, "lengths": texts.lengths, "mask": texts.mask, "group": texts.group}
-        found |= {"rewards": batch.rewards, "sampler_logprobs": batch.sampler_logprobs, "rollout_id": batch.rollout_id}
+        tensors = {"tokens": texts.tokens, "lengths": texts.lengths, "mask": texts.mask, "group": texts.group}
+        tensors |= {"rewards": batch.rewards, "sampler_logprobs": batch.sampler_logprobs, "rollout_id": batch.rollout_id}
         known = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "advantages": self.advantages}
-        return found | {name: tensor for name, tensor in known.items() if tensor is not None}
+        return tensors | {name: tensor for name, tensor in known.items() if tensor is not None}
 
     def anchors_itself(self, rows: Tensor) -> bool:
         """Whether these rows (on the CPU) have no old log-probs: their update is the first to move the policy."""
@@ -91,7 +91,7 @@ class Tables:
         return not bool(known.all())
 
     def with_advantages(self, algorithm: Algorithm) -> "Tables":
-        """rewards -> advantages, and what the filters keep, over the whole step."""
+        """The tables with advantages, returns and the filters' `keep`, computed over the whole step."""
         batch, texts = self.batch, self.texts
         estimate = algorithm.advantage.estimate(
             Scores(
@@ -108,8 +108,8 @@ class Tables:
             )
         )
         device, dtype = self.device, batch.sampler_logprobs.dtype
-        found = estimate.advantages.to(dtype)
-        found = found.unsqueeze(1) if found.dim() == 1 else torch.where(texts.mask, found, 0.0)
+        advantages = estimate.advantages.to(dtype)
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(texts.mask, advantages, 0.0)
         samples = Samples(
             accuracy=batch.accuracy,
             group=texts.group,
@@ -122,13 +122,13 @@ class Tables:
             keep = kept if keep is None else keep * kept
         return replace(
             self,
-            advantages=found.to(device),
+            advantages=advantages.to(device),
             returns=None if estimate.returns is None else estimate.returns.to(device, dtype),
             keep=None if keep is None else keep.to(device),
         )
 
     def with_routes(self, routers: Routers | None, replay: str) -> "Tables":
-        """What the engine recorded of routing, checked against the trainer's routers; its routes are forced under R3."""
+        """The tables with the engine's recorded routes, checked against the trainer's routers; R3 replays them."""
         routes = self.batch.routes
         if routers is None or routes is None:
             if replay == "R3":
@@ -137,7 +137,7 @@ class Tables:
                     " those of the trainer's own old-policy pass"
                 )
             return replace(self, routers=routers)
-        record = Record.of_engine(routes, routers, self.device)
+        record = Record.from_engine(routes, routers, self.device)
         experts, known = record.predicting(self.texts)
         return replace(
             self,
@@ -148,7 +148,7 @@ class Tables:
         )
 
     def with_uniform(self, seed: int, update: int) -> "Tables":
-        """One number per token for random selections, from (seed, update, row)."""
+        """The tables with a uniform number per token for random selections, derived from (seed, update, row)."""
         seeds = torch.tensor([seed_of("selection", seed, update, row) for row in self.batch.rollout_id.tolist()])
         places = torch.arange(self.texts.tokens.shape[1])
         table = uniform(seeds.unsqueeze(1), places).to(self.batch.sampler_logprobs.dtype)
@@ -162,7 +162,7 @@ class Tables:
         own_anchor: bool = False,
         first: bool = False,
     ) -> Signals:
-        """The signals of some rows. Without channels, of what counting reads: everything but the new log-probs."""
+        """The signals of some rows. Without channels (for counting) the new log-probs are 0."""
         assert self.advantages is not None
         width = self.texts.tokens.shape[1] if channels is None else channels.logprobs.shape[1]
         device = self.device
@@ -173,7 +173,7 @@ class Tables:
         def part(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[rows, :width]
 
-        # The first update to move the policy: what it computes now is what the policy was.
+        # The first update of the step: the policy has not moved yet, so the new log-probs are the old ones.
         old = channels.logprobs.detach() if channels is not None and own_anchor else part(self.old_logprobs)
         advantages = self.advantages[rows]
         routed = None if channels is None else channels.routed
@@ -207,7 +207,7 @@ class Tables:
         return router_shift(self.old_router_logprobs[rows, : routed.logprobs.shape[1]], routed.logprobs)
 
     def _router(self, routed: Routed, rows: Tensor, own_anchor: bool, first: bool) -> RouterSignals:
-        """What was measured of routing, beside what is known of the old policy and of the engine."""
+        """The routers' choices now, under the old policy and in the engine."""
         assert self.routers is not None
         width = routed.experts.shape[1]
 
@@ -229,11 +229,11 @@ class Tables:
 
     def dense_groups(self, rows: Tensor) -> Tensor:
         """Group ids of an update's rows (on the host), dense from 0."""
-        return renumbered(self.texts.group[rows])
+        return renumber(self.texts.group[rows])
 
 
 def _lag(batch: Batch) -> Tensor:
-    """[B]: versions between a response's oldest token and the newest of the step; padding has none."""
+    """[B]: policy versions between a response's oldest token and the newest token of the step."""
     mask = batch.texts.mask
     newest = torch.where(mask, batch.version, 0).max()
     return newest - torch.where(mask, batch.version, newest).min(1).values

@@ -3,7 +3,7 @@
 One pass: forward, objective, backward, micro-batch by micro-batch. Two passes: score all rows, objective once for the whole
 update, then forward and backward of the rows that have a coefficient. Both give the gradient of the same loss; which is
 cheaper depends on how many rows the trust region leaves without a gradient (break-even at a third). Rows that cannot have a
-gradient whatever the policy says (advantage 0, no penalties) are left out of both, and of metrics.
+gradient whatever the policy computes (silent rows: advantage 0, no penalties) are left out of both, and of metrics.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from legato.algorithms.algorithm import Algorithm
 from legato.core.counts import Counts
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.outcome import Coefficients, Outcome
 from legato.core.scope import Scope
 from legato.core.signals import Signals
@@ -36,30 +36,30 @@ Prompts are computed as long as one of their responses is, so they count among t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """An update as its objective saw it, before the optimizer moved the policy."""
+    """The signals and the outcome of an update, before the optimizer moved the policy."""
 
     update: Update
     rows: Tensor
-    """On the host: of which rows of the step signals and outcome speak, in their order; silent rows are left out."""
+    """On the host: the rows of the step in `signals` and `outcome`, in their order; silent rows are left out."""
     signals: Signals
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an update did. The gradient is in the parameters."""
+    """The measures of an update. The gradient itself is in the parameters."""
 
     sums: Sums
     rows: int
     silent: int
-    """Rows left out beforehand: they have no advantage and nothing else pulls at them."""
+    """How many rows were left out because their advantage is 0 and no penalty applies."""
     without_gradient: Tensor
-    """Of the rows scored, those whose coefficients were all 0. On the device: reading it waits for the update."""
+    """How many of the scored rows had only coefficients of 0. On the device: reading it waits for the update."""
     savable: Tensor
-    """What share of the tokens computed were responses of such rows. On the device."""
+    """The share of the computed tokens that were responses of such rows. On the device."""
     passes: int
     marks: Marks | None = None
-    """What it saw at each token, where asked for."""
+    """Coefficients and log-ratios of each token, if `marked`."""
 
 
 def silent_rows(algorithm: Algorithm, tables: Tables) -> Tensor | None:
@@ -84,11 +84,11 @@ def update_gradient(
     marked: bool = False,
     look: Callable[[Look], None] | None = None,
 ) -> Report:
-    """Add the gradient of the loss of this update to the parameters; `marked`: the report says what each token had.
+    """Add the gradient of the loss of this update to the parameters; `marked`: the report has the marks of each token.
 
     `load_balance` is the coefficient of the routers' own loss. It needs two passes, the first of which counts the choices
-    of the whole update, and all rows in both, since every token pulls at the routers: `silent` must be None. `look` is
-    called once with what the objective read and decided.
+    of the whole update, and all rows in both, since every token has a gradient at the routers: `silent` must be None.
+    `look` is called once with the signals and the outcome.
     """
     rows = update.rows
     parts = [part if silent is None else part[~silent[part]] for part in update.micro_batches]
@@ -109,10 +109,10 @@ def update_gradient(
     if parts:
         signals, outcome, routing = (_two_passes if two else _one_pass)(work, parts)
         sums, dead = measure(signals, outcome) + routing, ~_alive(outcome.field)
-        marks = Marks.of(torch.cat(parts), signals, outcome) if marked else None
+        marks = Marks.from_outcome(torch.cat(parts), signals, outcome) if marked else None
         if look is not None:
             look(Look(update=update, rows=torch.cat(parts), signals=signals, outcome=outcome))
-    lengths = tables.mask[sent(torch.cat(parts), tables.device)].sum(1) if parts else dead
+    lengths = tables.mask[to_device(torch.cat(parts), tables.device)].sum(1) if parts else dead
     return Report(
         sums=sums,
         rows=len(rows),
@@ -132,11 +132,11 @@ def _tokens_read(policy: Policy, tables: Tables, rows: Tensor) -> int:
 
 
 def count_update(algorithm: Algorithm, tables: Tables, update: Update) -> Counts:
-    """What normalises, over all rows of the update, those left out included."""
+    """The normalising counts over all rows of the update, silent rows included."""
     groups = tables.dense_groups(update.rows)
     size = int(groups.max()) + 1 if algorithm.objective.needs_groups(algorithm.aggregate) else None
     device = tables.device
-    return algorithm.count(tables.signals(sent(update.rows, device), sent(groups, device), None), size)
+    return algorithm.count(tables.signals(to_device(update.rows, device), to_device(groups, device), None), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class _Work:
     rows: Tensor
     """On the host, ascending."""
     groups: Tensor
-    """Of those rows, dense over the update."""
+    """The group of each of these rows, dense over the update."""
     counts: Counts
     state: State
     first: bool
@@ -155,7 +155,7 @@ class _Work:
     load_balance: float
 
     def directions(self, rows: Tensor) -> Directions | None:
-        """What the passes over these rows are told about routing."""
+        """The routing directions for passes over these rows; None without routers."""
         tables = self.tables
         if tables.routers is None:
             return None
@@ -165,42 +165,42 @@ class _Work:
         return Directions(old=None if own else tables.old_experts, replay=replay, count=self.load_balance > 0)
 
     def signals(self, rows: Tensor, channels: Channels) -> Signals:
-        """What the objective reads of some rows of the update."""
+        """The signals of some rows of the update."""
         device = self.tables.device
-        groups = sent(self.groups[torch.searchsorted(self.rows, rows)], device)
-        return self.tables.signals(sent(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
+        groups = to_device(self.groups[torch.searchsorted(self.rows, rows)], device)
+        return self.tables.signals(to_device(rows, device), groups, channels, self.tables.anchors_itself(rows), self.first)
 
     def evaluate(self, signals: Signals) -> Outcome:
         return self.algorithm.evaluate(signals, self.counts, self.state)
 
     @property
     def width(self) -> int:
-        """Of tables that hold any row of the step."""
+        """The longest response of the step."""
         return int(self.tables.texts.lengths.max())
 
 
 def _one_pass(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
-    """What the objective read and decided over all rows, and measures of routing. The gradient is in the parameters."""
-    # Where no part weighs by routing, what routers did only serves the measures at the end.
+    """Signals and outcome over all rows, and sums about routing. Adds the gradient to the parameters."""
+    # If no part weighs by routing, the routers' choices are only needed for the metrics at the end.
     reads_routing = needs_router_shift(work.algorithm)
-    seen, traffic = list[Channels](), list[Traffic | None]()
+    scores, traffic = list[Channels](), list[Traffic | None]()
     for rows in parts:
         with work.policy.accumulate_gradient(work.tables.texts, rows, work.directions(rows)) as forward:
             for piece in forward.pieces():
                 channels = piece.channels if reads_routing else replace(piece.channels, routed=None)
                 outcome = work.evaluate(work.signals(piece.rows, channels))
                 piece.backward(outcome.field)
-                seen.append(piece.channels.widen(work.width))
+                scores.append(piece.channels.widen(work.width))
         traffic.append(forward.traffic)
-    # Metrics are of the whole update. Joining what the pieces decided would add loss terms in another order, and a piece is
-    # only as wide as its longest row: sums would differ in their last bits with the cut into pieces. So the objective is
+    # Metrics are of the whole update. Joining the outcomes of the pieces would add loss terms in another order, and a piece
+    # is only as wide as its longest row: sums would differ in their last bits with the cut into pieces. So the objective is
     # evaluated once more for all rows; that is some 250 small operations an update, whatever the number of rows.
-    signals = work.signals(torch.cat(parts), Channels.join(seen))
-    return signals, work.evaluate(signals), _replayed(work, traffic)
+    signals = work.signals(torch.cat(parts), Channels.join(scores))
+    return signals, work.evaluate(signals), _count_missing_routes(work, traffic)
 
 
 def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sums]:
-    """The same. The first pass has no gradient, the second is for the rows that have coefficients."""
+    """Like `_one_pass`. The first pass has no gradient; the second runs only the rows that have coefficients."""
     texts, rows = work.tables.texts, torch.cat(parts)
     scores = [work.policy.score(texts, part, work.directions(part)) for part in parts]
     signals = work.signals(rows, Channels.join([channels.widen(work.width) for channels in scores]))
@@ -209,21 +209,21 @@ def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sum
     del scores  # the joined table holds the same numbers
     balance, measures = _balance(work, traffic, signals)
     alive = _alive(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
-    for numbers in _refilled(work, rows, parts, alive):
+    for numbers in _refill_micro_batches(work, rows, parts, alive):
         directions = work.directions(rows[numbers])
         if directions is not None:
             directions = replace(directions, record=False, balance=balance)
         with work.policy.accumulate_gradient(texts, rows[numbers], directions) as forward:
             start = 0
             for piece in forward.pieces():
-                chosen = sent(numbers[start : start + len(piece.rows)], work.tables.device)
+                chosen = to_device(numbers[start : start + len(piece.rows)], work.tables.device)
                 start += len(piece.rows)
                 piece.backward(_narrow(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
-    return signals, outcome, _replayed(work, traffic) + measures
+    return signals, outcome, _count_missing_routes(work, traffic) + measures
 
 
 def _balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
-    """The load-balance loss of the update and its measure; None where it is off."""
+    """The load-balance loss of the update and its metric; None if it is off."""
     known = [each for each in traffic if each is not None]
     if not work.load_balance or not known:
         return None, Sums()
@@ -235,8 +235,8 @@ def _balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tu
     return balance, Sums({"router/balance": Total(value)})
 
 
-def _replayed(work: _Work, traffic: list[Traffic | None]) -> Sums:
-    """How many of the tokens read had no record where routes are replayed."""
+def _count_missing_routes(work: _Work, traffic: list[Traffic | None]) -> Sums:
+    """The share of the tokens read that had no recorded route; empty unless routes are replayed."""
     known = [each for each in traffic if each is not None]
     if work.tables.replay is None or not known:
         return Sums()
@@ -245,9 +245,9 @@ def _replayed(work: _Work, traffic: list[Traffic | None]) -> Sums:
     return Sums({"router/replay_missing": Mean(missing, read)})
 
 
-def _refilled(work: _Work, rows: Tensor, parts: list[Tensor], alive: Tensor) -> list[Tensor]:
-    """The rows that are left, as numbers among `rows`, in fewer micro-batches that are about as full as those before."""
-    # A rectangle of padded rows is larger than its tokens: those micro-batches stay apart.
+def _refill_micro_batches(work: _Work, rows: Tensor, parts: list[Tensor], alive: Tensor) -> list[Tensor]:
+    """The `alive` rows, as positions in `rows`, in fewer micro-batches that are about as full as `parts`."""
+    # Padded rows take more room than their tokens, so without packing no micro-batches are merged.
     most = max(_tokens_read(work.policy, work.tables, part) for part in parts) if work.policy.packing else 0
     refilled, sizes, start = list[Tensor](), list[int](), 0
     for part in parts:

@@ -3,12 +3,12 @@
     workers = shared("legato.rewards.math_worker:compare")
     workers.ask("1/2", "0.5", seconds=5)  ->  what compare("1/2", "0.5") returns, or TimedOutError, DiedError, RefusedError
 
-A worker is a fresh interpreter, started at the first question and never forked: the process that asks may hold CUDA and
-threads. It imports the named module and nothing of the asker's main program, so it is small. Questions and replies are JSON
-on a socket: whatever the worker was talked into, its reply is data. It has no environment variables but a few, a memory
-limit, may write no file, and ends itself by a CPU limit should the asker vanish in the middle of a question.
+A worker is a fresh interpreter, started at the first question and never forked: the calling process may hold CUDA and
+threads. It imports the named module and not the caller's main program, so it is small. Questions and replies are JSON on a
+socket, so a reply is only data, even from a compromised worker. A worker has few environment variables and a memory limit,
+cannot write files, and is ended by a CPU limit if the caller dies in the middle of a question.
 
-This is a limit on time and memory, and hygiene; it is no sandbox for programs.
+These are limits on time and memory; a worker is no sandbox for programs.
 """
 
 import atexit
@@ -29,7 +29,7 @@ START_SECONDS = 120.0
 """How long a worker may take to import what it needs; a loaded machine is slow at that."""
 MEMORY_BYTES = 4 * 2**30
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""What of the environment a worker sees: no tokens, no keys."""
+"""The environment variables a worker gets: no tokens, no keys."""
 
 
 class TimedOutError(Exception):
@@ -89,7 +89,7 @@ class Workers:
                 # Interrupted between question and reply: the reply would be taken for that of the next question.
                 self._discard(worker)
                 raise
-            self._give(worker)
+            self._return(worker)
             if "refused" in reply:
                 raise RefusedError(reply["refused"])
             return reply["value"]
@@ -123,7 +123,7 @@ class Workers:
                 raise DiedError("the workers have been closed")
         return worker
 
-    def _give(self, worker: "_Worker") -> None:
+    def _return(self, worker: "_Worker") -> None:
         if worker.answered >= self.questions_per_worker:
             # Caches and fragments of the libraries in it only grow.
             self._discard(worker)
@@ -184,7 +184,7 @@ class _Worker:
                 start_new_session=True,
             )
         try:
-            ready = self._line(time.monotonic() + START_SECONDS)
+            ready = self._read_reply(time.monotonic() + START_SECONDS)
         except BaseException as error:
             self.kill()
             if isinstance(error, OSError | EOFError):
@@ -198,11 +198,11 @@ class _Worker:
         deadline = time.monotonic() + seconds
         self.channel.settimeout(seconds)
         self.channel.sendall(question)
-        reply = self._line(deadline)
+        reply = self._read_reply(deadline)
         self.answered += 1
         return reply
 
-    def _line(self, deadline: float) -> dict[str, Any]:
+    def _read_reply(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self.received:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -217,7 +217,7 @@ class _Worker:
         return reply
 
     def kill(self) -> None:
-        """End it and take its exit status, so that no zombie stays."""
+        """Kill the process and collect its exit status, so that no zombie stays."""
         self.channel.close()
         self.process.kill()
         self.process.wait()
@@ -233,7 +233,7 @@ _SHARED_LOCK = threading.Lock()
 
 
 def shared(function: str) -> Workers:
-    """The workers of this process for a function."""
+    """The pool of this process for a function; created at the first call."""
     with _SHARED_LOCK:
         if function not in _SHARED:
             _SHARED[function] = Workers(function)
@@ -247,7 +247,7 @@ def _close_all() -> None:
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have held any of these locks, and is not here to open them.
+    # A thread of the parent may have held any of these locks; it does not exist here to release them.
     global _SHARED_LOCK
     _SHARED_LOCK = threading.Lock()
     for pool in list(_POOLS):
@@ -258,7 +258,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def serve(name: str) -> None:
-    """The life of a worker: import the function, say so, then a reply for each question until the asker is gone."""
+    """The main loop of a worker: import the function, report it, then answer questions until the caller is gone."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     home, _, attribute = name.partition(":")
@@ -301,7 +301,7 @@ def _limit_memory_and_files() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """The asker kills by the clock; this is for the asker that is no more. The kernel does it: no lock can be in its way."""
+    """Let the kernel end this worker after about `seconds` of CPU time, in case the caller died and cannot kill it."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -280,7 +280,7 @@ def _channels(sight: Sight) -> dict[str, Piece]:
     if signals.router_shift is not None:
         gamma = signals.mask.select(signals.router_shift)
         pieces["router/shift_mean"] = sight.token_mean(gamma)
-        pieces["router/shift"] = Histogram.of(gamma, signals.mask.tokens)
+        pieces["router/shift"] = Histogram.from_values(gamma, signals.mask.tokens)
         pieces["router/floored"] = sight.token_mean((gamma < 0.8).to(gamma.dtype))
     if signals.values is not None and signals.returns is not None:
         returns = signals.mask.select(signals.returns)

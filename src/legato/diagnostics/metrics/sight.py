@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.outcome import Outcome, Trace
 from legato.core.segments import Segments
 from legato.core.shapes import PerToken, Spread
@@ -56,13 +56,13 @@ class Sight:
 
     def by_length(self, values: Tensor) -> Binned:
         """Mean over responses of a [B, 1] value, per length bin."""
-        edges = sent(torch.tensor(LENGTH_EDGES, dtype=self.lengths.dtype), self.lengths.device)
+        edges = to_device(torch.tensor(LENGTH_EDGES, dtype=self.lengths.dtype), self.lengths.device)
         bins = torch.bucketize(self.lengths.squeeze(1), edges, right=True)
         member = self.counted & (bins.unsqueeze(1) == torch.arange(len(edges) + 1, device=bins.device))
         return Binned(torch.where(member, values, 0.0).sum(0, dtype=torch.float64), member.sum(0).double())
 
     def histogram(self, values: Tensor, among: Tensor | None = None) -> Histogram:
-        return Histogram.of(values, self.counted if among is None else self.counted & among)
+        return Histogram.from_values(values, self.counted if among is None else self.counted & among)
 
 
 def look(signals: Signals, outcome: Outcome) -> Sight:

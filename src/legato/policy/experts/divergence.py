@@ -1,4 +1,4 @@
-"""How far the experts of a mixture are apart, and how a router uses them: what becomes of copies that are trained.
+"""How far the experts of a mixture have diverged, and how evenly routers use them, e.g. after upcycling.
 
 Shapes: E experts, K of them a token, N tokens.
 """
@@ -15,7 +15,7 @@ from legato.policy.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Divergence:
     """Means over the layers that have a router."""
 
     distance: float
@@ -34,14 +34,14 @@ class Parting:
         )
 
 
-def parting(policy: Policy, texts: Texts) -> Parting:
-    """Measured on the weights as they are and on the tokens of some texts."""
+def measure_divergence(policy: Policy, texts: Texts) -> Divergence:
+    """The divergence of a policy's experts, and their use on the tokens of some texts."""
     mixtures = [layer.mlp for layer in policy.body.get_decoder().layers if hasattr(layer.mlp, "experts")]
     if not mixtures:
         raise InputError(f"{policy.name} is a {type(policy.body).__name__}, in which no layer has experts")
-    routed = _routed(policy, mixtures, texts)
+    routed = _record_routes(policy, mixtures, texts)
     used = [usage(logits, chosen) for logits, chosen in routed]
-    return Parting(
+    return Divergence(
         distance=_mean([distance(mixture.experts) for mixture in mixtures]),
         entropy=_mean([entropy for entropy, _ in used]),
         busiest=_mean([float(shares.max()) for _, shares in used]),
@@ -54,7 +54,7 @@ def distance(experts: Any) -> float:
     apart, size = 0.0, 0.0
     for weight in (_weight(experts, "gate_up_proj"), _weight(experts, "down_proj")):
         flat = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
-        # From the first expert rather than from the mean, which rounding would part from equal copies.
+        # Relative to the first expert: a rounded mean would differ from equal copies.
         away = flat - flat[0]
         apart += len(flat) * float(away.square().sum()) - float(away.sum(0).square().sum())
         size += float(flat.square().sum())
@@ -63,7 +63,7 @@ def distance(experts: Any) -> float:
 
 
 def _weight(experts: Any, name: str) -> Tensor:
-    """[E, ...]: what the experts compute with, adapters that peft wrapped around them included."""
+    """[E, ...]: the effective weights of the experts, LoRA adapters included."""
     added: Any = 0
     while hasattr(experts, "base_layer"):
         if experts.parameter_name == name:
@@ -80,11 +80,11 @@ def usage(logits: Tensor, chosen: Tensor) -> tuple[float, Tensor]:
     return float(entropy), torch.bincount(chosen.flatten(), minlength=log.shape[1]) / chosen.numel()
 
 
-def _routed(policy: Policy, mixtures: list[Any], texts: Texts) -> list[tuple[Tensor, Tensor]]:
-    """What each router gave for the tokens of the texts: logits [N, E] and choices [N, K]."""
-    found: list[tuple[Tensor, Tensor]] = []
+def _record_routes(policy: Policy, mixtures: list[Any], texts: Texts) -> list[tuple[Tensor, Tensor]]:
+    """Each router's logits [N, E] and choices [N, K] for the tokens of the texts."""
+    outputs: list[tuple[Tensor, Tensor]] = []
     hooks = [
-        mixture.gate.register_forward_hook(lambda module, given, output: found.append((output[0].cpu(), output[2].cpu())))
+        mixture.gate.register_forward_hook(lambda module, inputs, output: outputs.append((output[0].cpu(), output[2].cpu())))
         for mixture in mixtures
     ]
     try:
@@ -92,7 +92,7 @@ def _routed(policy: Policy, mixtures: list[Any], texts: Texts) -> list[tuple[Ten
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return outputs
 
 
 def _mean(values: list[float]) -> float:

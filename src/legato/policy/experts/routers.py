@@ -2,8 +2,8 @@
 
 A router of transformers gives, for N tokens, the logits of all E experts, the gates of the K it activates and which they
 are. Families make gates of logits in different ways: a softmax over all experts before the choice, divided by the sum over
-the chosen (Qwen3-MoE, Mixtral) or not (OLMoE, Qwen2-MoE as published), or a softmax over the chosen alone (gpt-oss). Which
-one it is, is found out by running a copy of the router; one that does none of them to the bit is not known.
+the chosen (Qwen3-MoE, Mixtral) or not (OLMoE, Qwen2-MoE as published), or a softmax over the chosen alone (gpt-oss). The
+rule is found by running a copy of the router; a router that matches no rule to the bit is unsupported.
 """
 
 import copy
@@ -33,26 +33,26 @@ class Routers:
 
     @property
     def index(self) -> torch.dtype:
-        """What holds the number of an expert."""
+        """The dtype that stores the number of an expert."""
         return torch.uint8 if self.experts <= 256 else torch.int16
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(M, K): what a token has of each record."""
+        """(M, K): layers with a router, and active experts."""
         return len(self.modules), self.active
 
 
-def find(body: Any) -> Routers | str | None:
-    """The routers of a causal language model; None: it has no experts; a sentence: it has, but they are not known."""
+def find_routers(body: Any) -> Routers | str | None:
+    """The routers of a causal language model; None if it has no experts; a reason if its routers are unsupported."""
     modules = list(body.modules())
-    found = [module for module in modules if _looks_like_one(module)]
-    if not found:
+    routers = [module for module in modules if _is_router(module)]
+    if not routers:
         if not _has_experts(body, modules):
             return None
-        seen = Counter(type(module).__name__ for module in modules)
-        return f"no router was found among its modules: {', '.join(sorted(seen))}"
-    first: Any = found[0]
-    kinds = {(type(module).__name__, *_sizes(module)) for module in found}
+        kinds_of_module = Counter(type(module).__name__ for module in modules)
+        return f"no router was found among its modules: {', '.join(sorted(kinds_of_module))}"
+    first: Any = routers[0]
+    kinds = {(type(module).__name__, *_sizes(module)) for module in routers}
     if len(kinds) > 1:
         return f"its routers differ: {', '.join(map(str, sorted(kinds)))}"
     gates = _gates_of(first)
@@ -62,10 +62,10 @@ def find(body: Any) -> Routers | str | None:
             " over the chosen ones"
         )
     experts, active = _sizes(first)
-    return Routers(modules=tuple(found), experts=experts, active=active, gates=gates)
+    return Routers(modules=tuple(routers), experts=experts, active=active, gates=gates)
 
 
-def _looks_like_one(module: Any) -> bool:
+def _is_router(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     named = type(module).__name__.endswith("Router") and isinstance(getattr(module, "top_k", None), int)
     return named and isinstance(weight, Tensor) and weight.dim() == 2
@@ -95,31 +95,33 @@ def _as_it_is(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
-def _made(probabilities: Callable[[Tensor], Tensor], *, over: str, cast: bool) -> Gates:
+def _gate_function(probabilities: Callable[[Tensor], Tensor], *, over: str, cast: bool) -> Gates:
+    """A rule for gates: softmax over the "chosen" experts, over "all", or over "all, divided" by the chosen sum."""
+
     def gates(logits: Tensor, experts: Tensor) -> Tensor:
         chosen = over == "chosen"
-        found = probabilities(logits.gather(-1, experts)) if chosen else probabilities(logits).gather(-1, experts)
+        shares = probabilities(logits.gather(-1, experts)) if chosen else probabilities(logits).gather(-1, experts)
         if over == "all, divided":
-            found = found / found.sum(dim=-1, keepdim=True)
-        return found.to(logits.dtype) if cast else found
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        return shares.to(logits.dtype) if cast else shares
 
     return gates
 
 
 def _gates_of(router: Any) -> Gates | None:
-    """The way of making gates that gives those of copies of the router with random weights, to the bit.
+    """The rule that reproduces, to the bit, the gates of copies of the router with random weights; None if no rule does.
 
-    In 16 bits the ways are hardly ever told apart, and in 32 bits it is not seen which of them casts: both are tried.
+    In 16 bits the rules hardly differ, and in 32 bits a cast does not show: both dtypes are tried.
     """
-    # A contract of another kind is no error here: it is what is asked for.
+    # A router with another signature is unsupported, not an error.
     try:
-        seen = [_trial(router, dtype) for dtype in {torch.float32, router.weight.dtype}]
+        trials = [_trial(router, dtype) for dtype in {torch.float32, router.weight.dtype}]
         wide, plain = (_in_float32, _of_float32, _as_it_is), (_as_it_is, _in_float32, _of_float32)
-        # Where the forward does not tell, the backward of 16 bits would: each family's own softmax is tried first.
+        # Rules with equal forwards may differ in a 16-bit backward: each family's own softmax is tried first.
         for (over, softmaxes), cast in product((("all, divided", wide), ("all", wide), ("chosen", plain)), (True, False)):
             for probabilities in softmaxes:
-                gates = _made(probabilities, over=over, cast=cast)
-                if all(_equal(gates(logits, experts), scores) for logits, scores, experts in seen):
+                gates = _gate_function(probabilities, over=over, cast=cast)
+                if all(_equal(gates(logits, experts), scores) for logits, scores, experts in trials):
                     return gates
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
         return None
@@ -128,7 +130,7 @@ def _gates_of(router: Any) -> Gates | None:
 
 @torch.no_grad()
 def _trial(router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What a copy of the router says of some random tokens."""
+    """Logits, gates and experts that a copy of the router with random weights returns for random tokens."""
     trial: Any = copy.deepcopy(router).to(dtype)
     source = torch.Generator().manual_seed(0)
     for parameter in trial.parameters():

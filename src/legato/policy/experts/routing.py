@@ -1,9 +1,9 @@
-"""What the routers of a pass gave, and what they are told: recording, Routing Replay and the load-balance loss.
+"""The routers during a pass: recording their choices, Routing Replay and the load-balance loss.
 
-Routers are looked at through forward hooks that live as long as a pass does, its backward included: layers that gradient
-checkpointing computes again are forced again, and recorded once. Shapes: M layers with a router, E experts, K active ones.
-The state that predicts token t is read at the token before it, so records beside log-probs are [B, T, M, K]; those that
-force routes speak of tokens as they are read, prompts included: [G * P + B * T, M, K], the prompt of a group once.
+Forward hooks at the routers live as long as a pass, its backward included: layers that gradient checkpointing recomputes are
+forced again, and recorded once. Shapes: M layers with a router, E experts, K active ones. The choice for token t is
+made at the token before it, so tables beside log-probs are [B, T, M, K]. Records for replay are indexed by the token that is
+read, prompts included: [G * P + B * T, M, K], the prompt of a group once.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.core.rollout import Routes
 from legato.core.texts import Texts
 from legato.errors import InputError
@@ -26,14 +26,14 @@ from legato.policy.layout.packs import Pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Which experts each token of a step was sent to: R2 fills it in the old-policy pass, R3 has it from the engine."""
+    """The experts of each token of a step: R2 records them in the old-policy pass, R3 takes them from the engine."""
 
     experts: Tensor
     """[G * P + B * T, M, K]: prompts [G, P] flattened, then responses [B, T]."""
     tokens: Tensor
-    """[G * P + B * T]: of which token it speaks; -1 where there is no record."""
+    """[G * P + B * T]: the token of each entry; -1 where there is no record."""
     of_sampler: bool = False
-    """R3: forced on the old policy too, and on the first update whatever its anchor is."""
+    """R3: replayed in the old-policy pass too, and in the first update whatever its anchor is."""
 
     @classmethod
     def empty(cls, texts: Texts, routers: Routers, device: torch.device) -> "Record":
@@ -44,8 +44,8 @@ class Record:
         )
 
     @classmethod
-    def of_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
-        """What an engine recorded; ValueError where its model is another than the trainer's."""
+    def from_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
+        """The routes an engine recorded; InputError if its model has other experts than the trainer's."""
         layers, active = routes.experts.shape[1:]
         theirs, ours = (layers, active, routes.count), (*routers.shape, routers.experts)
         if theirs != ours:
@@ -53,7 +53,7 @@ class Record:
                 f"the engine recorded {active} of {routes.count} experts in {layers} layers, the trainer's model has"
                 f" {ours[1]} of {ours[2]} in {ours[0]}: they are not one model"
             )
-        experts, tokens = (sent(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
+        experts, tokens = (to_device(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
         return cls(experts=experts, tokens=tokens, of_sampler=True)
 
     def predicting(self, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -61,11 +61,11 @@ class Record:
         rows, width = texts.tokens.shape
         last = texts.group * texts.prompts.shape[1] + texts.prompt_lengths[texts.group] - 1
         own = texts.prompts.numel() + torch.arange(rows)[:, None] * width + torch.arange(width - 1)
-        places = sent(torch.cat([last[:, None], own], 1), self.tokens.device)
+        places = to_device(torch.cat([last[:, None], own], 1), self.tokens.device)
         return self.experts[places], self.tokens[places] >= 0
 
     def note(self, traffic: "Traffic") -> None:
-        """Take over the routes of a pass."""
+        """Record the routes of a pass."""
         self.experts.index_copy_(0, traffic.source, traffic.experts)
         self.tokens.index_copy_(0, traffic.source, traffic.tokens)
 
@@ -87,7 +87,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directions:
-    """What a pass is told. Without any it is not looked at."""
+    """What a pass records and forces at its routers. Without directions a pass runs without router hooks."""
 
     old: Tensor | None = None
     """[B, T, M, K]: experts whose log-probs are wanted; None: those the routers choose now."""
@@ -95,12 +95,12 @@ class Directions:
     balance: Balance | None = None
     record: bool = True
     count: bool = False
-    """Whether choices are counted, for a balance to come."""
+    """Whether choices are counted, for a load-balance loss in the next pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Which experts the tokens of a pack were sent to."""
+    """The experts of every token of a pack."""
 
     experts: Tensor
     """[N, M, K]: what the routers chose themselves, whatever was forced."""
@@ -109,7 +109,7 @@ class Traffic:
     source: Tensor
     """[N]: the place of each token in a record."""
     missing: Tensor
-    """How many of the N had no record where one was asked for."""
+    """How many of the N tokens had no recorded route to replay."""
     choices: Tensor | None = None
     """[M, E]: how often each expert was used at positions that predict a token, where that is counted."""
     mass: Tensor | None = None
@@ -118,7 +118,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """What the routers gave at the positions that predict the tokens of some rows, without a gradient."""
+    """The routers' outputs at the positions that predict the tokens of some rows, without a gradient."""
 
     experts: Tensor
     """[R, width, M, K]: their own choice, whatever was forced."""
@@ -131,7 +131,7 @@ class Routed:
         chosen = slice(part.start, part.stop)
         return Routed(experts=self.experts[chosen], logprobs=self.logprobs[chosen], entropy=self.entropy[chosen])
 
-    def widened(self, width: int) -> "Routed":
+    def widen(self, width: int) -> "Routed":
         more = width - self.experts.shape[1]
         if not more:
             return self
@@ -142,7 +142,7 @@ class Routed:
         return Routed(experts=pad(self.experts), logprobs=pad(self.logprobs), entropy=pad(self.entropy))
 
     @staticmethod
-    def joined(parts: "list[Routed]") -> "Routed":
+    def join(parts: "list[Routed]") -> "Routed":
         return Routed(
             experts=torch.cat([part.experts for part in parts]),
             logprobs=torch.cat([part.logprobs for part in parts]),
@@ -163,7 +163,7 @@ class Cells:
 
 
 class Tap:
-    """The routers during one pass."""
+    """Hooks that record and force the routers' choices during one pass."""
 
     def __init__(self, routers: Routers, packed: Pack, cells: Cells | None, directions: Directions) -> None:
         self.routers, self.packed, self.cells, self.directions = routers, packed, cells, directions
@@ -171,10 +171,10 @@ class Tap:
         count = len(routers.modules)
         self.logits: list[Tensor | None] = [None] * count
         self.chosen: list[Tensor | None] = [None] * count
-        self.forced, self.known = self._looked_up()
+        self.forced, self.known = self._look_up_routes()
         self.weight = self._weights() if directions.balance is not None else None
 
-    def _looked_up(self) -> tuple[Tensor | None, Tensor | None]:
+    def _look_up_routes(self) -> tuple[Tensor | None, Tensor | None]:
         """The routes to force on each token the body reads, [C, M, K], and [C] whether there is a record of that token."""
         replay, packed = self.directions.replay, self.packed
         if replay is None:
@@ -186,21 +186,21 @@ class Tap:
         return forced, known
 
     def _weights(self) -> Tensor:
-        """[C]: how many tokens each token the body reads predicts; the last of a prompt, one of every response."""
+        """[C]: how many tokens each token the body reads predicts; a prompt's last token predicts one per response."""
         count = len(self.packed.tokens) if self.cells is None else len(self.cells.token)
         ones = torch.ones(len(self.read), dtype=torch.float32, device=self.read.device)
         return ones.new_zeros(count).index_add_(0, self.read, ones)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the routers are looked at and told."""
+        """Inside, the hooks are at the routers."""
         with ExitStack() as stack:
             for number, module in enumerate(self.routers.modules):
-                handle = module.register_forward_hook(partial(self._passed, number))
+                handle = module.register_forward_hook(partial(self._on_router_forward, number))
                 stack.callback(handle.remove)
             yield
 
-    def _passed(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _on_router_forward(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, gates, experts = output
         if self.chosen[layer] is None:
             self.chosen[layer] = experts.detach()
@@ -216,8 +216,8 @@ class Tap:
             gates = _Balanced.apply(gates, logits, self.weight, balance, layer)  # type: ignore[no-untyped-call]
         return logits, gates, experts
 
-    def found(self) -> tuple[Routed, Traffic]:
-        """What was recorded, once the body has gone forward."""
+    def results(self) -> tuple[Routed, Traffic]:
+        """The recorded choices, after the forward of the body."""
         packed, read, index = self.packed, self.read, self.routers.index
         chosen = torch.stack([layer for layer in self.chosen if layer is not None], 1).to(index)
         at_reads = chosen.index_select(0, read)
@@ -232,11 +232,11 @@ class Tap:
             logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
             entropy=_spread((probabilities * logprobs).sum((1, 2)).div_(-logits.shape[1]), packed.place, shape),
         )
-        counted = self._counted(at_reads, probabilities) if self.directions.count else (None, None)
+        counted = self._count_choices(at_reads, probabilities) if self.directions.count else (None, None)
         return routed, self._traffic(chosen, *counted)
 
-    def _counted(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """[M, E] twice: choices that were used, forced ones included, and probabilities, over what is read."""
+    def _count_choices(self, at_reads: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """[M, E] twice: choices used (forced ones included) and sums of probabilities, at positions that predict a token."""
         used, experts = at_reads, self.routers.experts
         if self.forced is not None and self.known is not None:
             known = self.known.index_select(0, self.read)[:, None, None]
@@ -249,7 +249,7 @@ class Tap:
     def _traffic(self, chosen: Tensor, choices: Tensor | None, mass: Tensor | None) -> Traffic:
         packed, known, cells = self.packed, self.known, self.cells
         if cells is not None:
-            # Every copy of a shared prompt went the same way but for rounding; one of them speaks for it.
+            # All copies of a shared prompt have the same routes but for rounding; one of them is recorded.
             count = len(packed.tokens)
             places = torch.where(cells.inside, cells.token, count)
             of_token = torch.zeros(count + 1, dtype=torch.int64, device=chosen.device)

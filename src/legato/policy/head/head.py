@@ -1,8 +1,8 @@
 """The head: from the last hidden state to log-probs and entropies of sampled tokens, logits held for a few rows at a time.
 
-On a GPU with 16-bit weights the logits come from the float32 accumulators of the product (a 16-bit logit would spend GSPO's
-band on rounding); the gradient products run in 16 bits, and the weight's gradient is added where it lies. Elsewhere autograd
-does it: that form is the oracle of the other.
+On a GPU with 16-bit weights the logits come from the float32 accumulators of the product (rounding a logit to 16 bits would
+fill GSPO's band); the gradient products run in 16 bits, and the weight's gradient is added in place. Elsewhere autograd
+computes the gradient; tests compare the GPU path with it.
 
     dlogits = (1[v = y] - p) g / tau        dX = dlogits W        dW += dlogits^T X
 """
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from legato.policy.head.logprobs import chosen
+from legato.policy.head.logprobs import token_logprobs
 from legato.policy.layers.accumulate import add_product, may_write_gradients
 from legato.policy.layers.accumulate import product as weight_product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A linear layer, with what some families do after the matrix."""
+    """The output layer, with the scaling and soft-capping some families apply to logits."""
 
     linear: nn.Module
     scale: float
@@ -31,7 +31,7 @@ class Head:
     """The modules around the layer, which may shard its weights."""
 
     @classmethod
-    def of(cls, body: Any) -> "Head":
+    def from_body(cls, body: Any) -> "Head":
         config = body.config
         # Granite divides by logits_scaling, Cohere multiplies by logit_scale, Gemma caps softly.
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
@@ -43,7 +43,7 @@ class Head:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._finished(self.linear(hidden))
+        return self._scale_and_cap(self.linear(hidden))
 
     def exact(self, hidden: Tensor) -> Tensor:
         """Logits in float32 or better without a gradient."""
@@ -52,23 +52,23 @@ class Head:
             logits = torch.mm(hidden, product.weight.t(), out_dtype=torch.float32)
             if product.beside is not None and product.added is not None:
                 logits += torch.mm(product.beside, product.added.t(), out_dtype=torch.float32)
-            return self._finished(logits)
+            return self._scale_and_cap(logits)
         logits = self(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def scored(
+    def score(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, at_once: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """[K] log-probs and entropies of the targets, differentiable in `hidden` and the weights.
 
-        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`, where it may
-        (`may_write_gradients`). Where logits would be kept for more than `at_once` tokens, the backward computes them again.
+        On a GPU in 16 bits the backward adds to the weight's `.grad` itself, also under `torch.autograd.grad`, if
+        `may_write_gradients`. With more than `at_once` tokens, logits are not kept and the backward recomputes them.
         """
         product = self._product(hidden)
         if product is not None:
             most = len(hidden) if at_once is None else at_once
             whole = hidden if product.beside is None else torch.cat([hidden, product.beside], 1)
-            found: tuple[Tensor, Tensor] = _Exact.apply(  # type: ignore[no-untyped-call]
+            scores: tuple[Tensor, Tensor] = _Exact.apply(  # type: ignore[no-untyped-call]
                 whole,
                 product.weight,
                 product.added,
@@ -79,20 +79,20 @@ class Head:
                 most,
                 may_write_gradients([product.weight], self.linear, *self.within),
             )
-            return found
-        return chosen(self(hidden), targets, temperature, with_entropy=True)
+            return scores
+        return token_logprobs(self(hidden), targets, temperature, with_entropy=True)
 
     def never_holds_logits(self, hidden: Tensor) -> bool:
         """Whether scoring without a gradient takes no memory for logits, whatever the number of tokens."""
-        # Asked of no tokens: under LoRA the answer would otherwise cost a product.
+        # Called with no tokens: under LoRA `_product` would otherwise compute a product.
         return self._product(hidden[:0]) is not None
 
     def _product(self, hidden: Tensor) -> "_Product | None":
-        """The layer as one product whose float32 accumulators the device hands out; None where it is more or cannot be."""
+        """The layer as one plain matmul; None if it is not one or the GPU path is unavailable."""
         half = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
         return _product_of(self.linear, hidden) if half and find_spec("triton") is not None else None
 
-    def _finished(self, logits: Tensor) -> Tensor:
+    def _scale_and_cap(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -126,7 +126,7 @@ def _product_of(linear: nn.Module, hidden: Tensor) -> _Product | None:
 
 
 class _Exact(torch.autograd.Function):
-    """Forward and backward by hand (`kernels/head.py`). Without a gradient to come, logits are kept nowhere."""
+    """Hand-written forward and backward (`kernels/head.py`). Without a gradient, logits are never stored."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _Exact(torch.autograd.Function):
         ctx.after = {"multiplier": scale, "softcap": softcap}
         learns = any(ctx.needs_input_grad[:3])
         found = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
-        # Detached: an output that its own function holds would never be freed where no backward comes.
+        # Detached: an output held by its own function would never be freed if no backward runs.
         ctx.found = replace(found, logprobs=found.logprobs.detach(), entropy=found.entropy.detach()) if learns else None
         ctx.save_for_backward(hidden, weight, whole, targets, temperature)
         ctx.set_materialize_grads(False)

@@ -1,5 +1,7 @@
-"""Log-probs and entropies of sampled tokens from logits, in float32 or better. The only shift in the project is in `packs`:
-logits are read at the token before the one they speak of.
+"""Log-probs and entropies of sampled tokens from logits, in float32 or better.
+
+Nothing is shifted here: `packs.py` reads logits at the token before the one they predict.
+
 
     logprob = z_y / tau - lse(z / tau)        entropy = lse(z / tau) - sum_v p_v z_v / tau
     d logprob / d z_v = (1[v = y] - p_v) / tau
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class _Chosen(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(logits.dtype, torch.float32)
@@ -48,10 +50,10 @@ class _Chosen(torch.autograd.Function):
         return slope.mul_(inverse).to(ctx.dtype), None, None, None
 
 
-def chosen(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
     """[K] log-probs of `targets` and entropies (0 unless asked for) of softmax(logits / temperature), `logits` [K, V].
 
-    One backward per forward: it reuses the memory it was given.
+    Only one backward per forward: it overwrites the saved logits.
     """
-    found: tuple[Tensor, Tensor] = _Chosen.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
-    return found
+    both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits, targets, temperature, with_entropy)  # type: ignore[no-untyped-call]
+    return both

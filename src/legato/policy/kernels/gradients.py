@@ -107,7 +107,7 @@ class _AddNorm(torch.autograd.Function):
         return found, found if ctx.adds else None, to_weight, None
 
 
-def add_norm_learned(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_norm_with_gradient(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`layers.add_norm` with a gradient."""
     total, out = _AddNorm.apply(residual, update, weight, epsilon)
     return residual if update is None else total, out
@@ -302,7 +302,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_backward(gate, up, gradients[0])
 
 
-def swiglu_learned(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_with_gradient(gate: Tensor, up: Tensor) -> Tensor:
     """`layers.swiglu` with a gradient."""
     found: Tensor = _SwiGLU.apply(gate, up)
     return found

@@ -1,4 +1,4 @@
-"""Sums over the takings of each row of a table, in one order and in float32: the way back of `spans.Uses.take`."""
+"""Backward of `spans.Uses.take`: a deterministic float32 scatter-add."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Gradients that a backward written by hand adds where they lie, in the dtype they are kept in (float32 for 16 bits)."""
+"""In-place gradient accumulation for hand-written backwards, in the dtype of `.grad` (float32 for 16-bit weights)."""
 
 import functools
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -> bool:
     """Whether a backward written by hand may add to the `.grad` of these weights; otherwise autograd must do it.
 
-    It must where somebody waits for autograd: a weight has hooks, is no plain tensor (DTensor, quantised), or belongs to a
-    module that shards its weights. `modules`: the module that holds the weights, and those around it that may be sharded.
+    Autograd must if a weight has hooks, is no plain tensor (DTensor, quantised), or belongs to a module that shards its
+    weights. `modules`: the module that holds the weights, and the modules around it that may be sharded.
     """
     for module in modules:
         if _is_sharded(cast(Any, type(module))):

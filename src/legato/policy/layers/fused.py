@@ -1,9 +1,9 @@
 """A body through fused layer parts, for families whose layers are built as Llama's are: in decoding and in training.
 
 Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
-The projections are the modules themselves (LoRA stays as it is). What a family does otherwise is found out before anything
-runs: a body that is not known part by part is left to its own forward. The parts are Triton kernels (`kernels/layers.py`,
-with gradients in `kernels/gradients.py`); on a CPU the same families decode through `unrolled.py`.
+The projections are the model's own modules, so LoRA works unchanged. `why_not` checks every part of a body before anything
+runs; a body with an unknown part uses its own forward. The parts are Triton kernels (`kernels/layers.py`, with gradients in
+`kernels/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ Norms = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """What the projections of a layer gave for R tokens, and what makes heads of it."""
+    """The projections of a layer for R tokens, and what is needed to turn them into heads."""
 
     query: Tensor
     """[R, H * D]"""
@@ -43,11 +43,11 @@ class Projected:
 
 
 Ready = Callable[[int, Projected], Tensor]
-"""(layer, projections): make heads ready, store keys and values; queries [R, H, D]."""
+"""(layer, projections): norm and rotate the heads, store keys and values; returns queries [R, H, D]."""
 Attend = Callable[[int, Tensor, float], Tensor]
 """(layer, queries [R, H, D], scaling) -> [R, H, D]; the new keys and values are stored already."""
 AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-"""(residual, update, weight, epsilon) -> (residual + update, its norm)."""
+"""(residual, update, weight, epsilon) -> (residual + update, RMSNorm of that sum)."""
 
 
 def why_not(body: Any) -> str | None:
@@ -56,7 +56,7 @@ def why_not(body: Any) -> str | None:
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
     for layer in body.layers:
-        # Where the layers do not say (Mistral, Mixtral), the configuration does; no look at a few tokens would notice.
+        # Mistral and Mixtral set the window in the configuration only. A comparison on a few tokens would not notice it.
         if getattr(layer.self_attn, "sliding_window", getattr(body.config, "sliding_window", None)):
             return "it has a sliding window"
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, body.norm):
@@ -74,28 +74,28 @@ def why_not(body: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the layers are made of beside their projections."""
+    """The functions that a layer calls beside its projections."""
 
     ready: Ready
     attend: Attend
     add_norm: AddNorm
     swiglu: Callable[[Tensor, Tensor], Tensor]
     whole: Callable[[Any, Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """For layers of plain projections (`layer.is_plain`): (layer, residual, update, cosine, sine) at once.
+    """Runs a layer of plain projections (`layer.is_plain`) in one call: (layer, residual, update, cosine, sine).
 
-    Its backward writes gradients itself; layers whose gradients are autograd's affair go part by part.
+    Its backward writes gradients itself. Layers whose gradients autograd must compute run part by part.
     """
 
 
 @contextmanager
-def walk(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iterator[Tensor]:
+def run_body(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iterator[Tensor]:
     """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training.
 
-    Layers are called, so that their hooks fire, with the fused way as their forward. The backward belongs inside: layers
-    that gradient checkpointing computes again are called again.
+    Layers are called as modules, so that their hooks fire; inside, their `forward` is the fused one. Run the backward inside
+    too: gradient checkpointing calls the layers again.
     """
     for number, layer in enumerate(body.layers):
-        layer.forward = partial(_layer, parts, number, body, layer)
+        layer.forward = partial(_layer_forward, parts, number, body, layer)
     try:
         yield _last_hidden_state(body, tokens, positions, parts)
     finally:
@@ -103,9 +103,9 @@ def walk(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iterator
             del layer.forward  # the one of its class again
 
 
-def through(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
-    """The same where no backward follows."""
-    with walk(body, tokens, positions, parts) as hidden:
+def run_body_without_backward(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Tensor:
+    """The last hidden state [R, N], like `run_body`, for callers that run no backward."""
+    with run_body(body, tokens, positions, parts) as hidden:
         return hidden
 
 
@@ -115,7 +115,7 @@ def _last_hidden_state(body: Any, tokens: Tensor, positions: Tensor, parts: Part
     update: Tensor | None = None
     for layer in body.layers:
         if update is not None and has_hooks(layer):
-            # Whoever looks at a layer sees its hidden state as one tensor, as transformers has it.
+            # A hook at a layer sees its hidden state as one tensor, as in transformers.
             residual, update = residual + update, None
         output = _call(layer, residual, update, cosine, sine)
         residual, update = output if isinstance(output, tuple) else (output, None)
@@ -124,14 +124,14 @@ def _last_hidden_state(body: Any, tokens: Tensor, positions: Tensor, parts: Part
 
 
 def _call(layer: Any, *given: Tensor | None) -> Any:
-    """Call a layer. The one place for gradient checkpointing: transformers' layers do it themselves, inside `__call__`.
+    """Call a layer. Gradient checkpointing happens here: transformers' layers do it inside `__call__`.
 
-    Without a gradient there is nothing to compute again, and the states of random generators need not be kept.
+    Without a gradient nothing is recomputed, and the states of random generators need not be saved.
     """
     return layer(*given) if torch.is_grad_enabled() else nn.Module.__call__(layer, *given)
 
 
-def _layer(
+def _layer_forward(
     parts: Parts,
     number: int,
     body: Any,
@@ -141,12 +141,12 @@ def _layer(
     cosine: Tensor,
     sine: Tensor,
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """The forward of a layer: (residual, what is still to be added to it), or their sum where somebody looks at it."""
-    output = _computed(parts, number, body, layer, residual, update, cosine, sine)
+    """The forward of a layer: (residual, update not added yet), or their sum where the layer has hooks."""
+    output = _compute_layer(parts, number, body, layer, residual, update, cosine, sine)
     return output[0] + output[1] if has_hooks(layer) else output
 
 
-def _computed(
+def _compute_layer(
     parts: Parts,
     number: int,
     body: Any,
@@ -172,11 +172,11 @@ def _computed(
         norms=norms,
         width=attention.head_dim,
     )
-    asked = parts.ready(number, projected)
-    found = attention.o_proj(parts.attend(number, asked, attention.scaling).flatten(1))
-    residual, x = parts.add_norm(residual, found, second.weight, second.variance_epsilon)
+    query = parts.ready(number, projected)
+    attended = attention.o_proj(parts.attend(number, query, attention.scaling).flatten(1))
+    residual, x = parts.add_norm(residual, attended, second.weight, second.variance_epsilon)
     mlp = layer.mlp
     if is_swiglu(mlp):
         return residual, mlp.down_proj(parts.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
-    said = mlp(x.unsqueeze(0))
-    return residual, (said[0] if isinstance(said, tuple) else said)[0]
+    output = mlp(x.unsqueeze(0))
+    return residual, (output[0] if isinstance(output, tuple) else output)[0]

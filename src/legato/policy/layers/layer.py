@@ -1,8 +1,8 @@
 """A decoder layer of plain projections as one function with its backward by hand.
 
-Autograd's way through the same parts (`fused.py`) keeps what every part was given. Here norms, turned heads and the MLP's
-product are made again on the way back from what they came from, so that a third less is kept, and the gradients of weights
-are added in float32 by the products themselves. Forwards are those of the parts: both ways score to the same bits.
+Autograd through the same parts (`fused.py`) saves the inputs of every part. Here the backward recomputes norms, rotated
+heads and the MLP's product, which saves a third of that memory, and the matrix products add weight gradients in float32.
+The forward calls the same parts: both ways compute the same bits.
 
     t = residual + update      x = norm(t)      a = attention(turn(q), turn(k), v)      u = t + a Wo^T
     y = norm(u)                out = (silu(g) p) Wd^T,   g = y Wg^T,   p = y Wu^T       returns (u, out)
@@ -42,12 +42,12 @@ def is_plain(layer: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody waits for a module to be called, or for its backward."""
+    """Whether a module has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def weights_of(layer: Any) -> list[Tensor | None]:
-    """The weights of a layer that `is_plain`, in the order in which `learned` takes them; None for those it lacks."""
+    """The weights of a layer that `is_plain`, in the order `run_plain_layer` takes them; None for weights it lacks."""
     inside: Any = layer._modules
     attention, mlp = inside["self_attn"]._modules, inside["mlp"]._modules
     projections = [*map(attention.__getitem__, _PROJECTIONS), *map(mlp.__getitem__, _MLP)]
@@ -56,10 +56,10 @@ def weights_of(layer: Any) -> list[Tensor | None]:
     return weights + [module._parameters["bias"] for module in projections[:3]]
 
 
-def learned(
+def run_plain_layer(
     layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor, spans: Spans
 ) -> tuple[Tensor, Tensor]:
-    """(residual, what is still to be added to it) after a layer that `is_plain`, for the tokens of a pack."""
+    """Run a layer that `is_plain` on the tokens of a pack; returns (residual, update), where the update is not added yet."""
     attention = layer.self_attn
     query_norm = getattr(attention, "q_norm", None)
     how = _How(

@@ -1,4 +1,4 @@
-"""A body of a known family (`fused.py`) in torch calls, for an engine on a CPU: any tokens, any way to attend, no gradient.
+"""A body of a known family (`fused.py`) as plain torch calls, for engines on a CPU. It computes no gradient.
 
 Per layer: norm, one product for queries, keys and values, rotation, attention, product with the residual added, norm, SwiGLU
 MLP with the residual added.
@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm
 from legato.policy.head.head import Head
 from legato.policy.layers.fused import Norms, why_not
 from legato.policy.layers.layer import has_hooks, is_swiglu
-from legato.policy.layers.packed import MOST_BYTES, Product, bytes_of_copies, product
+from legato.policy.layers.reordered import MOST_BYTES, Product, bytes_of_copies, product
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, queries [N, H, D], keys [N, K, D], values [N, K, D], scaling) -> [N, H * D]"""
@@ -37,7 +37,7 @@ class _Layer:
     out: Product
     second: tuple[Tensor, float]
     mlp: "tuple[Product, Product, Product] | nn.Module"
-    """Gate, up and down of a SwiGLU MLP; one with another inside (experts) is called whole."""
+    """Gate, up and down of a SwiGLU MLP; any other MLP (experts) is called as a module."""
 
 
 def _layer(layer: Any, config: Any, copied: bool) -> _Layer:
@@ -67,7 +67,7 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 class Unrolled:
-    """A body for the time of one call: it may hold copies of the weights as they were when it was made."""
+    """A body for the time of one call; it may hold copies of the weights from the moment it was built."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = model.get_decoder()
@@ -76,51 +76,51 @@ class Unrolled:
             self.copied_bytes = 0
         copied = self.copied_bytes > 0
         self.layers = [_layer(layer, self.decoder.config, copied) for layer in self.decoder.layers]
-        head = Head.of(model)
+        head = Head.from_body(model)
         self.head = replace(head, linear=product(head.linear, copied=copied))
 
     @staticmethod
     def serves(model: Any) -> bool:
-        """Whether this is a way through the model: a known family, on a CPU, in 32 bits or more."""
+        """Whether this class can run the model: a known family on a CPU, in float32 or float64, without hooks at layers."""
         weight = model.get_input_embeddings().weight
         wide = weight.dtype in (torch.float32, torch.float64)
         if weight.device.type != "cpu" or not wide or why_not(model.get_decoder()) is not None:
             return False
-        # Layers are not called here, and hooks at them would not be.
+        # Layers are not called as modules here, so their hooks would not fire.
         return not any(has_hooks(layer) for layer in model.get_decoder().layers)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
-        """The last hidden state [N, width of the body] of some tokens, [N] each; `wanted`: of these of them only.
+        """The last hidden state [N, width of the body] of N tokens; `wanted`: indices of the tokens whose state is needed.
 
-        Of the others the last layer needs keys and values and no more: in a body of four layers a fifth of the work.
+        The last layer computes only keys and values of the other tokens: in a body of four layers that saves a fifth.
         """
         residual = self.decoder.embed_tokens(tokens)
         cosine, sine = self.decoder.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
-        # Each half of a head is turned by the other half, the first with the sign changed.
+        # Rotary embedding: each half of a head is rotated by the other half, the first with the sign changed.
         low, high = sine[0].chunk(2, 1)
         turn = cosine[0].unsqueeze(1), torch.cat([-low, high], 1).unsqueeze(1)
         for number, layer in enumerate(self.layers):
-            query, key, value = _projected(layer, _normed(residual, layer.first), *turn)
-            found = attend(number, query, key, value, layer.scaling)
+            query, key, value = _project_heads(layer, _apply_norm(residual, layer.first), *turn)
+            attended = attend(number, query, key, value, layer.scaling)
             if wanted is not None and number == len(self.layers) - 1:
-                found, residual = found[wanted], residual[wanted]
-            residual = layer.out.plus(found, residual)
-            x = _normed(residual, layer.second)
+                attended, residual = attended[wanted], residual[wanted]
+            residual = layer.out.plus(attended, residual)
+            x = _apply_norm(residual, layer.second)
             if isinstance(layer.mlp, tuple):
                 gate, up, down = layer.mlp
                 residual = down.plus(up.times(x, gate.activated(x)), residual)
             else:
-                said = layer.mlp(x.unsqueeze(1))
-                residual = residual + (said[0] if isinstance(said, tuple) else said)[:, 0]
-        return _normed(residual, _norm(self.decoder.norm))
+                output = layer.mlp(x.unsqueeze(1))
+                residual = residual + (output[0] if isinstance(output, tuple) else output)[:, 0]
+        return _apply_norm(residual, _norm(self.decoder.norm))
 
 
-def _normed(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+def _apply_norm(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
     return rms_norm(x, (x.shape[1],), *norm)
 
 
-def _projected(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as heads, the first two normed where there are norms and turned by their position."""
+def _project_heads(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as heads; queries and keys are normed (if the family does that) and rotated."""
     width, queries = layer.width, layer.queries
     heads = layer.heads(x).reshape(len(x), -1, width)
     both = heads[:, : layer.turning]

@@ -1,8 +1,8 @@
 """One attention function for everything the body of a policy is used for: training packs, prefill, decode.
 
-It is registered with transformers under the name "legato" and asks the view in force how tokens lie in memory. A body is
-switched to it only inside `attending`; outside, the model is as its users know it. Models whose attention has a sliding
-window, soft-capped scores or sinks are served too (the last two by plain matrix products).
+It is registered with transformers under the name "legato" and asks the current view how tokens are laid out. A body uses it
+only inside `attending`; outside, the model keeps its own attention. Sliding windows, soft-capped scores and attention sinks
+are supported (the last two by plain matrix products).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Heads:
 
 @runtime_checkable
 class View(Protocol):
-    """How the tokens of a forward pass lie in memory and what each may see."""
+    """How the tokens of a forward pass are laid out, and which tokens each may see."""
 
     def attend(self, heads: Heads) -> Tensor:
         """[batch, tokens, heads, width]"""
@@ -67,7 +67,7 @@ def _attention(
 
 
 def register() -> None:
-    """Make the function known to transformers; no mask function goes with it, so that none is built."""
+    """Register the function with transformers. It has no mask function, so that transformers builds no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("legato", _attention)
@@ -75,7 +75,7 @@ def register() -> None:
 
 @contextmanager
 def attending(config: Any, view: View) -> Iterator[None]:
-    """Inside, bodies with this configuration attend through the view. The backward belongs inside where it recomputes."""
+    """Inside, bodies with this configuration attend through the view. A backward that recomputes layers must run inside."""
     before = config._attn_implementation
     config._attn_implementation = "legato"
     _VIEWS.append(view)
@@ -91,10 +91,10 @@ def attend(heads: Heads, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
     repeat = query.shape[1] // key.shape[1]
     if heads.softcap is None and heads.sinks is None:
         if query.shape[2] == 1:
-            # One query a row: the heads that share a key head are so many queries of it, and nothing is repeated.
+            # One query a row: the heads that share a key head become its queries, so that keys need not be repeated.
             grouped = query.reshape(len(query), key.shape[1], repeat, query.shape[3])
-            found = scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=heads.scaling)
-            return found.reshape(*query.shape[:3], value.shape[3])
+            attended = scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=heads.scaling)
+            return attended.reshape(*query.shape[:3], value.shape[3])
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=heads.scaling)
@@ -116,5 +116,5 @@ def causal_bias(length: int, like: Tensor) -> Tensor:
 
 
 def as_bias(seen: Tensor, like: Tensor) -> Tensor:
-    """What is added to the scores: 0 where `seen`, minus infinity elsewhere."""
+    """The bias added to the scores: 0 where `seen`, minus infinity elsewhere."""
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, -torch.inf)

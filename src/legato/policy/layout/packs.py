@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from legato.core.texts import Texts
 from legato.core.threads import one_thread
 from legato.policy.layout.attention import Heads, as_bias, attend
-from legato.policy.layout.spans import Spans, Uses, moved
+from legato.policy.layout.spans import Spans, Uses, move_to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +60,25 @@ class Pack:
     spans: Spans | None = None
     """Where the sequences lie, on a GPU."""
     reads: Uses | None = None
-    """`read`, and the way back, on a GPU."""
+    """`read` and its deterministic backward, on a GPU."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     @one_thread()
     def to(self, device: torch.device) -> "Pack":
-        """The same on another device; copies are not waited for."""
+        """The pack on another device; the host does not wait for the copies."""
         if self.tokens.device == device:
             return self
-        found = self
+        with_spans = self
         if device.type == "cuda" and find_spec("triton") is not None:
             order = torch.argsort(self.owner, stable=True)
-            spans = Spans.of(self.prefix_lengths, self.suffix_lengths[order], self.owner[order], self.positions)
-            found = replace(self, spans=spans, reads=Uses.of(self.read, len(self.tokens)))
-        given = {f.name: moved(getattr(found, f.name), device) for f in fields(self) if f.init and f.name != "_biases"}
-        return Pack(**given)
+            spans = Spans.from_lengths(self.prefix_lengths, self.suffix_lengths[order], self.owner[order], self.positions)
+            with_spans = replace(self, spans=spans, reads=Uses.from_index(self.read, len(self.tokens)))
+        values = {
+            f.name: move_to_device(getattr(with_spans, f.name), device)
+            for f in fields(self)
+            if f.init and f.name != "_biases"
+        }
+        return Pack(**values)
 
     @property
     def prompt_ends(self) -> Tensor:
@@ -107,7 +111,7 @@ class Pack:
         return table.transpose(1, 2)
 
     def _bias(self, window: int | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What prefixes and suffixes may see. Prefixes are plainly causal: their padding comes last, and nobody sees it."""
+        """The attention biases of prefixes and suffixes. Prefixes are causal: their padding comes last, unseen."""
         kind = (window, like.dtype)
         if kind not in self._biases:
             device, width, depth = like.device, self.prefix.shape[1], self.suffix.shape[1]
@@ -127,7 +131,7 @@ class Pack:
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens into a padded table. Each token has one place there, so the backward is a gather too, and always the same."""
+    """Tokens into a padded table. Each token has one place there, so the backward is a deterministic gather too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor, first: int) -> Tensor:
@@ -146,7 +150,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Some rows of a table, in an order; what becomes of their gradient is the affair of those below."""
+    """Some rows of a table in a given order. Subclasses define backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
@@ -156,7 +160,7 @@ class _Select(torch.autograd.Function):
 
 
 class _Restore(_Select):
-    """From the padded tables back to tokens; the backward writes each to its one place."""
+    """From the padded tables back to tokens; the backward writes each gradient to its one place."""
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,7 @@
 """Attention of a pack on a GPU without a padded table: where its sequences lie, cut into tiles.
 
-The tokens of a pack lie as prompts, then responses in the order of their prompts. A response sees its prompt, which lies
-there once, and itself; `kernels/attention.py` reads the keys where they are and adds up gradients in one order.
+A pack holds prompts, then responses in the order of their prompts. A response sees its prompt, which is stored once, and
+itself. `kernels/attention.py` reads the keys in place and adds up gradients in a fixed order.
 """
 
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from legato.core.device import sent
+from legato.core.device import to_device
 
 TILE = 64
 """Tokens of a tile, of queries or of keys."""
@@ -19,17 +19,17 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """Rows taken from a table, some several times; and, the other way, which takings each row of the table has."""
+    """A gather of rows from a table, some several times, and its inverse: which gathered rows come from each table row."""
 
     index: Tensor
-    """[M]: which row."""
+    """[M]: the table row of each gathered row."""
     order: Tensor
-    """[M]: takings sorted by row."""
+    """[M]: gathered rows sorted by table row."""
     ends: Tensor
-    """[N + 1] int32: the takings of row n are order[ends[n] : ends[n + 1]]."""
+    """[N + 1] int32: table row n was gathered as order[ends[n] : ends[n + 1]]."""
 
     @classmethod
-    def of(cls, index: Tensor, count: int) -> "Uses":
+    def from_index(cls, index: Tensor, count: int) -> "Uses":
         order = torch.argsort(index, stable=True)
         return cls(index=index, order=order, ends=_ends(torch.bincount(index, minlength=count)))
 
@@ -38,8 +38,8 @@ class Uses:
         taken: Tensor = _Take.apply(values, self)  # type: ignore[no-untyped-call]
         return taken
 
-    def give_back(self, gradient: Tensor) -> Tensor:
-        """[M, ...] to [N, ...]: the sum over the takings of each row, in their order, in float32."""
+    def sum_gradients(self, gradient: Tensor) -> Tensor:
+        """Backward of `take`, [M, ...] to [N, ...]: a scatter-add in float32 in a fixed order."""
         if gradient.is_cuda:
             from legato.policy.kernels.sums import sum_uses
 
@@ -58,7 +58,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.uses.give_back(gradients[0]), None
+        return ctx.uses.sum_gradients(gradients[0]), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,35 +70,35 @@ class Spans:
     query_tiles: Tensor
     """[tiles, 5] int32: first token, its span from and to, the prompt's first token and length (0: none)."""
     key_tiles: Tensor
-    """[tiles, 5] int32: first token, its span from and to, the responses that look at it from and to."""
+    """[tiles, 5] int32: first token, its span from and to, the responses that attend to it from and to."""
 
     @classmethod
-    def of(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor, positions: Tensor) -> "Spans":
+    def from_lengths(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor, positions: Tensor) -> "Spans":
         """On the host; responses in the order of their prompts."""
         lengths = torch.cat([prefix_lengths, suffix_lengths])
         prefix_first = prefix_lengths.cumsum(0) - prefix_lengths
         suffix_first = prefix_lengths.sum() + suffix_lengths.cumsum(0) - suffix_lengths
         return cls(
             places=positions.int(),
-            query_tiles=_tiles(lengths, *_looked_at(prefix_lengths, prefix_first, owner)),
-            key_tiles=_tiles(lengths, *_looking(suffix_lengths, suffix_first, owner, len(prefix_lengths))),
+            query_tiles=_tiles(lengths, *_prompts_of_spans(prefix_lengths, prefix_first, owner)),
+            key_tiles=_tiles(lengths, *_responses_of_spans(suffix_lengths, suffix_first, owner, len(prefix_lengths))),
         )
 
     @staticmethod
     def serve(like: Tensor, width: int) -> bool:
-        """Whether the kernel behind takes heads so wide, of this dtype and device; others go through padded tables."""
+        """Whether the kernel supports heads of this width, dtype and device; others use padded tables."""
         return like.is_cuda and like.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """[N, H, D] from queries [N, H, D] and keys and values [N, K, D] of the pack's tokens."""
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        found: Tensor = _Attend.apply(query, key, value, self, scaling, window)  # type: ignore[no-untyped-call]
-        return found
+        out: Tensor = _Attend.apply(query, key, value, self, scaling, window)  # type: ignore[no-untyped-call]
+        return out
 
     def attend_forward(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """What `attend` gives, and the normaliser [H, N] that its backward needs."""
+        """The output of `attend`, and the normaliser [H, N] that its backward needs."""
         from legato.policy.kernels.attention import attend_forward
 
         return attend_forward(query, key, value, self.places, self.query_tiles, scaling, window or 0)
@@ -114,11 +114,11 @@ class Spans:
         scaling: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients at queries, keys and values."""
+        """Gradients of queries, keys and values."""
         from legato.policy.kernels.attention import attend_backward
 
-        given = (query, key, value, out, to_out.contiguous(), normaliser)
-        return attend_backward(*given, self.places, self.query_tiles, self.key_tiles, scaling, window or 0)
+        saved = (query, key, value, out, to_out.contiguous(), normaliser)
+        return attend_backward(*saved, self.places, self.query_tiles, self.key_tiles, scaling, window or 0)
 
 
 class _Attend(torch.autograd.Function):
@@ -135,12 +135,12 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, normaliser = ctx.saved_tensors
-        found = ctx.spans.attend_backward(query, key, value, out, normaliser, gradients[0], *ctx.how)
-        return (*found, None, None, None)
+        to_heads = ctx.spans.attend_backward(query, key, value, out, normaliser, gradients[0], *ctx.how)
+        return (*to_heads, None, None, None)
 
 
 def _tiles(lengths: Tensor, beside: Tensor, beside_end: Tensor) -> Tensor:
-    """Every span in tiles, with what is beside it."""
+    """Every span in tiles [tiles, 5], each with the token range (`beside`, `beside_end`) of its span."""
     first, counts = lengths.cumsum(0) - lengths, -(-lengths // TILE)
     span = torch.arange(len(lengths)).repeat_interleave(counts)
     number = torch.arange(len(span)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -148,14 +148,14 @@ def _tiles(lengths: Tensor, beside: Tensor, beside_end: Tensor) -> Tensor:
     return torch.stack(rows, 1).int()
 
 
-def _looked_at(prefix_lengths: Tensor, prefix_first: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every span the prompt it looks at: first token and length; prompts look at none."""
+def _prompts_of_spans(prefix_lengths: Tensor, prefix_first: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """For every span the prompt it attends to: first token and length; 0 for prompts themselves."""
     none = torch.zeros_like(prefix_lengths)
     return torch.cat([none, prefix_first[owner]]), torch.cat([none, prefix_lengths[owner]])
 
 
-def _looking(suffix_lengths: Tensor, suffix_first: Tensor, owner: Tensor, prompts: int) -> tuple[Tensor, Tensor]:
-    """Of every span the tokens beyond it that look at it, from and to: of a prompt, its responses, which lie together."""
+def _responses_of_spans(suffix_lengths: Tensor, suffix_first: Tensor, owner: Tensor, prompts: int) -> tuple[Tensor, Tensor]:
+    """For every span the response tokens that attend to it, from and to; only prompts have any, and they lie together."""
     tokens = torch.zeros(prompts, dtype=torch.int64).index_add_(0, owner, suffix_lengths)
     begin = suffix_first[:1].sum() + tokens.cumsum(0) - tokens
     none = torch.zeros_like(suffix_lengths)
@@ -167,10 +167,10 @@ def _ends(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A value of tensors and plain numbers on another device."""
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """A copy of a tensor, `Uses` or `Spans` on another device; other values are returned as they are."""
     if isinstance(value, Tensor):
-        return sent(value, device)
+        return to_device(value, device)
     if isinstance(value, Uses | Spans):
-        return type(value)(**{field.name: moved(getattr(value, field.name), device) for field in fields(value)})
+        return type(value)(**{field.name: move_to_device(getattr(value, field.name), device) for field in fields(value)})
     return value

@@ -1,4 +1,4 @@
-"""From a name to a policy: tiny models, SmolLM2, a local folder, a hub name, or a module given in Python."""
+"""Loading a policy: tiny models, SmolLM2, a local folder, a hub name, or a module given in Python."""
 
 import fnmatch
 import json
@@ -71,7 +71,7 @@ def load_policy(
 ) -> Policy:
     """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from.
 
-    `loading.gradient_checkpointing = "auto"` leaves it off here: whether it is needed is known once the policy is there.
+    With `loading.gradient_checkpointing = "auto"` it stays off here; `run/memory.py` decides once the policy is loaded.
     """
     _no_progress_bars()
     device = _device(loading.device)
@@ -79,10 +79,10 @@ def load_policy(
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     notes: list[str] = []
     if saved is not None and loading.lora is None:
-        found, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
+        own_tokenizer, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
     else:
-        found, module = _made(model, loading, dtype, tokenizer, seed, notes)
-    tokenizer = found if tokenizer is None else tokenizer
+        own_tokenizer, module = _build(model, loading, dtype, tokenizer, seed, notes)
+    tokenizer = own_tokenizer if tokenizer is None else tokenizer
     if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
         raise InputError(
             f"policy.model {name}: the tokenizer knows {len(tokenizer)} tokens, the embedding has"
@@ -106,7 +106,7 @@ def load_policy(
 
 
 def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -> None:
-    """Copy the weights of a saved model folder into a policy that is in use: they keep their addresses."""
+    """Copy the weights of a saved model folder into a policy in place: tensors keep their addresses."""
     if hasattr(policy.model, "disable_adapter"):
         from peft import set_peft_model_state_dict
         from peft.utils import load_peft_weights
@@ -121,25 +121,25 @@ def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -
 
 
 def _no_progress_bars() -> None:
-    """Loading and saving shards would write over a run's own display."""
+    """Turn off the progress bars of transformers, which would write over a run's own display."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _made(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int, notes: list[str]) -> tuple[Any, Any]:
-    """Tokenizer and module of what was named or given, a mixture of experts made of it where that is asked for."""
+def _build(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int, notes: list[str]) -> tuple[Any, Any]:
+    """Tokenizer and module of a model name or module, upcycled to a mixture of experts if configured."""
     if loading.upcycle is None:
-        return _fresh(model, loading, dtype, tokenizer, seed)
-    # Compared and disturbed before it is rounded: 16 bits would hide a fault and swallow small noise.
-    tokenizer, dense = _fresh(model, loading, torch.promote_types(dtype, torch.float32), tokenizer, seed)
+        return _build_dense(model, loading, dtype, tokenizer, seed)
+    # Upcycle in float32: in 16 bits rounding would hide a fault and swallow small noise.
+    tokenizer, dense = _build_dense(model, loading, torch.promote_types(dtype, torch.float32), tokenizer, seed)
     upcycled = upcycle(dense, loading.upcycle, seed=seed)
     notes.append(upcycled.words)
     return tokenizer, upcycled.model.to(dtype)
 
 
-def _fresh(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int) -> tuple[Any, Any]:
-    """Tokenizer and module of what was named or given."""
+def _build_dense(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: Any, seed: int) -> tuple[Any, Any]:
+    """Tokenizer and module of a model name or module, before upcycling."""
     if isinstance(model, nn.Module):
         return _tokenizer_of(model) if tokenizer is None else tokenizer, model
     if model in ("tiny", "tiny-moe"):
@@ -250,7 +250,7 @@ def _check_folder(path: Path, trust_remote_code: bool) -> None:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """The ratio compares two passes of one policy: nothing random may stand between them."""
+    """Set every dropout to 0: the ratio compares two passes of one policy."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -273,7 +273,7 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def recompute_layers(policy: Policy) -> None:
-    """Gradient checkpointing: the layers of a policy keep their input and are computed again in the backward pass."""
+    """Enable gradient checkpointing: layers save only their input and are recomputed in the backward."""
     model = policy.model
     if hasattr(model, "disable_adapter"):
         # Without a gradient at the embeddings nothing inside a recomputed layer would be differentiated.

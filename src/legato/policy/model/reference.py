@@ -14,13 +14,13 @@ from legato.policy.policy import Channels, Policy
 
 @dataclass(slots=True, kw_only=True)
 class Reference:
-    """Scores rows as the reference does. Under LoRA it is the model without its adapters, and costs no memory."""
+    """The reference policy. Under LoRA it is the model without its adapters, and costs no memory; else a frozen copy."""
 
     policy: Policy
     adapters: bool
 
     @classmethod
-    def of(cls, policy: Policy) -> "Reference":
+    def from_policy(cls, policy: Policy) -> "Reference":
         adapters = hasattr(policy.model, "disable_adapter")
         if adapters:
             return cls(policy=policy, adapters=True)
@@ -30,7 +30,7 @@ class Reference:
         )
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
+    def _without_adapters(self) -> Iterator[None]:
         if self.adapters:
             with self.policy.model.disable_adapter():
                 yield
@@ -39,5 +39,5 @@ class Reference:
 
     def score(self, texts: Texts, rows: Tensor) -> Channels:
         """The channels of some rows without a gradient."""
-        with torch.no_grad(), self._as_it_was():
+        with torch.no_grad(), self._without_adapters():
             return self.policy.score(texts, rows)

@@ -1,4 +1,4 @@
-"""What a body can do is found out before it is trained, on a few tokens: how rows may be laid out, and at what price.
+"""Checks on a few tokens, before training, which layout of rows is right for a body, and what it costs.
 
 A family whose attention does not go through transformers' interface, or whose state runs along the row (Qwen3.5, LFM2,
 Nemotron-H), would be scored wrongly in packs without any error. Four questions, each with its own test:
@@ -6,9 +6,9 @@ Nemotron-H), would be scored wrongly in packs without any error. Four questions,
     head     are logits what `Head` makes of the last hidden state?    same hidden states: up to the rounding of a logit
     leaks    does a text see another?                                  one text changes, the log-probs of others must not
     gross    are log-probs those of the model's own forward?           as far apart as rounding may put them
-    slow     what does the layout cost?                                a note for the run to print
+    slow     what does the layout cost?                                a note that the run prints
 
-A body that leaks in packs gets padded rows, one text a row through its own forward; one that fails there too is refused.
+A body that leaks in packs gets padded rows, one text per row, with its own attention; if that fails too it is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def sample_texts(vocabulary: int) -> Texts:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two right ways to the same log-probs lie apart in a model of usual size and trained weights.
+    """How far two correct computations of the same log-probs may differ, for trained weights of usual size.
 
     In 16 bits it holds for the root mean square: random tokens through a model with outliers (SmolLM2) come out 0.4 apart
     here and there by rounding alone, while a row that sees another is wrong at every token.
@@ -67,14 +67,14 @@ def distance(dtype: torch.dtype, left: Tensor, right: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """What the model's own forward says, a text at a time."""
+    """The results of the model's own forward, one text at a time."""
 
     logprobs: Tensor
     """[B, T], 0 beyond a text's length; on the host."""
     spread: float
     """Standard deviation of the logits over the vocabulary: about how far log-probs of unrelated texts are apart."""
     head_gap: float
-    """The largest difference between its logits and those that `Head` makes of its last hidden state."""
+    """The largest difference between the model's logits and those that `Head` computes from its last hidden state."""
     largest: float
     """The largest logit in size."""
 
@@ -83,7 +83,7 @@ class Own:
 def own_forward(policy: Any, texts: Texts) -> Own:
     """Score texts by the model's own forward."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
-    head, decoder = Head.of(policy.body), policy.body.get_decoder()
+    head, decoder = Head.from_body(policy.body), policy.body.get_decoder()
     spreads, gaps, sizes = [], [], []
     for row, length in enumerate(texts.lengths.tolist()):
         prompt = texts.prompts[texts.group[row], : texts.prompt_lengths[texts.group[row]]]
@@ -105,13 +105,13 @@ def own_forward(policy: Any, texts: Texts) -> Own:
 
 
 def check(policy: Any) -> None:
-    """Set `policy.packing` and `policy.views` to what holds for this body; InputError where no layout is right."""
+    """Set `policy.packing` and `policy.views` for this body; InputError if no layout is correct."""
     texts = sample_texts(policy.vocabulary)
     dtype = policy.model.get_input_embeddings().weight.dtype
     own = own_forward(policy, texts)
     if not bool(torch.isfinite(own.logprobs).all()):
         raise InputError(f"policy.model {policy.name}: its log-probs are not finite; the weights hold NaN or infinity")
-    # Both read the same hidden states: what is left is the rounding of a logit.
+    # Both read the same hidden states, so they may differ only by the rounding of a logit.
     if not own.head_gap <= 4 * max(torch.finfo(dtype).eps, 1e-5) * max(1.0, own.largest):
         raise InputError(
             f"policy.model {policy.name}: the head of {type(policy.body).__name__} is not a linear layer with the extras"
@@ -153,10 +153,10 @@ def slow_paths(policy: Any, wrong_in_packs: str | None) -> list[str]:
 
 
 def _why_wrong(policy: Any, texts: Texts, own: Own, dtype: torch.dtype) -> str | None:
-    """Why the layout in force is wrong for this body; None: it is right."""
+    """Why the current layout is wrong for this body; None if it is right."""
     try:
         leak = _leak(policy, texts, own, dtype)
-        found = policy.score(texts, _ROWS).logprobs.cpu()
+        logprobs = policy.score(texts, _ROWS).logprobs.cpu()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, TypeError, KeyError, IndexError, RuntimeError, ValueError) as error:
@@ -166,13 +166,13 @@ def _why_wrong(policy: Any, texts: Texts, own: Own, dtype: torch.dtype) -> str |
     # In 16 bits rounding grows with depth and with the size of logits, in random weights up to tenths of their spread.
     # Log-probs of other texts would be further apart than the spread.
     scale = max(1.0, own.spread) if dtype in (torch.float32, torch.float64) else max(1.0, 4 * own.spread)
-    apart = distance(dtype, found, own.logprobs)
+    apart = distance(dtype, logprobs, own.logprobs)
     return None if apart <= tolerance(dtype) * scale else f"its log-probs are off by {apart:.2g}"
 
 
 def _leak(policy: Any, texts: Texts, own: Own, dtype: torch.dtype) -> str | None:
-    """What neighbours see of a text; None: nothing. Log-probs of other rows are compared to the bit."""
-    score, replays = _scoring(policy, texts)
+    """A message if changing one text moves the log-probs of others; None if not. They are compared to the bit."""
+    score, replays = _scorer(policy, texts)
     first = score(texts)
     allowed = 0.0
     replays = replays and policy.packing
@@ -190,30 +190,30 @@ def _has_experts(body: Any) -> bool:
     return any(name.rpartition(".")[2].startswith("expert") for name, _ in body.named_modules())
 
 
-def _scoring(policy: Any, texts: Texts) -> tuple[Callable[[Texts], Tensor], bool]:
-    """How texts of one shape are scored here, and whether a mixture's routes are those of `texts` each time.
+def _scorer(policy: Any, texts: Texts) -> tuple[Callable[[Texts], Tensor], bool]:
+    """A function that scores texts of one shape, and whether it replays the routes of `texts` each time.
 
-    A neighbour that changes would choose other experts; their batches would have other sizes and sum in another order.
+    Without replay a changed text would choose other experts, whose batches would have other sizes and sum in another order.
     """
     routers = policy.routers
     traffic = None if routers is None else policy.score(texts, _ROWS, Directions()).traffic
     if traffic is None:
-        return lambda given: policy.score(given, _ROWS).logprobs, False
+        return lambda changed: policy.score(changed, _ROWS).logprobs, False
     record = Record.empty(texts, routers, policy.device)
     record.note(traffic)
 
-    def replayed(given: Texts) -> Tensor:
-        # A record speaks of tokens; here it is forced on whatever token stands there.
-        tokens = torch.cat([given.prompts.reshape(-1), given.tokens.reshape(-1)]).to(record.tokens)
+    def score_replayed(changed: Texts) -> Tensor:
+        # A record applies to its own tokens only; with these tokens it is forced on the changed text too.
+        tokens = torch.cat([changed.prompts.reshape(-1), changed.tokens.reshape(-1)]).to(record.tokens)
         directions = Directions(replay=replace(record, tokens=tokens), record=False)
-        logprobs: Tensor = policy.score(given, _ROWS, directions).logprobs
+        logprobs: Tensor = policy.score(changed, _ROWS, directions).logprobs
         return logprobs
 
-    return replayed, True
+    return score_replayed, True
 
 
 def _changes(texts: Texts, vocabulary: int) -> Iterator[tuple[Texts, list[int]]]:
-    """The texts with one changed in every token, and the rows that must not notice: a response or a prompt at a time."""
+    """Texts in which one response or prompt is changed, and the rows whose log-probs must not change."""
     for row in (0, 2, 3):
         tokens = texts.tokens.clone()
         tokens[row] = (tokens[row] + 1) % vocabulary

@@ -1,4 +1,4 @@
-"""Plain supervised learning on prompts with answers: what warms up a tiny model before reinforcement learning."""
+"""Supervised learning on prompts with answers, to warm up a tiny model before reinforcement learning."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

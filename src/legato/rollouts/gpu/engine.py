@@ -18,7 +18,7 @@ from torch import Tensor
 from legato.policy.head.head import Head
 from legato.policy.kernels.layers import add_norm, swiglu
 from legato.policy.kernels.sample import sample
-from legato.policy.layers.fused import Parts, through, why_not
+from legato.policy.layers.fused import Parts, run_body_without_backward, why_not
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
 from legato.rollouts.gpu import budget
@@ -314,7 +314,7 @@ class GraphedEngine(JobEngine):
         """The next token of each slot, `add` places after those whose keys are stored."""
         memory = self.store
         assert memory is not None
-        logits = Head.of(self.policy.body).exact(hidden)
+        logits = Head.from_body(self.policy.body).exact(hidden)
         if not sampling.truncates:
             tokens, logprobs = sample(logits, slots, memory.seed, memory.length, temperature=sampling.temperature, add=add)
             return Choice(tokens=tokens, logprobs=logprobs, kept_logmass=None)
@@ -325,7 +325,7 @@ class GraphedEngine(JobEngine):
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
         parts = Parts(ready=bucket.ready, attend=bucket.look, add_norm=add_norm, swiglu=swiglu)
-        return through(self.policy.body.get_decoder(), tokens, positions, parts)
+        return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, parts)
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
         """One step of a bucket: a replay where it is captured."""

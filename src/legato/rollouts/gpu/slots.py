@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from legato.core.device import sent
+from legato.core.device import to_device
 from legato.policy.experts.routers import Routers
 from legato.policy.layout.attention import Heads
 from legato.rollouts.sampling import Choice
@@ -176,7 +176,7 @@ class Store:
 
 def numbers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Whole numbers of the host on the device. From pinned memory, so that the host need not wait for what is under way."""
-    return sent(torch.tensor(values, dtype=torch.int64), device)
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def blocks(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:

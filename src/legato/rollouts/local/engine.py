@@ -106,7 +106,7 @@ class _Cached:
         lengths = packed.prefix_lengths[owner]
         self.cache = _Cache(lengths, packed.prefix.shape[1], packed.prefix.shape[1] + limit)
         self.positions = lengths.clone()
-        self.head = Head.of(policy.body)
+        self.head = Head.from_body(policy.body)
 
     def first(self) -> Tensor:
         """[n, V]: prompts are read once each, whatever the number of their rows."""

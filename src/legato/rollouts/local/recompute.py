@@ -21,7 +21,7 @@ class Recompute:
         tokens = torch.tensor([text + [text[0]] * (width - len(text)) for text in self.texts], device=device)
         last = torch.tensor([len(text) - 1 for text in self.texts], device=device)
         output = self.policy.body.get_decoder()(input_ids=tokens, use_cache=False)
-        return Head.of(self.policy.body).exact(output.last_hidden_state[torch.arange(len(last), device=device), last])
+        return Head.from_body(self.policy.body).exact(output.last_hidden_state[torch.arange(len(last), device=device), last])
 
     def next(self, tokens: Tensor) -> Tensor:
         """[n, V] after one more token of each row."""

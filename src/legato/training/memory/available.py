@@ -1,4 +1,4 @@
-"""How much memory there is: the other side of the question that `memory.py` answers."""
+"""How much memory a run may use on a device."""
 
 import os
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where a container's limit is written; the word "max", or a number beyond the machine's, is none."""
+"""The files with a container's limit; "max", or a number above the machine's memory, means no limit."""
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes a run may use on a device, its own included; None where the system does not say.
+    """Bytes a run may use on a device, including what it holds already; None if the system does not tell.
 
-    On a GPU what other processes hold is taken off. On a CPU it is not: that memory comes and goes, and a choice that
-    followed it would differ from run to run.
+    On a GPU the memory of other processes is subtracted. On a CPU it is not: it varies, and decisions that depend on it
+    would differ from run to run.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

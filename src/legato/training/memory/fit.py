@@ -1,4 +1,4 @@
-"""Whether what training asks for fits into the memory there is: as it is, with gradient checkpointing, in smaller packs."""
+"""Whether training fits into the available memory: as configured, with gradient checkpointing, or in smaller packs."""
 
 from dataclasses import dataclass, replace
 
@@ -7,18 +7,18 @@ from legato.training.memory.model import Demand, Memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a demand can be met."""
+    """How a demand fits into memory."""
 
     fits: bool
-    """Whether anything does; if not, `memory` is of the smallest pack, with checkpointing."""
+    """False if even the smallest pack with checkpointing does not fit; `memory` is then of that pack."""
     checkpointing: bool
     tokens_per_pack: int
-    """As asked for, or fewer."""
+    """The configured number of tokens, or fewer."""
     memory: Memory
 
 
 def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
-    """Whether a pack fits in so many bytes as it is, else with gradient checkpointing, else how small it must be.
+    """How a demand fits into `available` bytes: unchanged, else with gradient checkpointing, else in smaller packs.
 
     `smallest` is the longest text: a pack holds at least one.
     """
@@ -27,16 +27,16 @@ def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
         if memory.total <= available:
             return Fit(fits=True, checkpointing=checkpointing, tokens_per_pack=demand.tokens_per_pack, memory=memory)
 
-    def of(tokens: int) -> Memory:
+    def memory_of(tokens: int) -> Memory:
         return replace(demand, tokens_per_pack=tokens, head_tokens=min(demand.head_tokens, tokens)).memory(
             checkpointing=True
         )
 
     low, high = min(smallest, demand.tokens_per_pack), demand.tokens_per_pack
-    if of(low).total > available:
-        return Fit(fits=False, checkpointing=True, tokens_per_pack=low, memory=of(low))
-    # of(low) fits and of(high) does not.
+    if memory_of(low).total > available:
+        return Fit(fits=False, checkpointing=True, tokens_per_pack=low, memory=memory_of(low))
+    # memory_of(low) fits and memory_of(high) does not.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if of(middle).total <= available else (low, middle)
-    return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=of(low))
+        low, high = (middle, high) if memory_of(middle).total <= available else (low, middle)
+    return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=memory_of(low))

@@ -1,4 +1,4 @@
-"""What training will hold of every trained weight, beside the weight itself: what an engine must leave free."""
+"""The bytes training needs for gradients and optimizer, which an engine must leave free."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,9 @@ _FLOAT32 = 4
 
 
 def training_bytes(parameters: Iterable[Tensor], *, eight_bit: bool, offload: bool) -> int:
-    """Gradients, float32 masters of 16-bit weights, and the optimizer's moments; offloaded, only gradients are left.
+    """The bytes of gradients, float32 masters of 16-bit weights and optimizer moments; if offloaded, of gradients only.
 
-    `parameters` are those that are trained: a base model under LoRA is not.
+    `parameters` are the trained ones: not the base model under LoRA.
     """
     total = 0.0
     for weight in parameters:

@@ -34,7 +34,7 @@ class Shape:
     shared_intermediate: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> "Shape":
+    def from_config(cls, config: Any) -> "Shape":
         """From a configuration of transformers; ValueError where it is not that of a decoder we know the parts of."""
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         lacking = [

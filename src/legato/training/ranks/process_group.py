@@ -10,7 +10,7 @@ from torch import Tensor
 
 from legato.core import sums as pieces
 from legato.core.counts import Counts, Tally
-from legato.core.sums import Piece, Sums, fetched, tensors_of
+from legato.core.sums import Piece, Sums, fetch, tensors_of
 
 
 class ProcessGroup:
@@ -27,7 +27,7 @@ class ProcessGroup:
         return _on(total, counts.all.tokens.device)
 
     def sum_metrics(self, sums: Sums) -> Sums:
-        (here,) = fetched([sums])
+        (here,) = fetch([sums])
         described = [[key, type(piece).__name__, len(tensors_of(piece))] for key, piece in here.items()]
         tensors = [tensor for piece in here.values() for tensor in tensors_of(piece)]
         return sum((_read_sums(text, held) for text, held in self._gather_tensors(described, tensors)), start=Sums())

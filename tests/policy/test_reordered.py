@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from legato.policy.layers import unrolled
-from legato.policy.layers.packed import Packed, bytes_of_copies, product
+from legato.policy.layers.reordered import ReorderedProduct, bytes_of_copies, product
 from legato.policy.layers.unrolled import Unrolled
 from legato.policy.model.adapters import Lora, with_lora
 from legato.policy.model.tiny import TinyShape, tiny_model
@@ -30,7 +30,7 @@ def test_a_copied_product_is_that_of_the_layers(sizes: tuple[int, ...], rows: in
     made, x, other = layers(*sizes), some(rows, 24), some(rows, sum(sizes))
     copied, called = product(*made, copied=True), product(*made, copied=False)
     right = torch.cat([layer(x) for layer in made], 1)
-    assert isinstance(copied, Packed) and not isinstance(called, Packed)
+    assert isinstance(copied, ReorderedProduct) and not isinstance(called, ReorderedProduct)
     for side in (copied, called):
         torch.testing.assert_close(side(x), right, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(side.activated(x), silu(right), rtol=1e-5, atol=1e-6)
@@ -60,9 +60,9 @@ def test_a_layer_that_is_more_than_its_matrix_is_called(kind: str) -> None:
     }
     x = some(4, 24).to(torch.float64 if kind == "float64" else torch.float32)
     found = product(odd[kind], copied=True)
-    assert not isinstance(found, Packed) and torch.equal(found(x), odd[kind](x))
+    assert not isinstance(found, ReorderedProduct) and torch.equal(found(x), odd[kind](x))
     # One such among several: none of them is copied.
-    assert not isinstance(product(*layers(8), odd[kind], copied=True), Packed)
+    assert not isinstance(product(*layers(8), odd[kind], copied=True), ReorderedProduct)
 
 
 def model(**shape: Any) -> Any:
@@ -72,9 +72,9 @@ def model(**shape: Any) -> Any:
 def test_adapted_layers_are_called_and_the_others_copied() -> None:
     adapted = with_lora(model(), Lora(rank=4, targets=("q_proj",)))
     found = Unrolled(adapted.get_base_model())
-    assert [isinstance(layer.heads, Packed) for layer in found.layers] == [False, False]
-    assert [isinstance(layer.out, Packed) for layer in found.layers] == [True, True]
-    assert isinstance(found.head.linear, Packed)
+    assert [isinstance(layer.heads, ReorderedProduct) for layer in found.layers] == [False, False]
+    assert [isinstance(layer.out, ReorderedProduct) for layer in found.layers] == [True, True]
+    assert isinstance(found.head.linear, ReorderedProduct)
 
 
 def test_copies_take_as_much_as_the_matrices_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,10 @@ def test_copies_take_as_much_as_the_matrices_and_are_bounded(monkeypatch: pytest
     monkeypatch.setattr(unrolled, "MOST_BYTES", bytes_of_copies(body) - 1)
     small = Unrolled(body)
     assert small.copied_bytes == 0
-    assert not any(isinstance(part, Packed) for layer in small.layers for part in (layer.heads, layer.out, *layer.mlp))
-    assert not isinstance(small.head.linear, Packed)
+    assert not any(
+        isinstance(part, ReorderedProduct) for layer in small.layers for part in (layer.heads, layer.out, *layer.mlp)
+    )
+    assert not isinstance(small.head.linear, ReorderedProduct)
 
 
 def test_other_devices_dtypes_and_families_are_not_served() -> None:

@@ -1,11 +1,11 @@
 """Products with a layer's matrices on a CPU, the matrices copied into the order in which the processor reads them.
 
-At the few dozen rows of a decoding batch the general product leaves a third of one core unused and half of two; oneDNN's,
-over weights laid out for it beforehand, does not. Matrices that read the same input are one product.
+At the few dozen rows of a decoding batch the general product leaves a third of one core unused and half of two. oneDNN's
+product over reordered weights uses them. Matrices that read the same input are one product.
 
-A copy never goes stale because it does not live long: it is made for a burst of requests and dropped when the engine is idle
-or new weights are published. So it takes the place of the gradients, which are not there then. What is not a plain
-float32 layer (LoRA, hooks, another dtype) is called as it is.
+A copy lives for one burst of requests: it is dropped when the engine is idle or new weights are published, so it never goes
+stale. It uses the memory of the gradients, which do not exist at that time. A layer that is not plain float32 (LoRA, hooks,
+another dtype) is called as it is.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ROWS = 32
 
 
 class Product(nn.Module):
-    """The outputs of some layers side by side, and what often follows."""
+    """The outputs of some layers side by side, with the operations that often follow."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ class Product(nn.Module):
         return found
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product, each number times another."""
+        """The product times another table, elementwise."""
         found: Tensor = self(x) * factor
         return found
 
     def plus(self, x: Tensor, term: Tensor) -> Tensor:
-        """The product and another table added."""
+        """The product plus another table."""
         found: Tensor = self(x) + term
         return found
 
 
-class Packed(Product):
-    """The same from a copy of their matrices; what follows is done before the numbers leave the cache."""
+class ReorderedProduct(Product):
+    """The same from a reordered copy of the matrices; oneDNN fuses the operation that follows."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__(())
@@ -77,13 +77,13 @@ class Packed(Product):
 
 
 def product(*layers: nn.Module, copied: bool) -> Product:
-    """The product with some layers, from a copy where that is asked for and possible."""
+    """The product with some layers; `copied`: from a reordered copy, if every layer allows it."""
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and _is_plain(layer)]
-    return Packed(plain) if copied and len(plain) == len(layers) else Product(layers)
+    return ReorderedProduct(plain) if copied and len(plain) == len(layers) else Product(layers)
 
 
 def bytes_of_copies(model: nn.Module) -> int:
-    """What copies of a model's matrices take; 0: this processor has no such products."""
+    """The bytes that reordered copies of a model's matrices take; 0 if this processor has no oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return 0
     plain = (layer for layer in model.modules() if isinstance(layer, nn.Linear) and _is_plain(layer))
