@@ -13,7 +13,7 @@ from rich.text import Text
 from legato.cli.display import for_terminal
 from legato.cli.ending import end_screen
 from legato.config.load import load
-from legato.config.sources import parted
+from legato.config.sources import split_words
 from legato.errors import InputError
 from legato.pages.legible import legible
 from legato.pages.report import write_report
@@ -21,7 +21,7 @@ from legato.pages.several import write_several
 from legato.pages.summary import samples, summary
 from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.again import go_on
+from legato.run.again import resume_advice
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
@@ -31,7 +31,7 @@ from legato.run.train import Run, resume, start
 
 
 def train_command(arguments: Sequence[str]) -> int:
-    files, words = parted(arguments)
+    files, words = split_words(arguments)
     if not arguments:
         raise InputError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
@@ -55,7 +55,7 @@ def _end(run: Run) -> None:
     if run.exit_code:
         # Without a checkpoint there is nothing to go on with; the reason says what to do.
         lost = run.exit_code == STOPPED_BY_WATCH
-        following = "" if run.model_folder is None else f"\nnext       {go_on(directory, _program(), lost=lost)}"
+        following = "" if run.model_folder is None else f"\nnext       {resume_advice(directory, _program(), lost=lost)}"
         Console(highlight=False).print(f"{run.reason}{following}", soft_wrap=True, markup=False)
         return
     end_screen(

@@ -58,16 +58,16 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
     else:
         total = probabilities.sum(1)
         ordered, order = probabilities.sort(1, descending=True)
-        places, kept = _inverse(torch.where(_kept(ordered, sampling), ordered, 0.0), uniform)
-        tokens = _at(order, places)
+        places, kept = _inverse(torch.where(_kept_mask(ordered, sampling), ordered, 0.0), uniform)
+        tokens = _gather_columns(order, places)
     return Choice(
         tokens=tokens,
-        logprobs=(_at(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
+        logprobs=(_gather_columns(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
         kept_logmass=None if kept is None else (kept / total).log().clamp(max=0.0).to(exact.dtype),
     )
 
 
-def _kept(ordered: Tensor, sampling: Sampling) -> Tensor:
+def _kept_mask(ordered: Tensor, sampling: Sampling) -> Tensor:
     """Which of the tokens, likeliest first, stay; the likeliest always does."""
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k > 0:
@@ -91,13 +91,13 @@ def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     rows, count = weights.shape
     if count <= _CHUNK:
         up_to = weights.double().cumsum(1)
-        return _reached(up_to, share.unsqueeze(1) * up_to[:, -1:]).squeeze(1), up_to[:, -1]
+        return _first_above(up_to, share.unsqueeze(1) * up_to[:, -1:]).squeeze(1), up_to[:, -1]
     if count % _CHUNK:
         weights = torch.nn.functional.pad(weights, (0, -count % _CHUNK))
     chunks = weights.reshape(rows, -1, _CHUNK)
     up_to = chunks.sum(2).double().cumsum(1)
     target = share.unsqueeze(1) * up_to[:, -1:]
-    chunk = _reached(up_to, target)
+    chunk = _first_above(up_to, target)
     from_zero = torch.nn.functional.pad(up_to, (1, 0))
     before = from_zero.gather(1, chunk)
     inner_share = (target - before) / (from_zero.gather(1, chunk + 1) - before)
@@ -108,14 +108,14 @@ def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
 _CHUNK = 256
 
 
-def _reached(up_to: Tensor, target: Tensor) -> Tensor:
+def _first_above(up_to: Tensor, target: Tensor) -> Tensor:
     """[n, 1]: the first place whose cumulative probability is above the target.
 
     Rounding may carry the target onto the total; then it is the last place at which the total still grew.
     """
-    found = torch.searchsorted(up_to, target, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
+    place = torch.searchsorted(up_to, target, right=True)
+    return torch.minimum(place, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
+def _gather_columns(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index.unsqueeze(1)).squeeze(1)

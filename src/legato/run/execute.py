@@ -58,9 +58,9 @@ class Execution:
     """Which problems and files of the user's the run is made of, and what was given in Python: the same when resumed."""
     noted: int = 0
     """How many of the policy's notes were told at the start; what is decided later is told when it is."""
-    walked: int = 0
+    steps_run: int = 0
     """Steps done by this process, those given up in a recovery among them: what the time went into."""
-    told: set[str] = field(default_factory=set)
+    shown_reasons: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that were shown."""
 
     def __post_init__(self) -> None:
@@ -163,10 +163,10 @@ class Execution:
             assert self.trainer.anchor_choice is not None
             self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
         self._tell_unscorable(report)
-        found: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
+        line: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
-            found["histograms"] = report.histograms()
-        self.directory.append_metrics(found)
+            line["histograms"] = report.histograms()
+        self.directory.append_metrics(line)
         alarm = self.health.see(report)
         for logger in self.loggers:
             logger.log(step, report.metrics)
@@ -175,8 +175,8 @@ class Execution:
             self._evaluate(report if every else None, keep=due or last)
         elif due:
             self.directory.write_rollouts(step, records(report.groups, report.details))
-        self.walked += 1
-        left = (time.perf_counter() - started) / self.walked * (config.training.steps - step)
+        self.steps_run += 1
+        left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         if self.callback is not None:
             self.callback(report)
@@ -199,8 +199,8 @@ class Execution:
 
     def _tell_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
-            if reason not in self.told and len(self.told) < 20:
-                self.told.add(reason)
+            if reason not in self.shown_reasons and len(self.shown_reasons) < 20:
+                self.shown_reasons.add(reason)
                 self.watcher.message(f"a rollout could not be scored and is left out: {reason} (told once)")
 
     def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
@@ -220,14 +220,14 @@ class Execution:
         self.latest, self.evaluated_at = metrics, step
         self._tell_notes()
         if keep or self._target_reached():
-            kept = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
-            trained = self._stored(step) if report is None else records(report.groups, report.details)
-            self.directory.write_rollouts(step, [*kept, *trained])
+            answers = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
+            trained = self._stored_rollouts(step) if report is None else records(report.groups, report.details)
+            self.directory.write_rollouts(step, [*answers, *trained])
 
-    def _stored(self, step: int) -> list[dict[str, Any]]:
+    def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
         """What a step wrote of its own rollouts before it was evaluated."""
-        there = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
-        return [each for each in there if not each.get("held_out")]
+        stored = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
+        return [each for each in stored if not each.get("held_out")]
 
     @property
     def _seed(self) -> int:
@@ -236,9 +236,9 @@ class Execution:
     def _target_reached(self) -> bool:
         config = self.resolved.config.evaluation
         wanted = {"eval/accuracy_sampled": config.target, "eval/accuracy_greedy": config.target_greedy}
-        asked = {key: target for key, target in wanted.items() if target is not None}
+        targets = {key: target for key, target in wanted.items() if target is not None}
         latest = self.latest or {}
-        return bool(asked) and all(latest.get(key, 0.0) >= target for key, target in asked.items())
+        return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
     def _save(self, *, may_be_best: bool = True) -> None:
         """A checkpoint of now; the newest few and the best stay. An interrupted run decides nothing it would not have."""

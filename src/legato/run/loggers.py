@@ -35,8 +35,8 @@ class _Guarded:
             action()
         except Exception as error:  # a library of others, a disk, a network: nothing here is worth the run
             self._off = True
-            told = f"{type(error).__name__}: {error}"
-            self._say(f"{self._name} failed and is switched off; training goes on, metrics.jsonl has everything ({told})")
+            reason = f"{type(error).__name__}: {error}"
+            self._say(f"{self._name} failed and is switched off; training goes on, metrics.jsonl has everything ({reason})")
 
 
 class TensorBoardLogger:

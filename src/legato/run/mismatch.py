@@ -45,13 +45,13 @@ class Sampler:
         if kind not in _SIZED:
             raise InputError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
         try:
-            found: float | int = int(size) if kind == "stale" else float(size)
+            value: float | int = int(size) if kind == "stale" else float(size)
         except ValueError:
-            found = math.nan
-        if not found > 0 or not math.isfinite(found) or (kind == "top-p" and found > 1):
+            value = math.nan
+        if not value > 0 or not math.isfinite(value) or (kind == "top-p" and value > 1):
             wanted = {"stale": "a whole number of updates", "top-p": "a probability", "perturbed": "a number above 0"}[kind]
             raise InputError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
-        return cls(kind=kind, size=found)
+        return cls(kind=kind, size=value)
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Sampler:
         size = self.size if self.size is not None else {**defaults, "top-p": _TOP_P}.get(self.kind)
         return self.kind if size is None else f"{self.kind}:{size:g}"
 
-    def of(self, rollouts: Rollouts) -> Rollouts:
+    def options_for(self, rollouts: Rollouts) -> Rollouts:
         """The options of a run that samples this way."""
         if self.kind == "top-p":
             return replace(rollouts, top_p=self.size or _TOP_P, mismatch=mismatch.Mismatch())
@@ -70,11 +70,11 @@ class Sampler:
 
 def samplers(words: str) -> list[Sampler]:
     """From "none,int8,stale:8"; each once."""
-    found = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
-    twice = {sampler.name for sampler in found if found.count(sampler) > 1}
-    if not found or twice:
+    parsed = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
+    twice = {sampler.name for sampler in parsed if parsed.count(sampler) > 1}
+    if not parsed or twice:
         raise InputError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
-    return found
+    return parsed
 
 
 def compare_samplers(
@@ -87,14 +87,14 @@ def compare_samplers(
     """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
     resolved, config = target.resolved, target.resolved.config
     seed_generators(config.training.seed)
-    policy, source = target.ready(say)
-    found = {}
+    policy, source = target.prepare(say)
+    figures = {}
     for sampler in chosen:
         say(sampler.name)
-        with unchanged(policy):
+        with restoring_weights(policy):
             groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
             tables = scored(policy, groups, config.training.tokens_per_pack)
-            found[sampler.name] = study(resolved.algorithm, signals_of(tables))
+            figures[sampler.name] = study(resolved.algorithm, signals_of(tables))
     return {
         "model": policy.name,
         "dtype": str(policy.model.get_input_embeddings().weight.dtype).removeprefix("torch."),
@@ -105,13 +105,13 @@ def compare_samplers(
         "prompts": prompts or config.training.prompts_per_step,
         "samples_per_prompt": config.rollouts.samples_per_prompt,
         "seed": config.training.seed,
-        "samplers": found,
+        "samplers": figures,
     }
 
 
 def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Source, prompts: int) -> list[Group]:
     """What a sampler writes. A stale one becomes stale by training: so many updates at the full learning rate."""
-    config = replace(resolved.config, rollouts=sampler.of(resolved.config.rollouts))
+    config = replace(resolved.config, rollouts=sampler.options_for(resolved.config.rollouts))
     config = replace(config, training=replace(config.training, warm_up_updates=0, anchor="recompute"))
     # Groups that dynamic sampling would replace are part of what the sampler does.
     config = replace(config, task=replace(config.task, resampling="none"))
@@ -134,7 +134,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
 
 
 @contextmanager
-def unchanged(policy: Policy) -> Iterator[None]:
+def restoring_weights(policy: Policy) -> Iterator[None]:
     """Whatever is trained inside is put back."""
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
     try:

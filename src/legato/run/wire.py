@@ -78,13 +78,13 @@ def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
     return _problems_of(make("task", kind, options), f"task.kind = {kind!r}", config)
 
 
-def _problems_of(made: Any, name: str, config: Config) -> Source:
+def _problems_of(task_object: Any, name: str, config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    if hasattr(made, "load"):
-        return task.pool(made.load(), seed)
-    if not hasattr(made, "problem"):
+    if hasattr(task_object, "load"):
+        return task.pool(task_object.load(), seed)
+    if not hasattr(task_object, "problem"):
         raise InputError(f"{name} has neither problem(random) nor load(); a task needs one of them")
-    return task.generated(made, seed)
+    return task.generated(task_object, seed)
 
 
 def reward_of(config: Config, given: Given) -> WeightedSum:
@@ -210,21 +210,21 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOp
 def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
     """Refuse settings that need more than the engine can do. A model without experts is refused by `check_training`."""
     can, rollouts, training = engine.capabilities, config.rollouts, config.training
-    lacking = {}
+    unmet = {}
     if not can.routes and policy.routers is not None:
-        lacking["routes"] = {
+        unmet["routes"] = {
             "training.routing_replay = 'R3'": training.routing_replay == "R3",
             "rollouts.record_routes = true": rollouts.record_routes is True,
         }
     if not can.truncation:
-        lacking["truncation"] = {
+        unmet["truncation"] = {
             f"rollouts.top_p = {rollouts.top_p}": rollouts.top_p < 1,
             f"rollouts.top_k = {rollouts.top_k}": rollouts.top_k > 0,
             f"rollouts.min_p = {rollouts.min_p}": rollouts.min_p > 0,
         }
     if not can.logprobs_at_temperature:
-        lacking["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
-    for capability, settings in lacking.items():
+        unmet["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
+    for capability, settings in unmet.items():
         for setting in (setting for setting, wanted in settings.items() if wanted):
             raise InputError(
                 f"expected an engine with the capability {capability!r} for {setting}, got {engine.name!r}"
@@ -312,14 +312,14 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
     end = collector.runner.limits.end_tokens[0]
 
     def examples(step: int) -> list[Example]:
-        found = []
+        examples_of_step = []
         for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
             problem = source.training(_WARM_UP_FROM + number)
             if problem.answer is None:
                 raise InputError("policy.warm_up needs problems with answers; this task has none")
-            said = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-            found.append((collector.runner.rendering.prompt(problem), torch.tensor([*said, end])))
-        return found
+            answer = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            examples_of_step.append((collector.runner.rendering.prompt(problem), torch.tensor([*answer, end])))
+        return examples_of_step
 
     return examples
 
