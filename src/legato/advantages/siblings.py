@@ -25,7 +25,7 @@ class Siblings:
     count: Tensor
     flat: Tensor
 
-    def standardised(self, ddof: int, epsilon: float) -> Tensor:
+    def standardise(self, ddof: int, epsilon: float) -> Tensor:
         """Over the standard deviation."""
         deviation = (self.squares / (self.count - ddof).clamp(min=1)).sqrt()
         return torch.where(self.centred == 0, 0.0, self.centred / (deviation + epsilon))

@@ -1,4 +1,4 @@
-"""From problems and replies to tokens: by the chat template or as plain text, as the tokenizer has it."""
+"""Renders problems and replies as tokens, with the chat template of the tokenizer or as plain text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from legato.errors import InputError
 
 @settings()
 class ChatSettings:
-    """How a model is spoken to."""
+    """How problems are put into the chat template."""
 
     chat: str = choice(
         "auto",
@@ -31,7 +31,7 @@ class ChatSettings:
 
 @settings()
 class SystemPrompt:
-    """What is said before every problem."""
+    """The system message before every problem."""
 
     system_prompt: str | None = text(
         default=None,
@@ -43,26 +43,26 @@ class SystemPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inserted:
-    """What an environment said, as the policy reads it."""
+    """The reply of an environment, as tokens that the policy reads."""
 
     tokens: Tensor
     """[N] token ids."""
     authors: Tensor
-    """[N]: TOOL for what the environment said, TEMPLATE for what the chat template puts around it."""
+    """[N]: TOOL for tokens of the environment, TEMPLATE for tokens that the chat template adds around them."""
     text: str
-    """What the environment said, without the template."""
+    """The text of the environment, without the template."""
     messages: tuple[Message, ...]
     """The policy's turn and the reply as chat messages; () without a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering(ChatSettings, SystemPrompt):
-    """How prompts and replies are written."""
+    """Renders prompts and replies."""
 
     tokenizer: Any
 
     def check(self) -> None:
-        """A template that is asked for is there."""
+        """InputError if a chat template is required but missing."""
         if self.chat == "always" and not getattr(self.tokenizer, "chat_template", None):
             raise InputError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
 
@@ -71,7 +71,7 @@ class Rendering(ChatSettings, SystemPrompt):
         return self.chat == "always" or (self.chat == "auto" and bool(getattr(self.tokenizer, "chat_template", None)))
 
     def prompt(self, problem: Problem) -> Tensor:
-        """[P] token ids, ready for the first token of the answer."""
+        """[P] token ids of a problem, up to the first token of the answer."""
         if self.by_template:
             tokens = self.tokenizer.apply_chat_template(
                 self._messages(problem),
@@ -81,7 +81,7 @@ class Rendering(ChatSettings, SystemPrompt):
                 **self.chat_template_kwargs,
             )["input_ids"]
         else:
-            # No special tokens of the tokenizer's own at the end: what follows is the answer itself.
+            # Drop an end token that the tokenizer appends: the answer follows.
             tokens = self.tokenizer(self._text(problem))["input_ids"]
             if tokens and tokens[-1] == self.tokenizer.eos_token_id:
                 tokens = tokens[:-1]
@@ -92,10 +92,10 @@ class Rendering(ChatSettings, SystemPrompt):
     def reply(
         self, problem: Problem, earlier: Sequence[Message], turn: str, content: str | Sequence[Message], end: int | None
     ) -> Inserted:
-        """What the policy reads after a turn in which it `turn` something, before its next one.
+        """The tokens of an environment's reply `content` to the policy's text `turn`.
 
-        `earlier` are the messages between the problem and that turn. `end` is the end token the policy wrote, if it wrote
-        one: a template that puts it there does not put it there twice.
+        `earlier` are the messages between the problem and that turn. `end` is the end token that the policy sampled, if any;
+        a template that adds it does not add it twice.
         """
         if not self.by_template:
             if not isinstance(content, str):
@@ -131,9 +131,9 @@ class Rendering(ChatSettings, SystemPrompt):
         return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
     def _added_after_turn(self, before: str, turn: str, after: str) -> str:
-        """What the template adds after the policy's turn."""
+        """The text that the template adds after the policy's turn."""
         rest = after[len(before) :]
-        # Templates may take white space off a message; whatever else they change, the policy would read another past.
+        # Templates may strip white space. Any other change would make the policy read a different past.
         for written in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
             if after.startswith(before) and rest.startswith(written):
                 return rest[len(written) :]
@@ -144,8 +144,7 @@ class Rendering(ChatSettings, SystemPrompt):
         )
 
     def _tokens_and_authors(self, text: str, contents: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The tokens of a text, and who wrote each; where a tokenizer does not say which characters a token is of, the
-        environment."""
+        """The tokens of a text and the author of each. Without character offsets, all tokens count as the environment's."""
         if not getattr(self.tokenizer, "is_fast", False):
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return tokens, [Author.TOOL.value] * len(tokens)
@@ -183,7 +182,7 @@ def _why(chat: str) -> str:
 
 
 def end_tokens(tokenizer: Any, generation: Any, words: Sequence[str]) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's, the model's own generation settings', and those named."""
+    """The end tokens of the tokenizer, of the model's generation settings, and those in `words`."""
     ends = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     configured = getattr(generation, "eos_token_id", None)
     ends |= set(configured) if isinstance(configured, list) else set() if configured is None else {configured}

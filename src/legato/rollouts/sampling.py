@@ -35,7 +35,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """[n] each. Log-probs are of softmax(z / temperature) before truncation; the kept mass is what truncation left of it."""
+    """The sampled tokens; [n] each. Log-probs are of softmax(z / temperature) before truncation; `kept_logmass` is the
+    log of the probability mass that truncation kept."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -43,11 +44,10 @@ class Choice:
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
-    """One token per row of logits [n, V], by one number in [0, 1) per row: the inverse of the cumulative distribution."""
+    """Sample one token per row of logits [n, V] by inverting the cumulative distribution at `uniform` [n] in [0, 1)."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = exact if sampling.temperature in (0.0, 1.0) else exact / sampling.temperature
-    # The vocabulary is long: it is read once for the probabilities and once for their sum, which may be off from 1 by more
-    # than rounding (the softmax adds up token by token) and is corrected for.
+    # The sum of a softmax over a long vocabulary may differ from 1 by more than rounding, so it is computed and divided out.
     probabilities = scaled.softmax(1)
     if sampling.temperature == 0:
         tokens, kept = exact.argmax(1), None
@@ -68,14 +68,14 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
 
 
 def _kept_mask(ordered: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the tokens, likeliest first, stay; the likeliest always does."""
+    """Which tokens truncation keeps, sorted likeliest first; the likeliest always stays."""
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k > 0:
         keep[:, sampling.top_k :] = False
     if sampling.min_p > 0.0:
         keep &= ordered >= sampling.min_p * ordered[:, :1]
     if sampling.top_p < 1.0:
-        # Top-p speaks of what the other two left, renormalised: the mass before a token must be below p.
+        # Top-p applies to the renormalised rest of the other two: the mass before a token must be below p.
         left = torch.where(keep, ordered, 0.0).double()
         keep &= left.cumsum(1) - left < sampling.top_p * left.sum(1, keepdim=True)
     keep[:, 0] = True

@@ -1,7 +1,7 @@
-"""`legato doctor`: a run, or the log of another trainer, explained. Nothing that a run names is imported.
+"""`legato doctor`: diagnoses a run, or the log of another trainer. User code named by a run is not imported.
 
-Settings are looked at as values: those of TRL become the algorithm of ours they amount to, and the cautions that
-`legato explain` gives for it are the findings.
+Settings of TRL are translated to the equivalent algorithm here; the cautions of `legato explain` for that algorithm become
+findings.
 """
 
 import math
@@ -34,10 +34,10 @@ _AGGREGATES = {
     "dr_grpo": "sequence-sum-over-constant",
     "luspo": "sequence-sum",
 }
-"""What loss_type of TRL amounts to."""
+"""loss_type of TRL -> our aggregate."""
 
 _UNCLIPPED = ("sapo", "cispo", "vespo")
-"""Values of loss_type that put something else in place of the clip, as our algorithms of those names: epsilon is no band."""
+"""Values of loss_type that replace the clip, like our algorithms of those names; epsilon is not a clip range there."""
 
 DEFAULTS: dict[str, Any] = {
     "importance_sampling_level": "token",
@@ -48,12 +48,12 @@ DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "steps_per_generation": None,
 }
-"""Of TRL's GRPOConfig, version 1.16.0: what is not said is taken to be this."""
+"""Defaults of TRL's GRPOConfig, version 1.16.0, for settings that are not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What `examine` found."""
+    """The result of `examine`."""
 
     title: str
     facts: tuple[str, ...]
@@ -61,13 +61,13 @@ class Examination:
     judged: int
     """Rules whose numbers were recorded."""
     tested: int
-    """Those of them that had steps enough to hold."""
+    """Rules that also had enough steps to be tested."""
     steps: int
     rules: int = len(RULES)
 
 
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examination:
-    """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
+    """Diagnose a run directory, or the log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
         raise InputError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
     if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
@@ -99,7 +99,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The runs of a folder, and those of a comparison, which are one deeper."""
+    """The run directories in a folder; those of a comparison are nested deeper."""
     candidates = (file.parent for pattern in ("*", "*/*", "*/*/*") for file in sorted(path.glob(f"{pattern}/metrics.jsonl")))
     return [folder for folder in candidates if (folder / "config.toml").is_file()]
 
@@ -179,7 +179,7 @@ def _finite(steps: Sequence[Record], key: str) -> list[float]:
 
 
 def setting_findings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
-    """Settings that do not mean what they seem: those that differ from the published ones and have a caution to them."""
+    """Findings about settings: cautions that the published algorithm does not have, and a clip that never acts."""
     published = set(cautions(entry(algorithm.name).value)) if is_published(algorithm.name) else set()
     clipped = _finite(steps_of(records), "clip/tokens")
     evidence = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()

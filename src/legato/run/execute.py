@@ -1,4 +1,4 @@
-"""A run from its first step to its last: training, evaluation, records and checkpoints."""
+"""Executes a run from its first step to its last: training, evaluation, records and checkpoints."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +55,13 @@ class Execution:
     evaluated_at: int = -1
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
-    """Which problems and files of the user's the run is made of, and what was given in Python: the same when resumed."""
+    """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
     noted: int = 0
-    """How many of the policy's notes were told at the start; what is decided later is told when it is."""
+    """How many of the policy's notes have been shown. Later notes are shown when they are added."""
     steps_run: int = 0
-    """Steps done by this process, those given up in a recovery among them: what the time went into."""
+    """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
     shown_reasons: set[str] = field(default_factory=set)
-    """Reasons of unscorable rollouts that were shown."""
+    """Reasons of unscorable rollouts that have been shown."""
 
     def __post_init__(self) -> None:
         config = self.resolved.config
@@ -70,14 +70,14 @@ class Execution:
         )
 
     def go(self) -> tuple[str, int]:
-        """Train to the end: (why it ended, exit code)."""
+        """Train to the end; returns (why the run ended, exit code)."""
         steps = self.resolved.config.training.steps
         started = time.perf_counter()
         with Interrupt(self.watcher.message) as interrupt:
             if self.trainer.steps_done == 0 and self.latest is None:
                 self._evaluate(keep=True)
                 if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
-                    # The warm-up is not done again when a run is resumed; and a recovery has a place to go back to.
+                    # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
                     self._save()
             reason = "all steps done"
             while self.trainer.steps_done < steps:
@@ -110,7 +110,7 @@ class Execution:
         return reason, 0
 
     def _healthiest(self) -> int | None:
-        """The checkpoint that a person had better go back to, of those older than now."""
+        """The step of the healthiest earlier checkpoint; None if there is none."""
         step = self.trainer.steps_done
         candidates = self.health.by_health(self.directory.checkpoint_steps(), step)
         return next((each for each in candidates if each < step), None)
@@ -126,7 +126,7 @@ class Execution:
         return f"{reason}; {saved}"
 
     def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:
-        """Do what an alarm asks for, then save what is due; why the run must end, where it must."""
+        """Act on an alarm, then save a checkpoint if due; returns why the run must end, or None."""
         action = self.health.options.action
         if alarm is not None and action == "recover":
             try:
@@ -152,7 +152,7 @@ class Execution:
         return None
 
     def _step(self, started: float) -> Finding | None:
-        """Train on, measure and write one step; the alarm that began with it, if any."""
+        """Run one training step and write its records; returns the alarm it raised, if any."""
         config = self.resolved.config
         every = config.output.rollouts_every_steps
         step = self.trainer.steps_done + 1
@@ -191,7 +191,7 @@ class Execution:
             self.watcher.message(line)
 
     def _tell_notes(self) -> None:
-        """Fallbacks that were taken since the last look: said, and stored with the run."""
+        """Show the policy's new notes (fallbacks taken) and store them with the run."""
         for note in self.policy.notes[self.noted :]:
             self.watcher.message(note)
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
@@ -204,7 +204,7 @@ class Execution:
                 self.watcher.message(f"a rollout could not be scored and is left out: {reason} (told once)")
 
     def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
-        """Held-out accuracy, sampled and greedy; the same problems and seeds every time."""
+        """Measure held-out accuracy, sampled and greedy, on the same problems and seeds every time."""
         config = self.resolved.config.evaluation
         step, answer = self.trainer.steps_done, self.evaluator.answer
         sampling = Sampling(temperature=config.temperature)
@@ -225,7 +225,7 @@ class Execution:
             self.directory.write_rollouts(step, [*answers, *trained])
 
     def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
-        """What a step wrote of its own rollouts before it was evaluated."""
+        """The training rollouts that a step has already written."""
         stored = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
         return [each for each in stored if not each.get("held_out")]
 
@@ -241,7 +241,7 @@ class Execution:
         return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
     def _save(self, *, may_be_best: bool = True) -> None:
-        """A checkpoint of now; the newest few and the best stay. An interrupted run decides nothing it would not have."""
+        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one."""
         step = self.trainer.steps_done
         if self.saved_at == step:
             return
@@ -263,7 +263,7 @@ class Execution:
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, kept)
 
     def save_again(self) -> None:
-        """Write the checkpoint of now in place of the one that is there."""
+        """Overwrite the checkpoint of the current step."""
         self.saved_at = -1
         self._save(may_be_best=False)
 
@@ -272,12 +272,12 @@ class Execution:
         return self.resolved.config.policy.trust_remote_code
 
     def tighten(self, scale: float) -> None:
-        """Go on with the bounds of the clip multiplied."""
+        """Multiply the clip bounds of the algorithm by `scale`."""
         self.health.clip_scale = scale
         self.trainer.algorithm = tightened(self.resolved.algorithm, scale)
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights, optimizer and generators."""
+        """The state of a checkpoint beside weights, optimizer and generators."""
         return {
             "trainer": self.trainer.memory(),
             "best": self.best,
@@ -289,7 +289,7 @@ class Execution:
         }
 
     def remember(self, memory: dict[str, Any]) -> None:
-        """Take over what `memory` gave."""
+        """Restore what `memory` returned."""
         self.trainer.remember(memory["trainer"])
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])

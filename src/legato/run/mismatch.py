@@ -1,4 +1,4 @@
-"""`legato mismatch`: how far samplers that differ from the trainer are from it, on a model and a task of your own."""
+"""`legato mismatch`: measures samplers that differ from the trainer, on the user's model and task."""
 
 import math
 import re
@@ -29,14 +29,14 @@ _TOP_P = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """One way to differ, as asked for: "int8", "perturbed:0.01", "stale:8", "top-p:0.9"."""
+    """One kind of mismatch with its size: "int8", "perturbed:0.01", "stale:8", "top-p:0.9"."""
 
     kind: str
     size: float | int | None = None
 
     @classmethod
     def read(cls, word: str) -> "Sampler":
-        """From a word; ValueError where it is none."""
+        """Parse a word like "stale:8"; InputError if it is not one."""
         kind, _, size = word.partition(":")
         if kind not in KINDS:
             raise InputError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
@@ -55,13 +55,13 @@ class Sampler:
 
     @property
     def name(self) -> str:
-        """With its size, whether that was given or is the default."""
+        """The kind with its size, also if the size is the default."""
         defaults = {"perturbed": mismatch.Mismatch().noise, "stale": mismatch.Mismatch().age}
         size = self.size if self.size is not None else {**defaults, "top-p": _TOP_P}.get(self.kind)
         return self.kind if size is None else f"{self.kind}:{size:g}"
 
     def options_for(self, rollouts: Rollouts) -> Rollouts:
-        """The options of a run that samples this way."""
+        """The rollout options of a run with this sampler."""
         if self.kind == "top-p":
             return replace(rollouts, top_p=self.size or _TOP_P, mismatch=mismatch.Mismatch())
         sized: dict[str, Any] = {} if self.size is None else {_SIZED[self.kind]: self.size}
@@ -69,7 +69,7 @@ class Sampler:
 
 
 def samplers(words: str) -> list[Sampler]:
-    """From "none,int8,stale:8"; each once."""
+    """Parse a list like "none,int8,stale:8"; no sampler may appear twice."""
     parsed = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
     twice = {sampler.name for sampler in parsed if parsed.count(sampler) > 1}
     if not parsed or twice:
@@ -110,10 +110,10 @@ def compare_samplers(
 
 
 def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Source, prompts: int) -> list[Group]:
-    """What a sampler writes. A stale one becomes stale by training: so many updates at the full learning rate."""
+    """Rollouts of a sampler. A stale sampler is made by training for `age` updates at the full learning rate."""
     config = replace(resolved.config, rollouts=sampler.options_for(resolved.config.rollouts))
     config = replace(config, training=replace(config.training, warm_up_updates=0, anchor="recompute"))
-    # Groups that dynamic sampling would replace are part of what the sampler does.
+    # Keep groups that dynamic sampling would replace: they are part of the measurement.
     config = replace(config, task=replace(config.task, resampling="none"))
     reward = wire.reward_of(config, wire.Given())
     collector = wire.collector_of(config, policy, source, reward)
@@ -135,7 +135,7 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
 
 @contextmanager
 def restoring_weights(policy: Policy) -> Iterator[None]:
-    """Whatever is trained inside is put back."""
+    """A context that restores the policy's weights on exit."""
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
     try:
         yield
