@@ -58,13 +58,13 @@ class Turns:
         return reverse_recurrence(self.rewards, torch.full_like(self.rewards, gamma))
 
     def spread(self, per_turn: Tensor) -> PerToken:
-        """[B, U] to [B, T]."""
+        """Values per turn [B, U] as values per token [B, T], 0 outside turns."""
         return torch.where(self.tokens, per_turn.gather(1, self.index), 0.0)
 
 
 def _compare_siblings(values: Tensor, ids: Tensor, member: Tensor | None, estimator: "TurnReturn | GroupInGroup") -> Tensor:
-    found = compare(values, ids, member)
-    return found.standardise(estimator.ddof, estimator.epsilon) if estimator.normalise == "z" else found.centred
+    siblings = compare(values, ids, member)
+    return siblings.standardise(estimator.ddof, estimator.epsilon) if estimator.normalise == "z" else siblings.centred
 
 
 @part("advantage", "turn-return")
