@@ -64,20 +64,20 @@ def floor_seconds(bench: Bench, made: Any, lengths: Sequence[int], *, shared: bo
 @contextmanager
 def ending_at(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
     """Inside, the response with seed n ends at its own length: the store's limits are set where a slot is given out."""
-    from legato.rollouts.gpu.slots import Store
+    from legato.rollouts.gpu.slots import KVStore
 
     table = torch.tensor(lengths, device=device)
-    original = Store.admit
+    original = KVStore.admit
 
     def admit(self: Any, slots: torch.Tensor, *given: Any, **named: Any) -> None:
         original(self, slots, *given, **named)
         self.limit[slots] = table[self.seed[slots]]
 
-    Store.admit = admit  # type: ignore[method-assign]
+    KVStore.admit = admit  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Store.admit = original  # type: ignore[method-assign]
+        KVStore.admit = original  # type: ignore[method-assign]
 
 
 def _engine(bench: Bench, policy: Any, *, fused: bool, graphs: bool = True) -> Any:

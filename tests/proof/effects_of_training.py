@@ -68,14 +68,14 @@ def how_many_are_decoded_together(bench: Bench) -> None:
     for rows, waves in ((256, 1), (3, 2), (1, 6)):
         engine = bench.wired({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
         ran: list[int] = []
-        run = engine._run
+        run = engine._decode_rows
 
         def counted(parts: Any, *rest: Any, ran: list[int] = ran, run: Any = run) -> Any:
             ran.append(sum(len(seeds) for _, seeds in parts))
             return run(parts, *rest)
 
         engine._way = "cached"
-        bench.patch.setattr(engine, "_run", counted)
+        bench.patch.setattr(engine, "_decode_rows", counted)
         engine.generate(requests, Sampling(), Limits(max_response_tokens=2, end_tokens=(1,)))
         assert len(ran) == waves and max(ran) <= rows
 

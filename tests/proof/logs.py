@@ -6,7 +6,7 @@ from typing import Any
 
 from legato.config.load import dump, load
 from legato.records.directory import RunDirectory
-from legato.run.doctor import Examined
+from legato.run.doctor import Examination
 
 
 def wave(step: int) -> float:
@@ -47,5 +47,5 @@ def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None
     return directory.path
 
 
-def names(examined: Examined) -> list[str]:
+def names(examined: Examination) -> list[str]:
     return [each.name for each in examined.found]

@@ -18,7 +18,7 @@ from legato.rollouts.sampling import Sampling, choose
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "store", store)
+    patch.setattr(buckets, "store_kv", store_kv)
     patch.setattr(buckets, "attend_slots", attend_slots)
     patch.setattr(buckets, "heads_ready", heads_ready)
     patch.setattr(graphed, "add_norm", add_norm)
@@ -26,7 +26,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graphed, "sample", sample)
 
 
-def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, slot_length: Tensor) -> None:
+def store_kv(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, slot_length: Tensor) -> None:
     keys[slots, :, slot_length[slots]] = key
     values[slots, :, slot_length[slots]] = value
 
@@ -96,7 +96,7 @@ def heads_ready(
     for x in (query, key):
         low, high = x.chunk(2, -1)
         turned.append(x * cosine[:, None] + torch.cat([-high, low], -1) * sine[:, None])
-    store(turned[1], value, keys, values, slots, slot_length)
+    store_kv(turned[1], value, keys, values, slots, slot_length)
     return turned[0]
 
 

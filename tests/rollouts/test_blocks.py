@@ -154,7 +154,7 @@ def test_an_arrangement_holds_every_row_once_beside_its_prompt_and_reads_the_few
     rows = torch.arange(len(owner))
     assert len(found.places.unique()) == len(owner)
     assert torch.equal(found.prompts[found.places // found.size], owner)
-    assert torch.equal(found.gathered(found.spread(rows).flatten(0, 1)), rows)
+    assert torch.equal(found.gather_rows(found.spread(rows).flatten(0, 1)), rows)
     table = found.rows()
     assert torch.equal(table.flatten()[found.places], rows) and torch.equal(
         owner[table], found.prompts[:, None].expand_as(table)

@@ -138,7 +138,7 @@ def test_a_next_turn_is_recalled_while_others_decode() -> None:
     engine = slots(made)
     short = Limits(max_response_tokens=6, end_tokens=())
     engine.generate(asked(60, 60, each=2, seed=5), Sampling(), LONG)  # room
-    engine.recall.clear()
+    engine.prefixes.clear()
     first, slow = asked(30, 20, each=1)
     engine.submit([first], Sampling(), short)
     (handle,) = engine.submit([slow], Sampling(), LONG)
@@ -185,7 +185,7 @@ def test_a_response_across_a_publish_has_two_versions_and_the_log_probs_of_each(
             assert torch.allclose(response.logprobs[new], after[new], atol=1e-5)
             assert not torch.allclose(response.logprobs[new], before[new], atol=1e-2)
     # What finished before is of the old weights: nothing may go on from it.
-    assert all(prompt is not quick_one.prompt for prompt in engine.recall.prompts.values())
+    assert all(prompt is not quick_one.prompt for prompt in engine.prefixes.prompts.values())
 
 
 def test_weights_at_another_address_begin_what_is_outstanding_again() -> None:
@@ -241,14 +241,14 @@ def test_every_token_has_the_version_that_was_published_last(build: Any) -> None
 def counted_waves(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The seeds of each wave."""
     waves: list[list[int]] = []
-    run = engine._run
+    run = engine._decode_rows
 
     def noted(parts: Any, *rest: Any) -> Any:
         waves.append([seed for _, seeds in parts for seed in seeds])
         return run(parts, *rest)
 
     engine._choose_way()
-    monkeypatch.setattr(engine, "_run", noted)
+    monkeypatch.setattr(engine, "_decode_rows", noted)
     return waves
 
 
@@ -277,13 +277,13 @@ def test_packed_weights_are_copied_once_a_burst_and_again_after_a_publish(monkey
     monkeypatch.setattr(plain, "Unrolled", Counted)
     requests = asked(5, 9, 7, each=2)
     engine.generate(requests, Sampling(), LIMITS)
-    assert len(copies) == 1 and engine._remember is None
+    assert len(copies) == 1 and engine._decoder_maker is None
     engine.submit(requests, Sampling(), LIMITS)
     engine.poll()
     with torch.no_grad():
         made.model.model.norm.weight.mul_(1.5)
     engine.publish(made.model.named_parameters(), 1)
     (last,) = list(polled(engine))[-1:]
-    assert len(copies) == 3 and engine._remember is None
+    assert len(copies) == 3 and engine._decoder_maker is None
     monkeypatch.undo()
     same([last.responses], [expected(made, requests[-1])])

@@ -218,7 +218,7 @@ def test_the_host_waits_for_nothing_but_its_looks(monkeypatch: pytest.MonkeyPatc
 
     # The graphs are there; from now on neither steps nor the taking out of finished rows may synchronise.
     captures = engine.captures
-    engine.recall.clear()  # so that the second call is the first one to the bit
+    engine.prefixes.clear()  # so that the second call is the first one to the bit
     for name in ("_advance", "_collect"):
         monkeypatch.setattr(Scheduler, name, watched(getattr(Scheduler, name)))
     found = engine.generate(requests, Sampling(), LIMITS)
@@ -235,7 +235,7 @@ def test_the_reading_of_prompts_is_bounded() -> None:
         engine = engine_of(made, 512)
         engine.generate(requests, Sampling(), limits)
         torch.cuda.synchronize()
-        engine.recall.clear()
+        engine.prefixes.clear()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         engine.generate(requests, Sampling(), limits)
@@ -252,5 +252,5 @@ def test_bf16_tokens_repeat_from_call_to_call_and_from_engine_to_engine() -> Non
     first = responses(engine_of(made, 16).generate(requests, Sampling(), LIMITS))
     again = engine_of(made, 16)
     assert responses(again.generate(requests, Sampling(), LIMITS)) == first
-    again.recall.clear()  # a prompt that is taken over is read another way, and may round differently
+    again.prefixes.clear()  # a prompt that is taken over is read another way, and may round differently
     assert responses(again.generate(requests, Sampling(), LIMITS)) == first

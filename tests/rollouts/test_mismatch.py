@@ -11,7 +11,7 @@ from legato.policy.layout.attention import Heads
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.local.engine import LocalEngine
-from legato.rollouts.mismatch import KINDS, Mismatch, MismatchedEngine, in_steps
+from legato.rollouts.mismatch import KINDS, Mismatch, MismatchedEngine, round_to_int8
 from legato.rollouts.sampling import Sampling
 from tests.rollouts.families import END, VOCABULARY, asked, plainly, policy, same
 
@@ -83,8 +83,8 @@ def test_int8_rounds_the_matrices_of_the_layers_and_nothing_else() -> None:
 
 
 def test_steps_of_nothing_are_nothing() -> None:
-    assert torch.equal(in_steps(torch.zeros(2, 3)), torch.zeros(2, 3))
-    assert in_steps(torch.tensor([[127.0, 3.4, -0.6]])).tolist() == [[127.0, 3.0, -1.0]]
+    assert torch.equal(round_to_int8(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert round_to_int8(torch.tensor([[127.0, 3.4, -0.6]])).tolist() == [[127.0, 3.0, -1.0]]
 
 
 @pytest.mark.parametrize("kind", ["kv-bf16", "kv-int8"])

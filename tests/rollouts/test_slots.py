@@ -91,18 +91,18 @@ def test_stop_strings_end_a_response_where_they_do_in_the_plain_engine() -> None
 def counted(engine: GraphedEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine does in order: 's' for each step, 'l' where it waits for a look."""
     done: list[str] = []
-    advance, taken = engine.advance, scheduler.Look.taken
+    advance, wait = engine.advance, scheduler.SlotCopy.wait
 
     def stepped(*args: Any) -> None:
         done.append("s")
         advance(*args)
 
-    def looked(look: scheduler.Look) -> scheduler.Look:
+    def looked(look: scheduler.SlotCopy) -> scheduler.SlotCopy:
         done.append("l")
-        return taken(look)
+        return wait(look)
 
     monkeypatch.setattr(engine, "advance", stepped)
-    monkeypatch.setattr(scheduler.Look, "taken", looked)
+    monkeypatch.setattr(scheduler.SlotCopy, "wait", looked)
     return done
 
 

@@ -39,9 +39,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_fits_is_the_most_that_does() -> None:
     room = Room(slots=64, prompts=8, prompt_tokens=128, response_tokens=32)
-    assert budget.fitting(room, 10, None) == room
+    assert budget.fit_room(room, 10, None) == room
     for most in (0, 10_000, 20_000, 30_000, 31_040, 10**9):
-        found = budget.fitting(room, 10, most)
+        found = budget.fit_room(room, 10, most)
         assert found.slots == 1 or found.tokens * 10 <= most
         assert found.slots == 64 or room.within(found.slots + 1).tokens * 10 > most
         assert found.prompts == min(8, found.slots)
@@ -74,23 +74,23 @@ def test_a_small_budget_means_fewer_slots_a_message_and_the_same_tokens(monkeypa
 
 def failing(most: int, stores: "list[weakref.ref[Any]]") -> Callable[..., None]:
     """A stand-in for the making of tables: memory runs out where there are more slots than so many."""
-    show = slots.Store.show
+    make_tables = slots.KVStore.make_tables
 
-    def limited(self: slots.Store, heads: Any) -> None:
+    def limited(self: slots.KVStore, heads: Any) -> None:
         if heads.layer == 1 and heads.layer not in self.keys:
             gc.collect()
             assert all(store() in (None, self) for store in stores), "an earlier store was still there"
             stores.append(weakref.ref(self))
             if self.room.slots > most:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-        show(self, heads)
+        make_tables(self, heads)
 
     return limited
 
 
 def test_out_of_memory_halves_the_slots_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     made, said, stores = policy("qwen3"), [], []
-    monkeypatch.setattr(slots.Store, "show", failing(3, stores))
+    monkeypatch.setattr(slots.KVStore, "make_tables", failing(3, stores))
     engine = GraphedEngine(made, 16, graphs=False, say=said.append)
     requests = asked(3, 9, 1, 17, each=5)
     same(engine.generate(requests, Sampling(), LIMITS), LocalEngine(made).generate(requests, Sampling(), LIMITS))
@@ -106,7 +106,7 @@ def test_out_of_memory_halves_the_slots_until_it_fits(monkeypatch: pytest.Monkey
 
 def test_out_of_memory_with_one_sequence_says_what_was_needed_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     made, said, stores = policy("qwen3"), [], []
-    monkeypatch.setattr(slots.Store, "show", failing(0, stores))
+    monkeypatch.setattr(slots.KVStore, "make_tables", failing(0, stores))
     engine = GraphedEngine(made, 2, graphs=False, say=said.append)
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10**9)
     with pytest.raises(
@@ -161,7 +161,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
         step()
         return Replayed(step)
 
-    monkeypatch.setattr(graphed, "captured", captured)
+    monkeypatch.setattr(graphed, "capture", captured)
     monkeypatch.setattr(graphed, "graph_pool", object)
 
 
@@ -268,7 +268,7 @@ def test_where_only_graphs_fail_slots_stay_and_one_line_says_so(monkeypatch: pyt
     def refused(step: Callable[[], None], pool: object) -> Replayed:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphed, "captured", refused)
+    monkeypatch.setattr(graphed, "capture", refused)
     made = policy("qwen3")
     engine = first_that_serves(made, 4, 0.5)
     assert isinstance(engine, GraphedEngine) and not engine.graphs

@@ -12,7 +12,7 @@ from legato.health import goback
 from legato.health.goback import give_up, recorded_at
 from legato.records.directory import RunDirectory
 from legato.records.lines import Lines
-from legato.run.again import begin_again
+from legato.run.again import restart_advice
 from legato.run.train import resume
 from legato.training import checkpoint
 from tests.proof import verdicts
@@ -151,7 +151,7 @@ def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
 
 def test_printed_commands_can_be_typed_as_they_are(tmp_path: Path) -> None:
     config = load([], ["output.name=lr=1e-4 b"])
-    told = begin_again(tmp_path / "my runs" / "lr=1e-4 b", config, ())
+    told = restart_advice(tmp_path / "my runs" / "lr=1e-4 b", config, ())
     words = shlex.split(told.partition("begin again with ")[2])
     assert words == ["legato", "train", f"{tmp_path}/my runs/lr=1e-4 b/config.toml", "output.name=lr=1e-4 b-2"]
 

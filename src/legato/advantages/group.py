@@ -38,7 +38,7 @@ class GroupStandard(Estimator):
     epsilon: float = number(default=1e-6, says=EPSILON, minimum=0.0)
 
     def estimate(self, scores: Scores) -> Estimate:
-        return Estimate(advantages=siblings(scores.rewards, scores).standardised(self.ddof, self.epsilon))
+        return Estimate(advantages=siblings(scores.rewards, scores).standardise(self.ddof, self.epsilon))
 
 
 @part("advantage", "group-centre")
@@ -119,6 +119,6 @@ class DecoupledRewards(Estimator):
         if len(weights) != len(columns):
             raise InputError(f"advantage 'gdpo': {len(weights)} weights for {len(columns)} components; one each is needed")
         pairs = zip(weights, columns, strict=True)
-        summed = sum((w * siblings(c, scores).standardised(self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
+        summed = sum((w * siblings(c, scores).standardise(self.ddof, self.epsilon) for w, c in pairs), torch.zeros(()))
         advantages = batch_standardise(summed, torch.ones_like(summed), self.ddof, self.epsilon)
         return Estimate(advantages=advantages)

@@ -1,7 +1,7 @@
-"""Comparing those that share an id: the one place that decides what a baseline is worth.
+"""Compares values that share an id (a group, a turn, a state), and decides when a group has a usable baseline.
 
-One alone has no baseline; a set whose population standard deviation is at most 1e-6 * max(1, |mean|) is flat. Both get
-exactly 0, not rounding noise blown up by a small denominator.
+A single value has no baseline. A group whose population standard deviation is at most 1e-6 * max(1, |mean|) is flat. Both
+get exactly 0, so that a small denominator does not amplify rounding noise.
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ FLAT = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Siblings:
-    """Values of any shape beside those that share their id."""
+    """Values of any shape compared with the members that share their id."""
 
     centred: Tensor
-    """Minus the mean; exactly 0 for one alone, for a flat set and for what is no member."""
+    """Value minus group mean; exactly 0 for single values, flat groups and values that are not members."""
     squares: Tensor
     """The sum of squared distances from the mean."""
     count: Tensor
     flat: Tensor
 
-    def standardised(self, ddof: int, epsilon: float) -> Tensor:
-        """Over the standard deviation."""
+    def standardise(self, ddof: int, epsilon: float) -> Tensor:
+        """`centred` divided by the standard deviation plus epsilon."""
         deviation = (self.squares / (self.count - ddof).clamp(min=1)).sqrt()
         return torch.where(self.centred == 0, 0.0, self.centred / (deviation + epsilon))
 
 
 def compare(values: Tensor, ids: Tensor, member: Tensor | None = None) -> Siblings:
-    """Each value beside the members that share its id; ids are dense from 0, all are members unless `member` says."""
+    """Compare each value with the members that share its id. Ids are dense from 0; by default all values are members."""
     flat_ids, size = ids.reshape(-1), int(ids.max()) + 1 if ids.numel() else 0
     member = torch.ones_like(values, dtype=torch.bool) if member is None else member
     present = member.reshape(-1).to(values.dtype)

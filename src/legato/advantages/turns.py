@@ -58,13 +58,13 @@ class Turns:
         return reverse_recurrence(self.rewards, torch.full_like(self.rewards, gamma))
 
     def spread(self, per_turn: Tensor) -> PerToken:
-        """[B, U] to [B, T]."""
+        """Values per turn [B, U] as values per token [B, T], 0 outside turns."""
         return torch.where(self.tokens, per_turn.gather(1, self.index), 0.0)
 
 
-def _beside(values: Tensor, ids: Tensor, member: Tensor | None, estimator: "TurnReturn | GroupInGroup") -> Tensor:
-    found = compare(values, ids, member)
-    return found.standardised(estimator.ddof, estimator.epsilon) if estimator.normalise == "z" else found.centred
+def _compare_siblings(values: Tensor, ids: Tensor, member: Tensor | None, estimator: "TurnReturn | GroupInGroup") -> Tensor:
+    siblings = compare(values, ids, member)
+    return siblings.standardise(estimator.ddof, estimator.epsilon) if estimator.normalise == "z" else siblings.centred
 
 
 @part("advantage", "turn-return")
@@ -88,7 +88,7 @@ class TurnReturn(Estimator):
         turns = Turns.of(scores)
         count = turns.reached.shape[1]
         ids = scores.group.unsqueeze(1) * count + torch.arange(count, device=scores.group.device)
-        per_turn = _beside(turns.returns(self.gamma), ids, turns.reached, self)
+        per_turn = _compare_siblings(turns.returns(self.gamma), ids, turns.reached, self)
         return Estimate(advantages=turns.spread(per_turn))
 
 
@@ -116,8 +116,8 @@ class GroupInGroup(Estimator):
             raise InputError(
                 f"turn_states has shape {list(scores.turn_states.shape)}; {list(turns.reached.shape)} is needed"
             )
-        episode = _beside(scores.rewards, scores.group, None, self)
+        episode = _compare_siblings(scores.rewards, scores.group, None, self)
         states = renumber(scores.turn_states)
         ids = scores.group.unsqueeze(1) * (int(states.max()) + 1) + states
-        step = _beside(turns.returns(self.gamma), ids, turns.reached, self)
+        step = _compare_siblings(turns.returns(self.gamma), ids, turns.reached, self)
         return Estimate(advantages=turns.spread(episode.unsqueeze(1) + self.omega * step))

@@ -23,7 +23,7 @@ class Entry:
     """False where a constant or a form could not be checked against its source."""
 
 
-def named(
+def register_algorithm(
     *, paper: str, cautions: tuple[str, ...] = (), verified: bool = True
 ) -> Callable[[Callable[[], Algorithm]], Callable[[], Algorithm]]:
     """Register a builder. Its docstring is: title, blank line, formula, blank line, remarks (optional)."""

@@ -6,7 +6,7 @@ CLIP(r, A) = min(r A, clamp(r, 1 - low, 1 + high) A).
 
 from legato.advantages.group import GroupStandard
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import named
+from legato.algorithms.catalogue import register_algorithm
 from legato.objectives.adaptive import AutoClip
 from legato.objectives.aggregates import SequenceMean, SequenceSum, TokenMean
 from legato.objectives.clips import Clip, LogClip, TokenLogClip
@@ -28,7 +28,7 @@ def _gspo_clip() -> Clip:
     return Clip(low=3e-4, high=4e-4)
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2507.18071",
     cautions=(
         "The band is about as wide as bf16 noise: log-probs must be float32 and the anchor computed as the new ones are.",
@@ -54,7 +54,7 @@ def gspo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="our proposal: the clip range of GSPO calibrated while it trains; not in a paper",
     cautions=(
         "It holds a share of clipped responses, which is not a law of learning: a fixed band may learn better on your task.",
@@ -81,7 +81,7 @@ def gspo_auto() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2507.18071, section 4.3",
     cautions=("With advantages of mixed sign in a response, part of it can be clipped and the rest not.",),
 )
@@ -103,7 +103,7 @@ def gspo_token() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="our generalisation of GSPO to turns; not in a paper",
     cautions=("Turns are shorter than responses and are clipped more at one band; scale = 'sqrt-length' widens it.",),
 )
@@ -124,7 +124,7 @@ def turn_gspo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2507.20673",
     cautions=("Sequence advantages only: the clip of every token follows the sign of A_i.",),
 )
@@ -145,7 +145,7 @@ def gmpo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2510.23027, version 2",
     cautions=(
         "Needs the router-shift ratio gamma of a mixture-of-experts policy; a dense one has none.",
@@ -171,7 +171,7 @@ def rspo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2602.05261",
     cautions=("The gradient norm grows with length: watch it, and clip gradients.",),
 )
@@ -189,7 +189,7 @@ def luspo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2509.09177",
     cautions=("The constants of the band were not found in the paper's text: they must be given.",),
     verified=False,
@@ -210,7 +210,7 @@ def fspo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2508.17850",
     cautions=(
         "On-policy the ratio is not 1: a band of 0.2 clips by rank of likelihood inside the group, not by drift.",
@@ -232,7 +232,7 @@ def gepo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2602.10693",
     cautions=("The loss value has no meaning: it contains log pi as the carrier of the gradient.",),
 )
@@ -253,7 +253,7 @@ def vespo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="what TRL's RLOOTrainer computes; a baseline that shows why 1/L matters",
     cautions=("The spread of log W grows with length: long responses leave any band at once.",),
 )

@@ -8,7 +8,7 @@ from legato.advantages.filters import ZeroVariance
 from legato.advantages.gae import GeneralisedAdvantage
 from legato.advantages.group import GroupCentre, GroupCentreBatchDeviation, GroupStandard, LeaveOneOut
 from legato.algorithms.algorithm import Algorithm
-from legato.algorithms.catalogue import named
+from legato.algorithms.catalogue import register_algorithm
 from legato.objectives.aggregates import (
     GroupTokenMean,
     SequenceMean,
@@ -37,7 +37,7 @@ def _ppo_clip() -> Clip:
     return Clip(low=0.2, high=0.2)
 
 
-@named(
+@register_algorithm(
     paper="DeepSeekMath, arXiv 2402.03300",
     cautions=(
         "1/L_i under-weights the tokens of long answers, right or wrong; 1/std over-weights nearly solved prompts.",
@@ -60,7 +60,7 @@ def grpo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="Understanding R1-Zero-Like Training, arXiv 2503.20783",
     cautions=("The constant must not vary between steps: the padded width of a batch is not one.",),
 )
@@ -80,7 +80,7 @@ def dr_grpo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2503.14476",
     cautions=(
         "The paper's token mean is taken per group; libraries divide by all tokens of the batch (aggregate = 'token-mean').",
@@ -104,7 +104,7 @@ def dapo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="MiniMax-M1, arXiv 2506.13585 (cap 5 as in ScaleRL, arXiv 2510.13786)",
     cautions=(
         "The loss value has no meaning: it contains log pi as the carrier of the gradient.",
@@ -126,7 +126,7 @@ def cispo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2511.20347",
     cautions=("The gate is not monotone: tokens with a ratio near 2 are amplified by up to 1.57.",),
 )
@@ -145,7 +145,7 @@ def sapo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2504.14286",
     cautions=("Read from the abstract and secondary texts; the clip is PPO's, not printed there.",),
     verified=False,
@@ -166,7 +166,7 @@ def srpo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 1707.06347",
     cautions=(
         "Needs a value per token. Returns come from the unwhitened advantages.",
@@ -188,7 +188,7 @@ def ppo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="Williams 1992, with the group mean as baseline",
     cautions=("No ratio: right for one update per rollout only. The gradient norm grows with length.",),
 )
@@ -206,7 +206,7 @@ def reinforce() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="Back to Basics, arXiv 2402.14740",
     cautions=("No ratio: right for one update per rollout only. TRL's RLOOTrainer computes seq-product instead.",),
 )
@@ -224,7 +224,7 @@ def rloo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2501.03262, the baseline form",
     cautions=("In token units (advantage.unit = 'token') a group without signal gets a nonzero advantage.",),
 )
@@ -242,7 +242,7 @@ def reinforce_plus_plus() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="Tricks or Traps?, arXiv 2508.08221",
     cautions=("Taken from descriptions of it; the paper itself was not read.",),
     verified=False,
@@ -261,7 +261,7 @@ def lite_ppo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="Stabilizing Reinforcement Learning with LLMs, arXiv 2512.01374",
     cautions=(
         "Needs sampler_logprobs. The loss value has no meaning: it contains log pi as the carrier of the gradient.",
@@ -288,7 +288,7 @@ def minirl() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="arXiv 2602.04879",
     cautions=(
         "Anchored on the sampler: the authors report that the recomputed anchor fails.",
@@ -313,7 +313,7 @@ def dppo() -> Algorithm:
     )
 
 
-@named(
+@register_algorithm(
     paper="the authors' code",
     cautions=(
         "Start, steps and ends of the search are read from code that varies between scripts.",

@@ -1,4 +1,4 @@
-"""What the verbs print. Loaded when a verb that needs a model is typed, and not before."""
+"""The verbs that need a model, and what they print. Imported only when such a verb runs."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from rich.text import Text
 from legato.cli.display import for_terminal
 from legato.cli.ending import end_screen
 from legato.config.load import load
-from legato.config.sources import parted
+from legato.config.sources import split_words
 from legato.errors import InputError
 from legato.pages.legible import legible
 from legato.pages.report import write_report
@@ -21,7 +21,7 @@ from legato.pages.several import write_several
 from legato.pages.summary import samples, summary
 from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.again import go_on
+from legato.run.again import resume_advice
 from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
@@ -31,31 +31,31 @@ from legato.run.train import Run, resume, start
 
 
 def train_command(arguments: Sequence[str]) -> int:
-    files, words = parted(arguments)
+    files, words = split_words(arguments)
     if not arguments:
         raise InputError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
-    _end(run)
+    _print_ending(run)
     return run.exit_code
 
 
 def resume_command(path: Path, words: Sequence[str], allow_changes: bool, step: int | None) -> int:
     run = resume(path, words, watcher=for_terminal(), allow_changes=allow_changes, step=step)
-    _end(run)
+    _print_ending(run)
     return run.exit_code
 
 
 def _program() -> str:
-    """How this command was called, so that the next one can be typed as it is shown."""
+    """The program name as it was called, so that printed commands can be copied."""
     return sys.argv[0] if Path(sys.argv[0]).name == "legato" else "legato"
 
 
-def _end(run: Run) -> None:
+def _print_ending(run: Run) -> None:
     directory = RunDirectory.open(run.directory)
     if run.exit_code:
-        # Without a checkpoint there is nothing to go on with; the reason says what to do.
+        # Without a checkpoint the run cannot be resumed; the reason says what to do.
         lost = run.exit_code == STOPPED_BY_WATCH
-        following = "" if run.model_folder is None else f"\nnext       {go_on(directory, _program(), lost=lost)}"
+        following = "" if run.model_folder is None else f"\nnext       {resume_advice(directory, _program(), lost=lost)}"
         Console(highlight=False).print(f"{run.reason}{following}", soft_wrap=True, markup=False)
         return
     end_screen(
@@ -78,10 +78,12 @@ def eval_command(
     file: Path | None,
     output: Path | None,
 ) -> None:
-    found = find(target, words)
-    for warning in found.warnings:
+    run_target = find(target, words)
+    for warning in run_target.warnings:
         print(warning, file=sys.stderr)
-    result = evaluate(found, samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file)
+    result = evaluate(
+        run_target, samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file
+    )
     table = Table(title=f"{result.problems} problems", title_justify="left")
     for heading in ("measure", "accuracy", "95 % interval"):
         table.add_column(heading)
@@ -109,16 +111,16 @@ def sample_command(
     temperature: float | None,
     max_response_tokens: int | None,
 ) -> None:
-    found = find(target)
+    run_target = find(target)
     console = Console(highlight=False)
-    asked = sample(
-        found,
+    answers = sample(
+        run_target,
         _prompts(prompts, file),
         samples=number_of_samples,
         temperature=temperature,
         max_response_tokens=max_response_tokens,
     )
-    for each in asked:
+    for each in answers:
         console.print(Text(legible(each.prompt), style="dim"))
         for response in each.responses:
             console.print(Text(f"  {legible(response.text)}"), Text(f"  ({response.stop.value})", style="dim"))
@@ -147,5 +149,5 @@ def export_command(target: str, folder: Path, step: int | None, merge: bool) -> 
 
 
 def report_command(paths: Sequence[Path], output: Path) -> None:
-    found = [RunDirectory.open(path) for path in paths]
-    print(write_report(found[0]) if len(found) == 1 else write_several(found, output))
+    directories = [RunDirectory.open(path) for path in paths]
+    print(write_report(directories[0]) if len(directories) == 1 else write_several(directories, output))

@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live panel on a terminal, one plain line per step elsewhere.
+"""Shows the progress of a run: a live panel on a terminal, one plain line per step elsewhere.
 
-Whatever a model or a run wrote is printed as plain text: never as markup, never with control characters.
+Text of a model or a run is printed as plain text: never as markup, never with control characters.
 """
 
 import math
@@ -33,16 +33,16 @@ SHOWN = (
     ("length/mean", "length", ".1f"),
     ("tokens/per_second", "tokens/s", ",.0f"),
 )
-"""Key, word and format of what both forms show, in order."""
+"""(metric key, label, format) of the numbers that both displays show, in order."""
 
 HELD_OUT = (("eval/accuracy_sampled", "held-out sampled"), ("eval/accuracy_greedy", "held-out greedy"))
 RECENT = 20
-"""Steps that an estimate of the time left looks back on: enough to hold an evaluation now and then."""
+"""Number of recent steps in the estimate of time left: enough to include an evaluation."""
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """What a line can be written to."""
+    """A text stream."""
 
     def write(self, text: str, /) -> int: ...
 
@@ -50,13 +50,13 @@ class Stream(Protocol):
 
 
 def for_terminal(console: Console | None = None) -> Watcher:
-    """Live where someone looks on, plain lines into files, pipes and terminals that cannot move their cursor."""
+    """A live display on an interactive terminal; plain lines for files, pipes and dumb terminals."""
     console = console or Console(highlight=False)
     return LiveDisplay(console) if console.is_interactive and not console.is_dumb_terminal else PlainDisplay(console.file)
 
 
 def time_left(durations: Sequence[float], remaining: int) -> float | None:
-    """Seconds that `remaining` steps will take if they go like the last ones; None while there is nothing to go by.
+    """Seconds that `remaining` steps will take at the recent speed; None without a finished step.
 
     The mean, not the median: a slow step now and then (an evaluation, a checkpoint) will come again.
     """
@@ -67,7 +67,7 @@ def time_left(durations: Sequence[float], remaining: int) -> float | None:
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """Shares between 0 and 1 as at most `width` bars: averages of neighbours where there are more."""
+    """Values between 0 and 1 as at most `width` bars; neighbours are averaged if there are more."""
     bars = ".:-=+*#%" if ascii_only else "▁▂▃▄▅▆▇█"
     known = [value for value in values if math.isfinite(value)]
     if width < 1 or not known:
@@ -83,16 +83,16 @@ def plain(text: str) -> str:
 
 
 class _Clock:
-    """Recent step times, for a caller that has no estimate of its own."""
+    """Estimates the time left from recent steps if the caller has no estimate."""
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=RECENT)
 
-    def left(self, remaining: int, metrics: Metrics, given: float | None) -> float | None:
+    def seconds_left(self, remaining: int, metrics: Metrics, estimate: float | None) -> float | None:
         spent = metrics.get("time/step_seconds")
         if spent is not None:
             self._durations.append(spent)
-        return time_left(self._durations, remaining) if given is None else given
+        return time_left(self._durations, remaining) if estimate is None else estimate
 
 
 def _number(metrics: Metrics, key: str, form: str) -> str | None:
@@ -103,9 +103,9 @@ def _number(metrics: Metrics, key: str, form: str) -> str | None:
 
 
 def _pairs(metrics: Metrics, evaluation: Metrics | None) -> list[tuple[str, str]]:
-    found = [(word, _number(metrics, key, form)) for key, word, form in SHOWN]
-    found[2:2] = [(word, _number(evaluation or {}, key, ".1%")) for key, word in HELD_OUT]
-    return [(word, text) for word, text in found if text is not None]
+    pairs = [(word, _number(metrics, key, form)) for key, word, form in SHOWN]
+    pairs[2:2] = [(word, _number(evaluation or {}, key, ".1%")) for key, word in HELD_OUT]
+    return [(word, text) for word, text in pairs if text is not None]
 
 
 class PlainDisplay:
@@ -121,12 +121,12 @@ class PlainDisplay:
             self._print(f"  {plain(note)}")
 
     def warm_up(self, step: int, steps: int, loss: float) -> None:
-        # A tenth at a time: the stage is short and its steps are many.
+        # Ten lines in all: the stage is short and has many steps.
         if step == steps or step % max(1, steps // 10) == 0:
             self._print(f"warm-up {step}/{steps}  loss {loss:.3f}")
 
     def step(self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None) -> None:
-        left = self._clock.left(steps - step, metrics, seconds_left)
+        left = self._clock.seconds_left(steps - step, metrics, seconds_left)
         words = [f"step {step:>{len(str(steps))}}/{steps}"]
         words += [f"{word} {text}" for word, text in _pairs(metrics, evaluation)]
         words += [] if left is None else [f"left {duration(left)}"]
@@ -139,7 +139,7 @@ class PlainDisplay:
         self._stream.flush()
 
     def _print(self, line: str) -> None:
-        # A log in ASCII is no reason to lose a run to a curly quote.
+        # A stream in ASCII must not end a run because of a curly quote.
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
@@ -156,7 +156,7 @@ class LiveDisplay:
         self._held_out: dict[str, float] = {}
         self._accuracy: list[float] = []
         self._end: float | None = None
-        # Two frames a second keep the clock alive and cost the trainer's cores nothing that can be measured.
+        # Two frames a second keep the clock moving at no measurable cost.
         self._live = Live(get_renderable=lambda: self, console=self._console, refresh_per_second=2, transient=True)
 
     def start(self, title: str, notes: Sequence[str]) -> None:
@@ -171,10 +171,10 @@ class LiveDisplay:
 
     def step(self, step: int, steps: int, metrics: Metrics, evaluation: Metrics | None, seconds_left: float | None) -> None:
         self._phase, self._step, self._steps = "training", step, steps
-        self._held_out |= dict(evaluation or {})  # the last known stays on the panel
+        self._held_out |= dict(evaluation or {})  # the latest evaluation stays on the panel
         self._pairs = _pairs(metrics, self._held_out)
         self._accuracy.append(metrics.get("accuracy/mean", math.nan))
-        left = self._clock.left(steps - step, metrics, seconds_left)
+        left = self._clock.seconds_left(steps - step, metrics, seconds_left)
         self._end = None if left is None else time.monotonic() + left
 
     def message(self, text: str) -> None:
@@ -183,7 +183,7 @@ class LiveDisplay:
     def close(self) -> None:
         self._live.stop()
         if self._steps:
-            self._console.print(self)  # the last state stays to be read
+            self._console.print(self)  # the last state stays on the screen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         width = options.max_width

@@ -1,4 +1,4 @@
-"""The last screen of a run: before and after, samples, where things are, what to type next."""
+"""The end screen of a run: accuracy before and after, samples, paths, and the next command."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def end_screen(
     next_command: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print it. It fits 24 lines of 80 columns."""
+    """Print the end screen. It fits 24 lines of 80 columns."""
     console = console or Console(highlight=False)
     reason = f", {_plain(summary.reason)}" if summary.reason else ""
     console.print()
@@ -54,38 +54,42 @@ def end_screen(
 
 
 def _accuracies(summary: Summary, width: int) -> Table:
-    # Cut numbers would mislead: a narrow terminal gets them without their intervals.
+    # Truncated numbers would mislead: a narrow terminal shows no intervals.
     whole = width >= 78
     table = _table()
     table.add_column("held-out accuracy" if whole else "held-out", no_wrap=True)
     for word in ("before", "after", "change"):
         table.add_column(word, justify="right", no_wrap=True)
     for word in ("sampled", "greedy"):
-        before, after = _of(summary.before, word), _of(summary.after, word)
+        before, after = _interval_of(summary.before, word), _interval_of(summary.after, word)
         if before is None and after is None:
             continue
         change = Text("")
         if before and after:
             style = _STYLE.get(verdict(before, after), "dim")
             change = Text(f"{100 * (after.value - before.value):+.1f}{' points' if whole else ''}", style=style)
-        table.add_row(word, _words(before, whole), _words(after, whole), change)
+        table.add_row(word, _format_interval(before, whole), _format_interval(after, whole), change)
     return table
 
 
-def _samples(found: Samples, console: Console) -> Table:
+def _samples(samples: Samples, console: Console) -> Table:
     table = _table()
-    same = [each.get("prompt") for each in found.before] == [each.get("prompt") for each in found.after]
+    same = [each.get("prompt") for each in samples.before] == [each.get("prompt") for each in samples.after]
     marks = ("✓", "✗") if console.encoding.startswith("utf") else ("+", "-")
     each_width = max(8, (min(console.width, 120) - 4) // 3)
-    headers = ["prompt", f"step {found.before_step}", *([] if found.after_step is None else [f"step {found.after_step}"])]
+    headers = [
+        "prompt",
+        f"step {samples.before_step}",
+        *([] if samples.after_step is None else [f"step {samples.after_step}"]),
+    ]
     for header in headers:
         table.add_column(header, no_wrap=True, overflow="ellipsis", max_width=each_width)
-    before, after = found.before[:SHOWN_SAMPLES], found.after[:SHOWN_SAMPLES]
+    before, after = samples.before[:SHOWN_SAMPLES], samples.after[:SHOWN_SAMPLES]
     for index, record in enumerate(before):
-        beside = [_judged(after[index], each_width, marks)] if same else []
-        table.add_row(_text(record, "prompt", each_width), _judged(record, each_width, marks), *beside)
+        beside = [_mark_correct(after[index], each_width, marks)] if same else []
+        table.add_row(_text(record, "prompt", each_width), _mark_correct(record, each_width, marks), *beside)
     for record in () if same else after:
-        table.add_row(_text(record, "prompt", each_width), "", _judged(record, each_width, marks))
+        table.add_row(_text(record, "prompt", each_width), "", _mark_correct(record, each_width, marks))
     return table
 
 
@@ -93,8 +97,8 @@ def _table() -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
-def _judged(record: Record, width: int, marks: tuple[str, str]) -> Text:
-    """The text with a mark: a colour alone does not reach everyone."""
+def _mark_correct(record: Record, width: int, marks: tuple[str, str]) -> Text:
+    """The text of a sample with a mark for right or wrong, since not everyone sees colours."""
     accuracy = number(record, "accuracy")
     text = _text(record, "text", width - 2)
     if accuracy is None:
@@ -104,7 +108,7 @@ def _judged(record: Record, width: int, marks: tuple[str, str]) -> Text:
 
 
 def _text(record: Record, key: str, width: int) -> Text:
-    """As plain text: markup in it is shown, not obeyed."""
+    """A field of a record as plain text; markup in it is shown, not interpreted."""
     return Text(shortened(_plain(str(record.get(key) or "")), width))
 
 
@@ -112,13 +116,13 @@ def _plain(text: str) -> str:
     return legible(text, one_line=True)
 
 
-def _words(interval: Interval | None, whole: bool) -> str:
+def _format_interval(interval: Interval | None, whole: bool) -> str:
     if interval is None:
         return "-"
     around = f" ({100 * interval.low:.1f} to {100 * interval.high:.1f})" if whole else ""
     return f"{100 * interval.value:.1f} %{around}"
 
 
-def _of(evaluation: Evaluation | None, word: str) -> Interval | None:
-    found: Interval | None = None if evaluation is None else getattr(evaluation, word)
-    return found
+def _interval_of(evaluation: Evaluation | None, word: str) -> Interval | None:
+    interval: Interval | None = None if evaluation is None else getattr(evaluation, word)
+    return interval

@@ -68,7 +68,7 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
     if name not in algorithm_names():
         known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
         raise InputError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
-    found, value = _changed(name, changes)
+    found, value = _override(name, changes)
     console.print(f"[bold]{name}[/bold]  {escape(found.title)}  [dim]{escape(found.paper)}[/dim]\n")
     _print_formula(found)
     if value != found.value:
@@ -90,7 +90,7 @@ def explain_several(wanted: Sequence[str], changes: Sequence[str]) -> None:
     """Several algorithms side by side: formulas, then only what differs."""
     values = []
     for name in dict.fromkeys(wanted):
-        found, value = _changed(name, changes)
+        found, value = _override(name, changes)
         values.append(value)
         console.print(f"[bold]{name}[/bold]  {escape(found.title)}")
         _print_formula(found)
@@ -117,7 +117,7 @@ def _grid(*headers: str) -> Table:
     return table
 
 
-def _changed(name: str, changes: Sequence[str]) -> tuple[Entry, Algorithm]:
+def _override(name: str, changes: Sequence[str]) -> tuple[Entry, Algorithm]:
     found = entry(name)
     return found, algorithm(name, dict(_parse(change) for change in changes))
 
@@ -148,7 +148,9 @@ def _parts_table(value: Algorithm) -> Table:
     for slot, part in _parts(value):
         table.add_row(f"[bold]{slot}[/bold]", f"[bold]{part.name}[/bold]", escape(first_paragraph(part)))
         for field in dataclasses.fields(part):  # type: ignore[arg-type]
-            table.add_row(f"    {field.name}", _words(getattr(part, field.name)), escape(field.metadata.get("says", "")))
+            table.add_row(
+                f"    {field.name}", _format_value(getattr(part, field.name)), escape(field.metadata.get("says", ""))
+            )
     for path, setting in value.settings.items():
         table.add_row(f"[bold]settings.{path}[/bold]", str(setting), "for a run; a loop of your own does as it likes")
     return table
@@ -161,7 +163,7 @@ def _print_part(part: type[Part], reference: str) -> None:
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         # A class of the user's may declare a field as any dataclass does, without a rule and a sentence.
         allowed = field.metadata["rule"].expected if "rule" in field.metadata else "anything"
-        table.add_row(field.name, _words(field.default), allowed, escape(field.metadata.get("says", "")))
+        table.add_row(field.name, _format_value(field.default), allowed, escape(field.metadata.get("says", "")))
     if table.row_count:
         console.print(table)
     changes = ", ".join(f'"{path}": {value!r}' for path, value in suggestion(part, reference).items())
@@ -218,7 +220,7 @@ def _print_deviations(published: Algorithm, value: Algorithm) -> None:
 
 
 def _side(value: Any) -> str:
-    return "absent" if value is None else escape(_words(value))
+    return "absent" if value is None else escape(_format_value(value))
 
 
 def _print_differences(values: Sequence[Algorithm], title: str) -> None:
@@ -226,7 +228,7 @@ def _print_differences(values: Sequence[Algorithm], title: str) -> None:
     paths = dict.fromkeys(path for each in flat for path in each)
     table = _grid("", *(value.name for value in values))
     for path in paths:
-        cells = [_words(each[path]) if path in each else "-" for each in flat]
+        cells = [_format_value(each[path]) if path in each else "-" for each in flat]
         if len(set(cells)) > 1:
             table.add_row(path, *map(escape, cells))
     console.print(f"\n[bold]{title}[/bold]" + ("" if table.row_count else " nothing"))
@@ -234,7 +236,7 @@ def _print_differences(values: Sequence[Algorithm], title: str) -> None:
         console.print(table)
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -25,7 +25,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _written(account: "Account", out: Path | None, png: bool) -> None:
+def _write_account(account: "Account", out: Path | None, png: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -57,7 +57,7 @@ def equivalence(
     from legato.lab.bed import target_of
 
     target = target_of(words or [])
-    _written(experiment.equivalence(target, steps=steps or experiment.STEPS, say=_say), out, png)
+    _write_account(experiment.equivalence(target, steps=steps or experiment.STEPS, say=_say), out, png)
 
 
 @lab.command()
@@ -74,7 +74,7 @@ def variance(
     from legato.lab.bed import target_of
 
     target = None if synthetic else target_of(words or [])
-    _written(experiment.variance(target, steps=steps or experiment.STEPS, rows=responses, say=_say), out, png)
+    _write_account(experiment.variance(target, steps=steps or experiment.STEPS, rows=responses, say=_say), out, png)
 
 
 @lab.command()
@@ -93,7 +93,7 @@ def walkthrough(
         account = experiment.examples()
     else:
         account = experiment.of_run(run, step=step, rollout=rollout, words=words or [], say=_say)
-    _written(account, out, png)
+    _write_account(account, out, png)
 
 
 @lab.command()
@@ -109,7 +109,7 @@ def failure(
     from legato.lab.bed import target_of
 
     target = None if constructed else target_of(words or [])
-    _written(experiment.failure(target, steps=steps or experiment.STEPS, say=_say), out, png)
+    _write_account(experiment.failure(target, steps=steps or experiment.STEPS, say=_say), out, png)
 
 
 @lab.command()
@@ -142,4 +142,4 @@ def clipping(
         parallel=parallel,
         say=_say,
     )
-    _written(account, folder, png)
+    _write_account(account, folder, png)

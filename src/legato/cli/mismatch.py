@@ -18,13 +18,13 @@ from legato.run.target import find
 
 def mismatch_command(target: str, words: Sequence[str], *, kinds: str | None, prompts: int | None, output: Path) -> None:
     chosen = samplers(",".join(KINDS) if kinds is None else kinds)
-    found = find(target, words)
+    run_target = find(target, words)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output} is not a folder that can be written: {error.strerror}") from None
     result = finite(
-        compare_samplers(found, chosen, prompts=prompts, say=lambda text: print(f"sampling: {text}", file=sys.stderr))
+        compare_samplers(run_target, chosen, prompts=prompts, say=lambda text: print(f"sampling: {text}", file=sys.stderr))
     )
     (output / "mismatch.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "mismatch.html").write_text(page(result))
@@ -32,14 +32,17 @@ def mismatch_command(target: str, words: Sequence[str], *, kinds: str | None, pr
     measured = result["samplers"]
     _show(console, "old - behaviour", gaps(measured))
     _show(console, "Noise of log s before any update", floor_rows(measured))
-    cut = [[name, *(share(each["corrections"][name]["cut"]) for each in measured.values())] for name in _cutting(measured)]
+    cut = [
+        [name, *(share(each["corrections"][name]["cut"]) for each in measured.values())]
+        for name in _capped_corrections(measured)
+    ]
     _show(console, "Share of weights a correction cuts", (("correction", *measured), cut))
     for line in verdicts(result):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"{output / 'mismatch.html'} has all of it, {output / 'mismatch.json'} the numbers", soft_wrap=True)
 
 
-def _cutting(measured: Mapping[str, Any]) -> list[str]:
+def _capped_corrections(measured: Mapping[str, Any]) -> list[str]:
     first = next(iter(measured.values()))
     return [name for name in first["corrections"] if not name.endswith("uncapped")]
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from legato.algorithms.catalogue import algorithm_names
-from legato.config.messages import shown
+from legato.config.messages import show_value
 from legato.config.read import read_file
-from legato.config.sources import check_tree, parted, read_word
+from legato.config.sources import check_tree, read_word, split_words
 from legato.errors import InputError
 
 Options = Mapping[str, Any]
@@ -60,17 +60,17 @@ class Definition:
             yield f"{told} and no sweep is nothing to compare; --arm gspo --arm grpo gives two"
         for name in self.arms:
             if not _NAME.fullmatch(name):
-                yield f"an arm is called {shown(name)}; letters, digits and ._+- are allowed, at most 61 of them"
+                yield f"an arm is called {show_value(name)}; letters, digits and ._+- are allowed, at most 61 of them"
         if not self.seeds:
             yield "no seed is given; at least one is needed, several for intervals"
         for seed in self.seeds:
             if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-                yield f"the seed {shown(seed)} is given; whole numbers from 0 are allowed"
+                yield f"the seed {show_value(seed)} is given; whole numbers from 0 are allowed"
         if len(set(self.seeds)) < len(self.seeds):
             yield f"the seeds {list(self.seeds)} name one twice: it would be the same run again"
         for path, values in self.sweep.items():
             if not values or len({repr(value) for value in values}) < len(values):
-                yield f"the sweep {path} = {shown(list(values))} is given; different values, at least one, are needed"
+                yield f"the sweep {path} = {show_value(list(values))} is given; different values, at least one, are needed"
             for name in (name for name, options in self.arms.items() if path in options):
                 yield f"{path} is swept and set by the arm {name}; one of them has to go"
         given = {"the sweep sets": self.sweep, "the options set": self.options}
@@ -84,7 +84,7 @@ def from_arguments(
     arguments: Sequence[str], *, arms: Sequence[str], seeds: str | None, sweep: Sequence[str], unequal: bool
 ) -> Definition:
     """Files and `path=value` words, and what the options of the command said."""
-    names, words = parted(arguments)
+    names, words = split_words(arguments)
     files, options = [Path(name) for name in names], dict(read_word(word) for word in words)
     if len(files) == 1 and files[0].suffix == ".toml" and "arms" in read_file(files[0])[1]:
         if arms or seeds is not None or sweep:
@@ -114,17 +114,19 @@ def from_file(path: Path, options: Options, unequal: bool = False) -> Definition
     tables |= {f"arms.{name}": arm for name, arm in tables["arms"].items()} if isinstance(tables["arms"], dict) else {}
     for key, table in tables.items():
         if not isinstance(table, dict):
-            raise InputError(f"{path}: {key} = {shown(table)} is not allowed; a table is, as in [{key}]")
+            raise InputError(f"{path}: {key} = {show_value(table)} is not allowed; a table is, as in [{key}]")
     recipe, seeds = tree.get("recipe", []), tree.get("seeds", [0, 1, 2])
     recipes = [recipe] if isinstance(recipe, str) else recipe
     if not isinstance(recipes, list) or not all(isinstance(each, str) for each in recipes):
-        raise InputError(f"{path}: recipe = {shown(recipe)} is not allowed; the name of a TOML file or a list of them is")
+        raise InputError(
+            f"{path}: recipe = {show_value(recipe)} is not allowed; the name of a TOML file or a list of them is"
+        )
     if not isinstance(tree.get("unequal", False), bool):
-        raise InputError(f"{path}: unequal = {shown(tree['unequal'])} is not allowed; true or false is")
+        raise InputError(f"{path}: unequal = {show_value(tree['unequal'])} is not allowed; true or false is")
     sweep = _flat(tables["sweep"])
     for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
         if not isinstance(values, list):
-            raise InputError(f"{path}: {key} = {shown(values)} is not allowed; a list is")
+            raise InputError(f"{path}: {key} = {show_value(values)} is not allowed; a list is")
     return Definition(
         recipes=tuple(map(Path, recipes)),
         arms={name: _flat(arm) for name, arm in tables["arms"].items()},

@@ -10,7 +10,7 @@ from typing import Any
 
 from legato.compare.definition import Definition
 from legato.config.load import load
-from legato.config.messages import shown
+from legato.config.messages import show_value
 from legato.config.resolved import Resolved
 from legato.errors import InputError
 
@@ -89,8 +89,8 @@ def differences(found: Sequence[Job]) -> list[str]:
         base = first.setdefault(repr((job.seed, job.point)), job)
         for path, mine, theirs in _unlike(base, job):
             sentences[
-                f"{path} is {shown(theirs)} for {base.arm} ({base.resolved.provenance.get(path, 'default')}) and"
-                f" {shown(mine)} for {job.arm} ({job.resolved.provenance.get(path, 'default')})"
+                f"{path} is {show_value(theirs)} for {base.arm} ({base.resolved.provenance.get(path, 'default')}) and"
+                f" {show_value(mine)} for {job.arm} ({job.resolved.provenance.get(path, 'default')})"
             ] = None
     return list(sentences)
 

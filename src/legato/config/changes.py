@@ -1,8 +1,8 @@
 """What may change when a run is resumed: freely, with --allow-changes, or not at all. docs/resume.md has the table.
 
-Each option says so where it is declared (`resume=`): 'free' changes how long a run goes on, what is written and how often,
-and the updates stay what they were; 'flag' makes another run of it; 'refused': the saved state would not fit, or held-out
-problems would have been trained on.
+Each option declares it (`resume=`). 'free': changes the length of the run, or what is written and how often, but not the
+updates. 'flag': changes the training. 'refused': the saved state would not fit, or held-out problems would have been
+trained on.
 """
 
 import functools
@@ -13,17 +13,17 @@ from legato.errors import InputError
 
 
 @functools.cache
-def _declared() -> dict[str, str]:
+def _resume_rules() -> dict[str, str]:
     return {option.path: option.resume for option in options()}
 
 
 def verdict(path: str) -> str:
-    """'free', 'flag' or 'refused' for an option; those of an algorithm, a task or a reward are not declared here."""
-    return _declared().get(path, "flag")
+    """'free', 'flag' or 'refused' for an option. Options of algorithms, tasks and rewards need the flag."""
+    return _resume_rules().get(path, "flag")
 
 
 def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
-    """A sentence for each change; InputError where one is refused or lacks the flag."""
+    """One sentence per change; InputError if a change is refused or needs the flag."""
     old, new = before.values, after.values
     sentences, faults = [], []
     for path in sorted({*old, *new}):
@@ -45,5 +45,5 @@ def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
 
 
 def _lr_follows_steps(*runs: Resolved) -> bool:
-    """A falling schedule is stretched over the steps, and a warm-up longer than a run is shortened to it."""
+    """Whether learning rates depend on the number of steps: a falling schedule, or a warm-up cut to the run's length."""
     return any(run.config.training.schedule != "constant" or run.config.training.shortens_warm_up for run in runs)

@@ -7,7 +7,7 @@ from typing import Any
 from legato.algorithms.algorithm import Algorithm
 from legato.algorithms.override import flatten as flatten_algorithm
 from legato.config.kinds import FAMILIES, find
-from legato.config.messages import shown
+from legato.config.messages import show_value
 from legato.config.resolved import flatten
 from legato.config.schema import Config
 from legato.core.importing import is_import_path
@@ -31,7 +31,7 @@ class Case:
 
     def says(self, path: str) -> str:
         """An option with its value and its place."""
-        return f"{path} = {shown(flatten(self.config).get(path))} ({self.origin(path)})"
+        return f"{path} = {show_value(flatten(self.config).get(path))} ({self.origin(path)})"
 
 
 def disagreements(case: Case) -> Iterator[str]:
@@ -205,4 +205,4 @@ def _of_algorithm(case: Case, path: str) -> str:
         value = getattr(value, word)
     origin = case.origin(f"algorithm.{path}")
     origin = case.origin("algorithm.name") if origin.startswith("algorithm ") else origin
-    return f"{case.algorithm.name} with {path} = {shown(getattr(value, 'name', value))} ({origin})"
+    return f"{case.algorithm.name} with {path} = {show_value(getattr(value, 'name', value))} ({origin})"

@@ -66,7 +66,7 @@ def rule_of(section: type, name: str) -> Rule:
     return rule
 
 
-def named_fields(section: type) -> list[str]:
+def field_names(section: type) -> list[str]:
     """The options of a section that are written under their own names."""
     return [field.name for field in dataclasses.fields(cast(Any, section)) if field.name not in FREE]
 

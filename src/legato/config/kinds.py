@@ -1,4 +1,4 @@
-"""Tasks, rewards and environments by name: which are known, what their options are, and the part they make."""
+"""Looks up tasks, rewards and environments by name, lists their options and constructs them."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ FAMILIES = {"task": ("task", "data"), "reward": ("reward",), "environment": ("en
 
 @functools.cache
 def register_all() -> None:
-    """Parts are registered when their modules are imported; which modules there are is a matter of the rooms."""
+    """Import all modules of tasks and rewards, which registers their parts."""
     for room in ("tasks", "rewards"):
         package = import_module(f"legato.{room}")
-        # A worker runs in a process of its own, where what it imports may be slow or not there.
+        # Worker modules run in their own process; their imports may be slow or missing here.
         for module in (each for each in pkgutil.iter_modules(package.__path__) if not each.name.endswith("_worker")):
             import_module(f"legato.{room}.{module.name}")
 
 
 def find(family: str, kind: str) -> type[Part] | None:
-    """The part class of a name; None for an import path, which is not imported here."""
+    """The class of a named part; None for an import path, which is not imported here."""
     register_all()
     if is_import_path(kind):
         return None
@@ -42,29 +42,30 @@ def find(family: str, kind: str) -> type[Part] | None:
 
 
 def make(family: str, kind: str, options: Mapping[str, Any]) -> Any:
-    """The task or reward that a kind and its options describe (`config.task.options`); imports an import path."""
+    """Construct a task, reward or environment from its kind and options. An import path is imported."""
     part = find(family, kind)
     return make_imported(family, kind, options) if part is None else _construct(part, options)
 
 
-def complete(part: type[Part], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a part as TOML would hold them, checked by making it; what is absent by default may be missing."""
-    made = _construct(part, options)
-    found = {}
+def complete_options(part: type[Part], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a part as TOML would store them, checked by constructing it. Options that are None by default may be
+    missing."""
+    instance = _construct(part, options)
+    completed = {}
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        rule, value = field.metadata.get("rule"), getattr(made, field.name)
-        # A part keeps a table as pairs, so that it can be hashed.
-        value = plain(dict(value) if rule is not None and rule.takes({}) else value)
+        rule, value = field.metadata.get("rule"), getattr(instance, field.name)
+        # A part stores a table as pairs, so that it is hashable.
+        value = to_toml(dict(value) if rule is not None and rule.takes({}) else value)
         if value is not None or field.default is not None:
-            found[field.name] = value
-    return found
+            completed[field.name] = value
+    return completed
 
 
 def refused_options(part: type[Part], options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The options of a part that do not have an allowed value, and what is allowed."""
+    """(option, what is allowed) for each option with a value that is not allowed."""
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         rule: Rule | None = field.metadata.get("rule")
-        if rule is not None and field.name in options and not rule.takes(_accepted(part, field.name, options[field.name])):
+        if rule is not None and field.name in options and not rule.takes(_from_toml(part, field.name, options[field.name])):
             yield field.name, f"{rule.allowed} or absent" if rule.optional else rule.allowed
 
 
@@ -73,11 +74,11 @@ def option_names(part: type[Part]) -> list[str]:
     return [field.name for field in dataclasses.fields(part) if field.init]  # type: ignore[arg-type]
 
 
-def plain(value: Any) -> Any:
-    """A value of a part as TOML would hold it."""
+def to_toml(value: Any) -> Any:
+    """The value of a part's field as TOML would store it."""
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: to_toml(inner) for key, inner in value.items()}
+    return [to_toml(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _construct(part: type[Part], options: Mapping[str, Any]) -> Part:
@@ -90,14 +91,14 @@ def _construct(part: type[Part], options: Mapping[str, Any]) -> Part:
         if name not in options:
             raise InputError(f"{part.kind} '{part.name}' needs the option {name!r}")
     try:
-        return part(**{name: _accepted(part, name, value) for name, value in options.items()})
+        return part(**{name: _from_toml(part, name, value) for name, value in options.items()})
     # A number too large for a float, a regular expression too large for its compiler, a file that is not there.
     except (TypeError, OverflowError, RecursionError, OSError) as error:
         raise InputError(f"{part.kind} '{part.name}': {error}") from None
 
 
-def _accepted(part: type[Part], name: str, value: Any) -> Any:
-    """A value from TOML as the part takes it: lists are tuples, and `false` is None where None is meant."""
+def _from_toml(part: type[Part], name: str, value: Any) -> Any:
+    """A TOML value as the part expects it: lists become tuples, `false` becomes None if the option does not allow false."""
     field = next((field for field in dataclasses.fields(part) if field.name == name), None)  # type: ignore[arg-type]
     rule = field.metadata.get("rule") if field is not None else None
     if value is False and rule is not None and not rule.accepts(False) and rule.optional:

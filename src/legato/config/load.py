@@ -1,10 +1,10 @@
-"""From sources to one checked configuration.
+"""Loads the sources of a configuration, merges and checks them.
 
     resolved = load([Path("recipes/tiny.toml")], ["training.lr=1e-4", "algorithm=grpo"])
     resolved.config.training.lr;  resolved.algorithm;  resolved.deviations;  resolved.provenance["training.lr"]
 
 Sources, low to high: the defaults, the settings of the named algorithm, TOML files from left to right, `path=value` words,
-values given in Python. Whatever is wrong is told in one ValueError, a line for each mistake.
+values given in Python. All faults are raised in one InputError, a line for each.
 """
 
 import dataclasses
@@ -31,50 +31,50 @@ MADE_IN_PYTHON = "made in Python, or of its parts in a recipe: it has no publish
 
 
 def load(sources: Sequence[Path], words: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Resolved:
-    """The configuration that files, words and values given in Python describe."""
+    """The checked configuration from files, words and values given in Python."""
     layers = [*map(from_file, sources), from_words(words), from_overrides(overrides or {})]
     faults: list[str] = []
-    base, named_at = choose.named(layers, AlgorithmName().name)
-    given = Layer()
+    base, name_origin = choose.choose_algorithm(layers, AlgorithmName().name)
+    merged = Layer()
     for layer in (from_settings(base.name, base.settings), *layers):
-        merge(given, layer)
-    _reward_of_environment(given)
-    algorithm, changed_at = choose.changed(base, layers, faults)
-    config = validate(given, faults)
+        merge(merged, layer)
+    _reward_of_environment(merged)
+    algorithm, changed_at = choose.apply_changes(base, layers, faults)
+    config = validate(merged, faults)
     if config is None or faults:
         raise InputError("\n".join(dict.fromkeys(faults)))
-    # An algorithm of one's own deviates from nothing; its settings have been taken into the run like any other.
+    # The user's own algorithm deviates from nothing. Its settings were merged into the run like any other.
     own = dataclasses.replace(base, settings={})
     published = entry(base.name).value if is_published(base.name) else own
-    config, algorithm = _filled(config, algorithm, given, changed_at)
-    # What the value itself would set has been taken into the run; what is left are the published settings.
+    config, algorithm = _fill_dependent(config, algorithm, merged, changed_at)
+    # Settings of an algorithm made in Python are already merged into the run; only the published ones remain.
     algorithm = dataclasses.replace(algorithm, settings=published.settings)
     changes = choose.changes_of(published, algorithm)
     config = dataclasses.replace(config, algorithm=AlgorithmName(name=published.name, changes=changes))
-    origin = _origins(config, algorithm, published, given, {**changed_at, "name": named_at})
-    found = list(disagreements(Case(config=config, algorithm=algorithm, origin=origin)))
-    if found:
-        raise InputError("\n".join(found))
+    origin = _origins(config, algorithm, published, merged, {**changed_at, "name": name_origin})
+    conflicts = list(disagreements(Case(config=config, algorithm=algorithm, origin=origin)))
+    if conflicts:
+        raise InputError("\n".join(conflicts))
     values = {**flatten(config), **algorithm_values(algorithm)}
     return Resolved(
         config=config,
         algorithm=algorithm,
         deviations=tuple(choose.deviations(published, algorithm, values)) if is_published(base.name) else (MADE_IN_PYTHON,),
         provenance={path: origin(path) for path in values},
-        code=_code(algorithm),
+        code=_own_files(algorithm),
     )
 
 
-def _reward_of_environment(given: Layer) -> None:
-    """An environment gives rewards itself; they are the reward where no other is named."""
-    reward = {} if given.at(("reward",)) is None else given.at(("reward",))
-    if given.at(("task", "environment")) and isinstance(reward, dict) and not {"kind", "components"} & set(reward):
-        given.put(("reward", "kind"), "environment", lambda _: "task.environment")
+def _reward_of_environment(merged: Layer) -> None:
+    """Use the rewards of the environment if no other reward is named."""
+    reward = {} if merged.at(("reward",)) is None else merged.at(("reward",))
+    if merged.at(("task", "environment")) and isinstance(reward, dict) and not {"kind", "components"} & set(reward):
+        merged.put(("reward", "kind"), "environment", lambda _: "task.environment")
 
 
-def _code(algorithm: Algorithm) -> tuple[OwnCode, ...]:
-    """The user's files that parts come from. A part that the written configuration could not name is refused."""
-    found: dict[str, OwnCode] = {}
+def _own_files(algorithm: Algorithm) -> tuple[OwnCode, ...]:
+    """The user's files that parts come from. A part that config.toml could not name is refused."""
+    files: dict[str, OwnCode] = {}
     for slot, part in parts_of(algorithm):
         try:
             code = code_of(part)
@@ -85,29 +85,31 @@ def _code(algorithm: Algorithm) -> tuple[OwnCode, ...]:
         except InputError as error:
             raise InputError(f"algorithm.{slot}, {part.kind} {part.name!r}: {error}") from None
         if code is not None:
-            found[code.reference] = code
-    return tuple(found.values())
+            files[code.reference] = code
+    return tuple(files.values())
 
 
-def _filled(config: Config, algorithm: Algorithm, given: Layer, changed_at: dict[str, str]) -> tuple[Config, Algorithm]:
-    """What follows from other options: the constant of an aggregate, and one stage where there is no second task."""
+def _fill_dependent(
+    config: Config, algorithm: Algorithm, merged: Layer, changed_at: dict[str, str]
+) -> tuple[Config, Algorithm]:
+    """Fill in options that follow from others: the constant of an aggregate, and one stage if there is no second task."""
     if getattr(algorithm.aggregate, "constant", 0.0) is None:
         algorithm = override(algorithm, {"aggregate.constant": config.rollouts.max_response_tokens})
         changed_at["aggregate.constant"] = "rollouts.max_response_tokens"
-    # Only a stage the algorithm asks for is given up; one that a person asks for is missed aloud.
-    asked_by_algorithm = given.origin(("task", "stages")).startswith("algorithm ")
+    # A second stage that only the algorithm asks for is dropped; one that the user asks for is a fault.
+    asked_by_algorithm = merged.origin(("task", "stages")).startswith("algorithm ")
     if config.task.stages == 2 and config.task.second is None and asked_by_algorithm:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, stages=1))
-        given.put(("task", "stages"), 1, lambda _: "there is no task.second")
+        merged.put(("task", "stages"), 1, lambda _: "there is no task.second")
     return config, algorithm
 
 
 def _origins(
-    config: Config, algorithm: Algorithm, published: Algorithm, given: Layer, changed_at: Mapping[str, str]
+    config: Config, algorithm: Algorithm, published: Algorithm, merged: Layer, changed_at: Mapping[str, str]
 ) -> Callable[[str], str]:
-    """Where the value at a dotted path came from."""
-    # Names may hold dots: the paths of the sources are joined as those of the values are, never split.
-    places = {".".join(path): place for path, place in given.origins.items()}
+    """A function from a dotted path to the origin of its value."""
+    # Names may contain dots: paths are joined and compared, never split.
+    places = {".".join(path): place for path, place in merged.origins.items()}
     before, after = algorithm_values(published), algorithm_values(algorithm)
     slots = {*ONE, *SEVERAL}
 
@@ -120,7 +122,7 @@ def _origins(
             return changed_at[inner]
         if path in before and before[path] == after.get(path):
             return f"algorithm {published.name}"
-        # A part that came with one of its fields, or was removed, is told by what did it.
+        # A part that was added by setting one of its fields, or removed, has the origin of that change.
         return below[-1] if inner in slots and below else "default"
 
     return origin

@@ -1,4 +1,4 @@
-"""How a mistake in a configuration is told: the path, the value, where it came from, what is allowed."""
+"""Messages about faults in a configuration: the path, the value, its origin, what is allowed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 _LONGEST = 80
 
 
-def shown(value: Any) -> str:
-    """A value as a person would have written it, cut where it is long."""
+def show_value(value: Any) -> str:
+    """A value as a person would write it, truncated if long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -22,6 +22,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def refused(path: Sequence[str], value: Any, origin: str, allowed: str) -> str:
-    """An option with a value that it does not take."""
-    return f"{'.'.join(path)}: expected {allowed}, got {shown(value)} ({origin})"
+def refusal(path: Sequence[str], value: Any, origin: str, allowed: str) -> str:
+    """The message for an option with a value that is not allowed."""
+    return f"{'.'.join(path)}: expected {allowed}, got {show_value(value)} ({origin})"

@@ -1,4 +1,4 @@
-"""A TOML file, read or refused in one line that names the file and, where there is one, the line."""
+"""Reads TOML files. Errors are one line with the file and, if known, the line number."""
 
 import re
 import tomllib
@@ -8,7 +8,7 @@ from typing import Any
 from legato.errors import InputError
 
 _LARGEST_FILE = 1_000_000
-"""Bytes; a configuration is never so large, and what is (a model, a data set) was named by mistake."""
+"""Bytes. A larger file (a model, a data set) was named by mistake."""
 
 _MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xef\xbb\xbf": "UTF-8 with a byte order mark"}
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
@@ -20,14 +20,14 @@ _IN_OUR_WORDS = {
 
 
 def read_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text and the tree of a file."""
+    """The text of a TOML file and its parsed tree."""
     text = _decode(path, _bytes(path))
     try:
         tree = tomllib.loads(text)
     except RecursionError:
         raise InputError(f"{path} is nested too deeply to be a configuration") from None
     except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits raises another
-        raise InputError(_told(path, text, str(error))) from None
+        raise InputError(_syntax_message(path, text, str(error))) from None
     if not tree:
         raise InputError(f"{path}:1: the file holds no option; a recipe does, for instance [training] with lr = 1e-6")
     return text, tree
@@ -64,7 +64,7 @@ def _decode(path: Path, content: bytes) -> str:
         raise InputError(f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; save it as plain UTF-8") from None
 
 
-def _told(path: Path, text: str, message: str) -> str:
+def _syntax_message(path: Path, text: str, message: str) -> str:
     place = _PLACE.search(message)
     what = _PLACE.sub("", message).replace(" (at end of document)", ", but the file ends")
     for theirs, ours in _IN_OUR_WORDS.items():

@@ -1,4 +1,4 @@
-"""The sources of a configuration, each a tree that knows where its values came from, and their merging."""
+"""The sources of a configuration: each becomes a `Layer`, a tree of options that knows the origin of its values."""
 
 import datetime
 import math
@@ -14,28 +14,28 @@ from legato.config.read import read_file
 from legato.errors import InputError
 
 DEEPEST = 24
-"""Tables in tables; no option is that deep, and what walks the tree may call itself."""
+"""Deepest nesting of tables. No option is that deep, and functions that walk the tree are recursive."""
 
 _PLAIN = (str, bool, int, float, datetime.date, datetime.time)
-"""What TOML can write; a datetime is a date."""
+"""Types that TOML can store; a datetime is a date."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """A tree of options, and where each stands."""
+    """A tree of options, and the origin of each."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
 
     def origin(self, path: Path) -> str:
-        """Where the value at a path came from: what is known of it, or of the nearest table around it."""
+        """The origin of the value at a path, or of the nearest enclosing table that has one."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return "default"
 
     def put(self, path: Path, value: Any, origin: Callable[[Path], str]) -> None:
-        """Sets a value. Tables are merged; anything else replaces what was there, with all its places."""
+        """Set a value. Tables are merged; any other value replaces the old value and its origins."""
         table = self.tree
         for depth, word in enumerate(path[:-1], start=1):
             if not isinstance(table.get(word), dict):
@@ -43,8 +43,8 @@ class Layer:
                 table[word] = {}
             self.origins.setdefault(path[:depth], origin(path))
             table = table[word]
-        here = table.get(path[-1])
-        if isinstance(value, dict) and isinstance(here, dict):
+        present = table.get(path[-1])
+        if isinstance(value, dict) and isinstance(present, dict):
             self.origins[path] = origin(path)
         else:
             self._forget(path)
@@ -55,7 +55,7 @@ class Layer:
                 self.put((*path, key), inner, origin)
 
     def drop(self, path: Path) -> None:
-        """Removes a value, with all its places."""
+        """Remove a value and its origins."""
         table: Any = self.tree
         for word in path[:-1]:
             table = table[word]
@@ -75,7 +75,7 @@ class Layer:
 
 
 def from_file(path: File) -> Layer:
-    """The options of a TOML file; their origins are `file:line`."""
+    """The options of a TOML file, with `file:line` as origins."""
     text, tree = read_file(path)
     check_tree(tree, str(path))
     if "algorithm" in tree and not isinstance(tree["algorithm"], dict):
@@ -85,7 +85,7 @@ def from_file(path: File) -> Layer:
 
 
 def from_words(words: Sequence[str]) -> Layer:
-    """`path=value` words; a later one wins."""
+    """The options of `path=value` words; the last one wins."""
     layer = Layer()
     for index, word in enumerate(words, start=1):
         origin = f"word {index}: {word if word.isprintable() else repr(word)}"
@@ -96,32 +96,32 @@ def from_words(words: Sequence[str]) -> Layer:
 
 
 def from_overrides(overrides: Mapping[str, Any]) -> Layer:
-    """Values given in Python by dotted path; a mapping sets what is below it."""
+    """Values given in Python by dotted path. A mapping sets the options below its path."""
     layer = Layer()
-    for path, given in overrides.items():
+    for path, native in overrides.items():
         origin = f"override {path!r}"
-        value = _native(given, origin)
+        value = _native(native, origin)
         check_tree({"": value}, origin)
         layer.put(_keys(path, value, origin), value, lambda _, origin=origin: origin)  # type: ignore[misc]
     return layer
 
 
 def from_settings(algorithm: str, settings: Mapping[str, Any]) -> Layer:
-    """What a named algorithm sets in a run."""
+    """The options that a named algorithm sets."""
     layer = Layer()
     for path, value in settings.items():
         layer.put(tuple(path.split(".")), value, lambda _: f"algorithm {algorithm}")
     return layer
 
 
-def parted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command that name something, and those that are options. A recipe may have "=" in its path."""
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words of a command into names and `path=value` options. A recipe may have "=" in its path."""
     options = [word for word in words if "=" in word and not (word.endswith(".toml") and File(word).is_file())]
     return [word for word in words if word not in options], options
 
 
 def read_word(word: str, name: str = "the word") -> tuple[str, Any]:
-    """`path=value` as a path and a value: TOML where it reads as such, `null` for None, otherwise the bare string."""
+    """Parse `path=value`. The value is read as TOML if possible, `null` is None, anything else is the bare string."""
     path, equals, text = word.partition("=")
     if not equals:
         raise InputError(f"{name}, {word!r}, is not an option; path=value is, as in training.lr=1e-6")
@@ -146,12 +146,12 @@ def _keys(path: Any, value: Any, origin: str) -> Path:
     if keys[0] == "algorithm" and len(keys) > 2:
         # One key, as in a written configuration: a slot and the fields of its part cannot both be nested under one.
         return "algorithm", ".".join(keys[1:])
-    # `algorithm=grpo` names the algorithm and leaves what else is said of it.
+    # `algorithm=grpo` sets the name and keeps other changes to the algorithm.
     return (*keys, "name") if keys == ("algorithm",) and not isinstance(value, dict) else keys
 
 
 def _native(value: Any, origin: str, depth: int = 0) -> Any:
-    """A Python value as TOML would have given it."""
+    """A Python value converted to the type TOML would produce."""
     if depth > DEEPEST:
         raise InputError(f"{origin} is nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
@@ -166,7 +166,7 @@ def _native(value: Any, origin: str, depth: int = 0) -> Any:
 
 
 def check_tree(tree: Mapping[str, Any], origin: str) -> None:
-    """Refuses what no later message could show: tables too deep, names that are not text, text that is not Unicode."""
+    """Refuse trees that later messages could not show: too deep, keys that are not text, text that is not Unicode."""
     pending: list[tuple[Any, int]] = [(tree, 0)]
     while pending:
         value, depth = pending.pop()
@@ -186,14 +186,14 @@ def check_tree(tree: Mapping[str, Any], origin: str) -> None:
                 raise InputError(f"{origin}: {value!r} is not valid Unicode") from None
 
 
-def not_plain(value: Any, path: Path) -> Iterator[tuple[Path, Any, str]]:
-    """What a TOML file cannot hold, or no run can use: path, value and what is allowed."""
+def unstorable_values(value: Any, path: Path) -> Iterator[tuple[Path, Any, str]]:
+    """The values that TOML cannot store or no run can use: (path, value, what is allowed)."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from not_plain(inner, (*path, key))
+            yield from unstorable_values(inner, (*path, key))
     elif isinstance(value, list):
         for inner in value:
-            yield from not_plain(inner, path)
+            yield from unstorable_values(inner, path)
     elif isinstance(value, float) and not math.isfinite(value):
         yield path, value, "a finite number"
     elif not isinstance(value, _PLAIN):

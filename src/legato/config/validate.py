@@ -1,15 +1,15 @@
-"""A merged tree becomes a `Config`, or a list of everything that is wrong with it."""
+"""Turns a merged tree into a `Config`, or into a list of all its faults."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from legato.config import kinds
-from legato.config.document import allowed, named_fields, rule_of
+from legato.config.document import allowed, field_names, rule_of
 from legato.config.locate import Path
-from legato.config.messages import refused
+from legato.config.messages import refusal
 from legato.config.schema import Component, Config, Reward, SecondTask, Task
-from legato.config.sources import Layer, not_plain
+from legato.config.sources import Layer, unstorable_values
 from legato.core.fields import LARGEST, Rule
 from legato.core.parts import nearest
 from legato.core.settings import Table
@@ -36,11 +36,11 @@ NAMES_OF_TRL = {
     "save_total_limit": "output.keep_last",
     "warmup_steps": "training.warm_up_updates",
 }
-"""What those who come from TRL type, and what it is called here."""
+"""Option name in TRL -> path here, for suggestions."""
 
 
-def kinded(tree: Mapping[str, Any]) -> Iterator[tuple[Path, type]]:
-    """The tables that hold a kind and its options."""
+def tables_with_kind(tree: Mapping[str, Any]) -> Iterator[tuple[Path, type]]:
+    """The tables that hold a kind and its options: (path, section)."""
     yield ("task",), Task
     yield ("reward",), Reward
     yield ("task", "second"), SecondTask
@@ -51,8 +51,8 @@ def kinded(tree: Mapping[str, Any]) -> Iterator[tuple[Path, type]]:
 
 
 def merge(into: Layer, layer: Layer) -> None:
-    """Lays a source over those below it. Another kind of task or reward brings its own options: the old ones go."""
-    for path, section in kinded(into.tree):
+    """Merge a source over the lower ones. A new kind of task or reward drops the options of the old kind."""
+    for path, section in tables_with_kind(into.tree):
         below, above = into.at(path), layer.at(path)
         if isinstance(below, dict) and isinstance(above, dict):
             if "kind" in above and above["kind"] != below.get("kind", _default_kind(section)):
@@ -74,49 +74,50 @@ def _default_kind(section: type) -> str | None:
 
 def _drop_options(into: Layer, path: Path, section: type) -> None:
     for key in list(into.at(path)):
-        if key not in named_fields(section):
+        if key not in field_names(section):
             into.drop((*path, key))
 
 
-def validate(given: Layer, faults: list[str]) -> Config | None:
-    """The configuration; None, with a line for each fault, if it has any."""
+def validate(layer: Layer, faults: list[str]) -> Config | None:
+    """The configuration; None if it has faults, with one line added to `faults` for each."""
     before = len(faults)
-    tree = {"task": {}, "reward": {}, **given.tree}
+    tree = {"task": {}, "reward": {}, **layer.tree}
     if isinstance(tree["reward"], dict):
-        tree["reward"] = _one_reward(tree["reward"], given, faults)
-    config: Config | None = _build(Config, tree, (), given, faults)
+        tree["reward"] = _reward_table(tree["reward"], layer, faults)
+    config: Config | None = _build(Config, tree, (), layer, faults)
     return config if len(faults) == before else None
 
 
-def _build(section: type, tree: Mapping[str, Any], path: Path, given: Layer, faults: list[str]) -> Any:
-    """The settings that a table describes; None, with a line for each fault, if it has any."""
-    before, known = len(faults), named_fields(section)
-    values = {key: _value(rule_of(section, key), tree[key], (*path, key), given, faults) for key in known if key in tree}
+def _build(section: type, tree: Mapping[str, Any], path: Path, layer: Layer, faults: list[str]) -> Any:
+    """The settings object of a table; None if it has faults, with one line added to `faults` for each."""
+    before, known = len(faults), field_names(section)
+    values = {key: _value(rule_of(section, key), tree[key], (*path, key), layer, faults) for key in known if key in tree}
     others = {key: value for key, value in tree.items() if key not in known}
     if "kind" in known and "options" in cast(Any, section).__dataclass_fields__:
-        values["options"] = _options(section, tree.get("kind", _default_kind(section)), others, path, given, faults)
+        values["options"] = _options(section, tree.get("kind", _default_kind(section)), others, path, layer, faults)
     else:
         faults.extend(
-            f"{_at(given, (*path, key))} does not exist; {_nearest_option((*path, key), section)}" for key in others
+            f"{_path_and_origin(layer, (*path, key))} does not exist; {_nearest_option((*path, key), section)}"
+            for key in others
         )
     for field in dataclasses.fields(cast(Any, section)):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in tree:
             wanted = allowed(rule_of(section, field.name))
-            faults.append(f"{'.'.join((*path, field.name))}: expected {wanted}, got nothing ({given.origin(path)})")
+            faults.append(f"{'.'.join((*path, field.name))}: expected {wanted}, got nothing ({layer.origin(path)})")
     if len(faults) > before:
         return None
     try:
         return section(**values)
     except InputError as error:  # fields that are each allowed contradict each other; the message begins with one of them
-        places = dict.fromkeys(given.origin((*path, key)) for key in tree)
+        places = dict.fromkeys(layer.origin((*path, key)) for key in tree)
         faults.append(f"{'.'.join(path)}.{error} ({', '.join(places)})")
         return None
 
 
-def _value(rule: Rule, value: Any, path: Path, given: Layer, faults: list[str]) -> Any:
-    """The value of a field. `false` is None where None is allowed and false is not; `true` is a table with its defaults."""
-    where = given.origin(path)
+def _value(rule: Rule, value: Any, path: Path, layer: Layer, faults: list[str]) -> Any:
+    """The checked value of a field. `false` means None if only None is allowed; `true` means a table with its defaults."""
+    where = layer.origin(path)
     if value is False and rule.optional and not rule.accepts(False):
         return None
     if isinstance(rule, Table) and rule.section is not None:
@@ -124,82 +125,84 @@ def _value(rule: Rule, value: Any, path: Path, given: Layer, faults: list[str]) 
         if table is None and rule.optional:
             return None
         if not isinstance(table, dict):
-            faults.append(refused(path, value, where, allowed(rule)))
+            faults.append(refusal(path, value, where, allowed(rule)))
             return None
         if rule.several:
             each = Table("a table", rule.accepts, section=rule.section)
-            return {name: _value(each, inner, (*path, name), given, faults) for name, inner in table.items()}
-        return _build(rule.section, table, path, given, faults)
+            return {name: _value(each, inner, (*path, name), layer, faults) for name, inner in table.items()}
+        return _build(rule.section, table, path, layer, faults)
     if not rule.takes(value):
         too_large = isinstance(value, int) and not isinstance(value, bool) and value > LARGEST
-        faults.append(refused(path, value, where, allowed(rule) + (" and below 2**63" if too_large else "")))
+        faults.append(refusal(path, value, where, allowed(rule) + (" and below 2**63" if too_large else "")))
         return None
     if isinstance(rule, Table):
-        faults.extend(refused(at, each, given.origin(at), wanted) for at, each, wanted in not_plain(dict(value), path))
+        faults.extend(
+            refusal(at, each, layer.origin(at), wanted) for at, each, wanted in unstorable_values(dict(value), path)
+        )
     return rule.stored(value)
 
 
-def _one_reward(reward: Mapping[str, Any], given: Layer, faults: list[str]) -> dict[str, Any]:
-    """The table of rewards with either a kind or components."""
+def _reward_table(reward: Mapping[str, Any], layer: Layer, faults: list[str]) -> dict[str, Any]:
+    """The reward table, checked to have either a kind or components."""
     kind, components = ("reward", "kind"), ("reward", "components")
     if reward.get("components"):
         if reward.get("kind"):
-            places = f"{given.origin(kind)} and {given.origin(components)}"
+            places = f"{layer.origin(kind)} and {layer.origin(components)}"
             faults.append(f"reward.kind and reward.components are both given ({places}); one of them is allowed")
         return {**reward, "kind": None}
     if "kind" in reward and reward["kind"] in (None, False):
-        faults.append(f"reward.kind is off ({given.origin(kind)}) and there are no reward.components; one of them is needed")
+        faults.append(f"reward.kind is off ({layer.origin(kind)}) and there are no reward.components; one of them is needed")
     return dict(reward)
 
 
 def _options(
-    section: type, kind: Any, options: Mapping[str, Any], path: Path, given: Layer, faults: list[str]
+    section: type, kind: Any, options: Mapping[str, Any], path: Path, layer: Layer, faults: list[str]
 ) -> dict[str, Any]:
-    """The options of a kind, checked by making its part and completed with its defaults."""
+    """The options of a kind, checked by constructing its part and completed with defaults."""
     if not isinstance(kind, str) or not kind:
         for name in options:
-            faults.append(f"{_at(given, (*path, name))} does not exist; {nearest(name, named_fields(section))}")
+            faults.append(f"{_path_and_origin(layer, (*path, name))} does not exist; {nearest(name, field_names(section))}")
         return {}
     try:
         part = kinds.find(path[0], kind)
     except InputError as error:
-        faults.append(f"{_at(given, (*path, 'kind'))}: {error}")
+        faults.append(f"{_path_and_origin(layer, (*path, 'kind'))}: {error}")
         return {}
     known = options if part is None else kinds.option_names(part)
     for name in [name for name in options if name not in known]:
-        words = nearest(name, [*known, *named_fields(section)])
-        faults.append(f"{_at(given, (*path, name))} is no option of {path[0]} {kind!r}; {words}")
+        words = nearest(name, [*known, *field_names(section)])
+        faults.append(f"{_path_and_origin(layer, (*path, name))} is no option of {path[0]} {kind!r}; {words}")
         return {}
-    wrong = [] if part is None else list(kinds.refused_options(part, options))
-    faults.extend(refused((*path, name), options[name], given.origin((*path, name)), wanted) for name, wanted in wrong)
-    if wrong:
+    refusals = [] if part is None else list(kinds.refused_options(part, options))
+    faults.extend(refusal((*path, name), options[name], layer.origin((*path, name)), wanted) for name, wanted in refusals)
+    if refusals:
         return {}
     try:
-        full = dict(options) if part is None else kinds.complete(part, options)
+        full = dict(options) if part is None else kinds.complete_options(part, options)
     except InputError as error:
-        faults.append(f"{_at(given, path)}: {error}")
+        faults.append(f"{_path_and_origin(layer, path)}: {error}")
         return {}
-    # Where a part has a field of the section's own name (system_prompt), the section speaks.
-    own = {name: value for name, value in full.items() if name not in named_fields(section)}
-    for where, value, wanted in not_plain({name: value for name, value in own.items() if value is not None}, path):
-        faults.append(refused(where, value, given.origin(where), wanted))
+    # If a part has a field that the section also has (system_prompt), the section's value wins.
+    own = {name: value for name, value in full.items() if name not in field_names(section)}
+    for where, value, wanted in unstorable_values({name: value for name, value in own.items() if value is not None}, path):
+        faults.append(refusal(where, value, layer.origin(where), wanted))
     return own
 
 
-def _at(given: Layer, path: Path) -> str:
-    return f"{'.'.join(path)} ({given.origin(path)})"
+def _path_and_origin(layer: Layer, path: Path) -> str:
+    return f"{'.'.join(path)} ({layer.origin(path)})"
 
 
 def _nearest_option(path: Path, section: type) -> str:
-    """The nearest sibling; an option of that very name in another section is nearer, and one that TRL calls so."""
+    """A suggestion for an unknown option: its TRL name, the same name in another section, or the nearest sibling."""
     name = path[-1]
     elsewhere = [
         f"{outer}.{name}"
-        for outer in named_fields(Config)
-        if name in named_fields(cast(Any, cast(Table, rule_of(Config, outer)).section))
+        for outer in field_names(Config)
+        if name in field_names(cast(Any, cast(Table, rule_of(Config, outer)).section))
     ]
     if name in NAMES_OF_TRL:
         elsewhere = [NAMES_OF_TRL[name].removeprefix("".join(f"{word}." for word in path[:-1]))]
     if elsewhere:
-        return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(named_fields(section))}"
-    return nearest(name, named_fields(section))
+        return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(field_names(section))}"
+    return nearest(name, field_names(section))

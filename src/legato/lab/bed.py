@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from legato.config.resolved import Resolved
-from legato.config.sources import parted
+from legato.config.sources import split_words
 from legato.core.batch import collate
 from legato.core.rollout import Group
 from legato.diagnostics.words import count
@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 def named(words: Sequence[str]) -> tuple[str, list[str]]:
     """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
-    targets, options = parted(words)
+    targets, options = split_words(words)
     if len(targets) > 1:
         raise InputError(
             f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
@@ -130,7 +130,7 @@ class Bed:
 
 def make_bed(target: Target, say: Say, **training: Any) -> Bed:
     """The bed of a target; `training` are options of that section that win over the configuration's."""
-    policy, source = target.ready(say)
+    policy, source = target.prepare(say)
     return bed_of(target.resolved, policy, source, **training)
 
 

@@ -16,7 +16,7 @@ from legato.pages.curves import short
 from legato.pages.experiment import Account, Check, Sheet
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.policy.policy import Policy
-from legato.run.mismatch import unchanged
+from legato.run.mismatch import restoring_weights
 from legato.run.target import Target
 
 STEPS = 285
@@ -51,7 +51,7 @@ def equivalence(target: Target, *, steps: int, say: Say) -> Account:
     at_start = channels_of(bed.policy, first)
     course: list[dict[str, float]] = []
     before = likelihoods(at_start[0], at_start[0], tokens)
-    with unchanged(bed.policy):
+    with restoring_weights(bed.policy):
         pair: Pair | None = None
         for number in range(1, steps + 1):
             report = bed.step()

@@ -26,7 +26,7 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
     ways: list[Shift] = []
     told: dict[str, str] = {"constructed": "without a model"}
     if target is not None:
-        policy, source = target.ready(say)
+        policy, source = target.prepare(say)
         ways = shifts(target.resolved, policy, source, steps=steps, say=say)
         told = facts(bed_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
         told.pop("a step")

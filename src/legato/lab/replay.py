@@ -74,7 +74,7 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
 def restored(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> Bed:
     """The trainer of a run as the checkpoint of a step has it."""
     target = find(str(directory.path), words, step)
-    policy, source = target.ready()
+    policy, source = target.prepare()
     bed = bed_of(target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows)
     folder = directory.checkpoint_path(step)
     memory = checkpoint.read_state(folder)

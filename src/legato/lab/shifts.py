@@ -11,7 +11,7 @@ from legato.config.resolved import Resolved
 from legato.diagnostics.gaps import effective_share
 from legato.lab.bed import Bed, Observed, Say, bed_of
 from legato.policy.policy import Policy
-from legato.run.mismatch import unchanged
+from legato.run.mismatch import restoring_weights
 
 FASTER, MANY = 10.0, 32
 
@@ -83,7 +83,7 @@ def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: 
     for name, changes in ways.items():
         say(f"{name}, {steps} steps of {prompts} prompts")
         bed: Bed = bed_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
-        with unchanged(policy):
+        with restoring_weights(policy):
             rewards = [bed.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
         found.append(
             Shift(name=name, changes=changes, seen=tuple(bed.seen), updates=tuple(moved(bed.seen)), rewards=tuple(rewards))

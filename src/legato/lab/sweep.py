@@ -111,7 +111,7 @@ def start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...
         kept = folder / "start"
         if not (kept / "config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            save_model(target.ready(say)[0], kept)
+            save_model(target.prepare(say)[0], kept)
         options |= {"policy.model": str(kept.resolve()), "policy.warm_up": False}
     return recipes, options
 

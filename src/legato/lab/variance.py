@@ -15,7 +15,7 @@ from legato.lab.bed import Bed, Observed, Say, facts, make_bed
 from legato.lab.synthetic import Simulated
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
-from legato.run.mismatch import unchanged
+from legato.run.mismatch import restoring_weights
 from legato.run.target import Target
 
 STEPS = 40
@@ -30,7 +30,7 @@ def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Accou
     bed, found, by_index = None, None, list[tuple[int, Spread]]()
     if target is not None:
         bed = make_bed(target, say, steps=steps)
-        with unchanged(bed.policy):
+        with restoring_weights(bed.policy):
             for number in range(1, steps + 1):
                 bed.step()
                 if number % 10 == 0 or number == steps:

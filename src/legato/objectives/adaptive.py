@@ -115,13 +115,13 @@ class AutoClip(Trust):
             moves[side] = torch.where(torch.isfinite(move), move, 0.0) * free
         moved = {side: now[side] * moves[side].exp() for side in moves}
         # Whether rows that cannot pull were left out of the update beforehand must not show.
-        told = (_added(list(beyond.values()), Mean, "count") > 0).double()
-        return {**self._held({**now, **moved}), "updates": now["updates"] + told}
+        told = (_sum_field(list(beyond.values()), Mean, "count") > 0).double()
+        return {**self._clamp_band({**now, **moved}), "updates": now["updates"] + told}
 
     def calibrated(self, state: PartState, noise: float) -> PartState:
         """The state with a noise floor, and a band that respects it."""
         known = {**{name: float(value) for name, value in state.items()}, "noise": float(noise)}
-        held = self._held({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
+        held = self._clamp_band({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
         return {name: float(value) for name, value in held.items()}
 
     def _pieces(self, sums: Sums, key: str) -> dict[str, Piece]:
@@ -140,14 +140,14 @@ class AutoClip(Trust):
         return dict.fromkeys(("log_low", "log_high"), ("positive", "negative"))
 
     def _by_counts(self, pieces: list[Piece]) -> Tensor:
-        total, count = _added(pieces, Mean, "total"), _added(pieces, Mean, "count")
+        total, count = _sum_field(pieces, Mean, "total"), _sum_field(pieces, Mean, "count")
         return self.rate * (total / count - self.target)
 
     def _by_moments(self, pieces: list[Piece], now: Mapping[str, Tensor], side: str) -> Tensor:
         """Reach is x over its bound, so that b* is b times what the moments of reach say."""
-        count = _added(pieces, Deviation, "count")
-        mean = _added(pieces, Deviation, "total") / count
-        variance = _added(pieces, Deviation, "squares") / count - mean.square()
+        count = _sum_field(pieces, Deviation, "count")
+        mean = _sum_field(pieces, Deviation, "total") / count
+        variance = _sum_field(pieces, Deviation, "squares") / count - mean.square()
         wanted = mean + NormalDist().inv_cdf(1 - self.target) * variance.clamp(min=0.0).sqrt()
         # A mean far against the advantages wants no band at all; the floor is as narrow as it gets.
         return self.rate * torch.maximum(wanted, self._least(now) / now[side]).log()
@@ -155,7 +155,7 @@ class AutoClip(Trust):
     def _least(self, now: Mapping[str, Tensor]) -> Tensor:
         return (self.noise_multiple * now["noise"]).clamp(min=self.floor)
 
-    def _held(self, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _clamp_band(self, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Between floor and ceiling. Together, the ratio of the bounds survives it: the narrower one meets the floor."""
         least, most = self._least(now), self.ceiling
         if self.sides == "apart":
@@ -175,7 +175,7 @@ def _number(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _added(pieces: list[Piece], kind: type[Piece], field: str) -> Tensor:
+def _sum_field(pieces: list[Piece], kind: type[Piece], field: str) -> Tensor:
     assert all(isinstance(piece, kind) for piece in pieces)
     total: Tensor = torch.stack([getattr(piece, field) for piece in pieces]).sum()
     return total

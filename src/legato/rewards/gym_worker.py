@@ -71,15 +71,15 @@ def _dataset(name: str, settings: str) -> Any:
 
 def score(dataset: str, settings: Mapping[str, Any], whole: str, answer: str) -> float:
     """What the data set itself gives for an answer to one of its problems."""
-    return float(_dataset(dataset, json.dumps(settings)).score_answer(answer, _untagged(json.loads(whole))))
+    return float(_dataset(dataset, json.dumps(settings)).score_answer(answer, _untag_types(json.loads(whole))))
 
 
-def _untagged(value: Any) -> Any:
+def _untag_types(value: Any) -> Any:
     """The other way of `tasks.gym_worker`: tuples and mappings as they were."""
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [_untag_types(item) for item in value]
     if isinstance(value, dict):
         if "tuple" in value:
-            return tuple(_untagged(item) for item in value["tuple"])
-        return {_untagged(key): _untagged(item) for key, item in value["mapping"]}
+            return tuple(_untag_types(item) for item in value["tuple"])
+        return {_untag_types(key): _untag_types(item) for key, item in value["mapping"]}
     return value

@@ -1,4 +1,4 @@
-"""From reward functions to scores: weighted sums with a breakdown, and what becomes of one that fails.
+"""Turns reward functions into scores: weighted sums with a breakdown, and handling of rewards that fail.
 
 A reward that raises, or returns something that is not a finite number, is `Unscorable(reason)`: the rollout leaves its
 group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers are wrong.
@@ -34,7 +34,7 @@ Reward = (
     | Callable[[Sequence[Rollout]], Awaitable[Sequence[Verdict]]]
 )
 Judgement = dict[str, float] | Unscorable
-"""A verdict as a breakdown; a plain number has the one part ''."""
+"""A verdict as a breakdown by part; a plain number is the part ''."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -56,13 +56,13 @@ def is_async(reward: Callable[..., Any]) -> bool:
 
 
 def check_reward(reward: Any, name: str) -> None:
-    """Whether an object can be called with one rollout; `name` is what the configuration calls it."""
+    """InputError if an object cannot be called with one rollout; `name` is its name in the configuration."""
     if not callable(reward):
         raise InputError(f"reward {name!r}: is a {type(reward).__name__}; a function of one rollout is needed")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):
-        # Some builtins have no signature; calling it will tell.
+        # Some builtins have no signature; errors then appear at the first call.
         return
     try:
         signature.bind(object())
@@ -72,7 +72,7 @@ def check_reward(reward: Any, name: str) -> None:
 
 @settings()
 class ComponentSettings:
-    """What one reward counts for."""
+    """The weight of one reward, and whether it judges the answer."""
 
     weight: float = number(default=1.0, says="What its value is multiplied by in the sum.")
     judges: bool = flag(default=True, says="Whether it says that an answer is right; accuracy is the mean of those that do.")
@@ -80,14 +80,14 @@ class ComponentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Component(ComponentSettings):
-    """One reward of several. Shaping terms do not judge, and filters must not look at them."""
+    """One reward of a sum. Shaping terms do not judge the answer, and filters do not read them."""
 
     reward: Reward
 
 
 @settings()
 class RewardSettings:
-    """What holds for the sum of all rewards."""
+    """Settings of the sum of all rewards."""
 
     overlong: OverlongPunishment | None = optional_table(
         OverlongPunishment,
@@ -110,10 +110,10 @@ class WeightedSum(RewardSettings):
 
     components: Mapping[str, Component] = field(default_factory=dict)
     longest_response: int | None = None
-    """In tokens; where length is punished."""
+    """Length limit in tokens; needed with `overlong`."""
 
     def check(self) -> None:
-        """The components and what holds for all of them fit each other."""
+        """InputError if the components and the settings of the sum contradict each other."""
         if not any(component.judges for component in self.components.values()):
             raise InputError("a reward needs at least one component that judges the answer (judges)")
         if self.overlong is not None and "overlong" in self.components:
@@ -127,7 +127,7 @@ class WeightedSum(RewardSettings):
         return self.score_all([rollout])[0]
 
     def score_all(self, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-        """A score for each, in their order. A component judges those that the components before it could judge."""
+        """One score per rollout, in order. A component does not see rollouts that an earlier component could not score."""
         found: list[dict[str, Judgement]] = [{} for _ in rollouts]
         failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
@@ -157,12 +157,12 @@ class WeightedSum(RewardSettings):
         turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
         return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)
 
-    def _divide(self, total: float, given: tuple[float, ...]) -> tuple[float, ...] | None:
-        """The reward by turn: the environment's where it was given, what else is rewarded at the last turn."""
+    def _divide(self, total: float, turn_rewards: tuple[float, ...]) -> tuple[float, ...] | None:
+        """The reward of each turn: the environment's rewards at their turns, all other rewards at the last turn."""
         weights = [each.weight for each in self.components.values() if isinstance(each.reward, EnvironmentReward)]
         if not weights:
             return None
-        turns = [sum(weights) * reward for reward in given[:-1]]
+        turns = [sum(weights) * reward for reward in turn_rewards[:-1]]
         return (*turns, total - sum(turns))
 
 
@@ -172,7 +172,7 @@ def judge(reward: Reward, rollout: Rollout) -> Judgement:
 
 
 def judge_all(reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: float | None = None) -> list[Judgement]:
-    """The verdicts of one reward, in the order of the rollouts. What fails for one rollout concerns that one alone."""
+    """The verdicts of one reward, in the order of the rollouts. An exception affects only its own rollout."""
     if not rollouts:
         return []
     call: Callable[..., Any] = reward
@@ -186,18 +186,18 @@ def judge_all(reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: floa
         try:
             verdicts.append(call(rollout))
         except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
-            verdicts.append(_raised(error))
+            verdicts.append(_as_unscorable(error))
     return _breakdowns(verdicts)
 
 
-def _attempt(reward: Callable[..., Any], given: Any) -> Any:
+def _attempt(reward: Callable[..., Any], argument: Any) -> Any:
     try:
-        return reward(given)
+        return reward(argument)
     except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
-        return _raised(error)
+        return _as_unscorable(error)
 
 
-def _raised(error: BaseException) -> Unscorable:
+def _as_unscorable(error: BaseException) -> Unscorable:
     return Unscorable(f"{type(error).__name__}: {error}")
 
 
@@ -206,17 +206,17 @@ def _judge_batch(verdicts: Any, count: int) -> list[Judgement]:
         return [verdicts] * count
     _close(verdicts)
     try:
-        given = None if isinstance(verdicts, str | bytes | Mapping) else list(verdicts)
+        rows = None if isinstance(verdicts, str | bytes | Mapping) else list(verdicts)
     except Exception:
-        given = None
-    if given is None or len(given) != count:
-        what = f"a {type(verdicts).__name__}" if given is None else f"{len(given)} verdicts"
+        rows = None
+    if rows is None or len(rows) != count:
+        what = f"a {type(verdicts).__name__}" if rows is None else f"{len(rows)} verdicts"
         return [Unscorable(f"returned {what} for {count} rollouts; a sequence of as many verdicts is needed")] * count
-    return _breakdowns(given)
+    return _breakdowns(rows)
 
 
 def _breakdowns(verdicts: Sequence[Any]) -> list[Judgement]:
-    """Verdicts as breakdowns; a plain finite float, which most are, needs no look at its parts."""
+    """Verdicts as breakdowns, with a fast path for plain finite floats."""
     return [{"": each} if type(each) is float and math.isfinite(each) else _breakdown(each) for each in verdicts]
 
 
@@ -232,43 +232,43 @@ def _breakdown(verdict: Any) -> Judgement:
 
 
 def _close(verdict: Any) -> None:
-    # A plain function that hands on a coroutine: nobody will await it, and Python would warn of that.
+    # A plain function returned a coroutine. It is never awaited; closing it avoids a warning.
     if inspect.iscoroutine(verdict):
         verdict.close()
 
 
-async def _await_all(reward: Callable[..., Any], given: Sequence[Any], seconds: float | None) -> list[Any]:
+async def _await_all(reward: Callable[..., Any], items: Sequence[Any], seconds: float | None) -> list[Any]:
     async def one(item: Any) -> Any:
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 return await reward(item)
         except Exception as error:
-            return Unscorable(f"timed out after {seconds:g} s") if limit.expired() else _raised(error)
+            return Unscorable(f"timed out after {seconds:g} s") if limit.expired() else _as_unscorable(error)
 
-    found = await asyncio.gather(*map(one, given), return_exceptions=True)
-    # A reward that cancels itself; an exception of Python's own ends the run before this.
-    return [_raised(verdict) if isinstance(verdict, BaseException) else verdict for verdict in found]
+    verdicts = await asyncio.gather(*map(one, items), return_exceptions=True)
+    # A reward that cancelled itself; other exceptions were handled above or end the run.
+    return [_as_unscorable(verdict) if isinstance(verdict, BaseException) else verdict for verdict in verdicts]
 
 
 def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    """Run it here, or in a thread of its own where this thread's loop is already busy (a notebook)."""
+    """Run a coroutine here, or in a new thread if this thread already has a running loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    found: list[Any] = []
-    raised: list[BaseException] = []
+    results: list[Any] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.extend(asyncio.run(coroutine))
+            results.extend(asyncio.run(coroutine))
         except BaseException as error:
-            raised.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=work, name="async rewards")
     thread.start()
     thread.join()
-    if raised:
-        raise raised[0]
-    return found
+    if errors:
+        raise errors[0]
+    return results

@@ -1,4 +1,4 @@
-"""What an engine is: prompts with seeds in, sampled tokens out."""
+"""The interface of a sampling engine: prompts with seeds in, sampled responses out."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from legato.rollouts.sampling import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and the seeds of the responses wanted: as many responses as seeds."""
+    """One prompt and one seed for each response to sample."""
 
     prompt: Tensor
     """[P] token ids, at least one."""
@@ -23,7 +23,7 @@ class Request:
 
 @settings()
 class ResponseSettings:
-    """When a response ends, whatever the tokenizer is."""
+    """The limits of a response that do not depend on the tokenizer."""
 
     max_response_tokens: int = integer(default=64, says="The longest response.", minimum=1)
     stop: tuple[str, ...] = texts(default=(), says="Strings that end a response.")
@@ -31,7 +31,7 @@ class ResponseSettings:
 
 @settings()
 class EngineSettings:
-    """What an engine may take of the machine, and what it notes."""
+    """How much of the machine an engine may use, and whether it records routes."""
 
     rows_at_once: int = integer(
         default=256,
@@ -60,17 +60,17 @@ class Limits(ResponseSettings):
     """When a response ends."""
 
     end_tokens: tuple[int, ...]
-    """Written and counted: the policy chose to stop."""
+    """Tokens that end a response. They are part of the response, because the policy sampled them."""
 
     def before_stop(self, text: str) -> str | None:
-        """The text before the first stop string in it; None where there is none."""
+        """The text before its first stop string; None if it has no stop string."""
         cuts = [text.find(stop) for stop in self.stop if stop in text]
         return text[: min(cuts)] if cuts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """[T] each; T is at least 1."""
+    """One sampled response. Tensors are [T], with T at least 1."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -82,7 +82,7 @@ class Response:
     version: Tensor
     """[T] int64: the policy version that sampled each token."""
     routes: Routes | None = None
-    """Of prompt and response without the last token, where the engine records them."""
+    """Routes of the prompt and of all response tokens but the last; None if the engine does not record routes."""
 
 
 def make_responses(
@@ -100,8 +100,10 @@ def make_responses(
     `versions` are [length] each.
     """
     tokens, logprobs, kept = tokens.cpu(), logprobs.cpu(), None if kept is None else kept.cpu()
-    said = [tokens[row, : length - (stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)]
-    texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+    token_lists = [
+        tokens[row, : length - (stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)
+    ]
+    texts = tokenizer.batch_decode(token_lists, skip_special_tokens=True)
     return [
         Response(
             tokens=tokens[row, :length].clone(),
@@ -117,14 +119,14 @@ def make_responses(
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The ticket of one submitted request; unique in its engine."""
+    """Identifies one submitted request; unique within its engine."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A request whose responses are all there, in the order of its seeds."""
+    """A request whose responses are all complete, in the order of its seeds."""
 
     handle: Handle
     responses: list[Response]
@@ -132,20 +134,20 @@ class Finished:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A submitted request inside an engine: how many of its seeds have been taken up, and the responses there are."""
+    """A submitted request inside an engine: how many of its seeds have started, and the responses so far."""
 
     handle: Handle
     request: Request
     sampling: Sampling
     limits: Limits
     taken: int = 0
-    """Seeds whose responses have begun; they are taken up in order."""
+    """How many responses have started. Seeds start in order."""
     responses: dict[int, Response] = field(default_factory=dict)
-    """By the place of their seed."""
+    """index of the seed -> its response"""
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The seeds whose responses have not begun."""
+        """The seeds whose responses have not started."""
         return self.request.seeds[self.taken :]
 
     @property
@@ -153,11 +155,11 @@ class Job:
         return len(self.responses) == len(self.request.seeds)
 
     def finish(self) -> Finished:
-        """What is reported once it is complete."""
+        """The report of a complete job."""
         return Finished(handle=self.handle, responses=[self.responses[place] for place in range(len(self.request.seeds))])
 
     def restart(self) -> None:
-        """Forget the responses there are."""
+        """Discard all responses and start over."""
         self.taken = 0
         self.responses.clear()
 
@@ -175,7 +177,7 @@ class Capabilities:
     logprobs_at_temperature: bool = True
     """Log-probs are of softmax(z / temperature), before truncation."""
     holds_weights: bool = False
-    """It has weights of its own: `publish` must hand it every new version."""
+    """The engine holds its own weights: `publish` must hand it every new version."""
 
 
 class Engine:
@@ -192,18 +194,18 @@ class Engine:
     name: str = "engine"
     capabilities: Capabilities = Capabilities()
     version: int = 0
-    """Of the policy that is being sampled; every response reports it token by token."""
+    """Version of the policy being sampled. Every response reports it per token."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        """Take requests; one handle each. Nothing is computed yet."""
+        """Queue requests and return one handle each. Nothing is computed yet."""
         raise NotImplementedError
 
     def poll(self) -> list[Finished]:
-        """Work until at least one submitted request has finished; [] only where none is left."""
+        """Decode until at least one submitted request has finished; [] only if none is outstanding."""
         raise NotImplementedError
 
     def cancel(self, handle: Handle) -> None:
-        """Give a request up. Its responses will not be reported; a handle that has finished already is ignored."""
+        """Cancel a request: its responses will not be reported. The handle of a finished request is ignored."""
         raise NotImplementedError
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
@@ -218,41 +220,41 @@ class Engine:
                 for finished in reported:
                     responses[places.pop(finished.handle)] = finished.responses
         except BaseException:
-            # Nobody will ask for these any more.
+            # The caller will not poll for the remaining requests.
             for handle in places:
                 self.cancel(handle)
             raise
         return responses
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights of the policy. An engine that samples from the policy's own tensors only notes the version."""
+        """Take over new policy weights. An engine that samples from the policy's own tensors only records the version."""
         self.version = version
 
-    # An engine that samples from more than the weights of now (a stale sampler, a server that lags) overrides these.
+    # An engine that samples from older weights (a stale sampler, a lagging server) overrides these.
 
     @property
     def settled(self) -> bool:
-        """Whether its weight history is full, so that what is measured of it now will stay true."""
+        """True once the engine's weight history is full, so that measurements of the engine stay valid."""
         return True
 
     def before_update(self) -> None:
-        """The policy's weights are about to change."""
+        """Called before the policy's weights change."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it beside the policy's weights."""
+        """The engine's part of a checkpoint, beside the policy's weights."""
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
 
 
 class JobEngine(Engine):
-    """An engine that keeps what is submitted as jobs: subclasses define `poll`, which takes them from `self.jobs`."""
+    """An engine that stores submitted requests as jobs. Subclasses define `poll`, which works on `self.jobs`."""
 
     def __init__(self) -> None:
         self._submitted = 0
         self.jobs: dict[Handle, Job] = {}
-        """What is outstanding, in the order it was submitted."""
+        """Outstanding jobs, in the order they were submitted."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         jobs = [Job(Handle(self._submitted + place), request, sampling, limits) for place, request in enumerate(requests)]
@@ -264,7 +266,7 @@ class JobEngine(Engine):
         self.jobs.pop(handle, None)
 
     def report_complete(self) -> list[Finished]:
-        """Take the complete jobs out and report them."""
+        """Remove the complete jobs and return their reports."""
         complete = [job for job in self.jobs.values() if job.complete]
         for job in complete:
             del self.jobs[job.handle]
@@ -272,7 +274,7 @@ class JobEngine(Engine):
 
 
 class QueuedEngine(JobEngine):
-    """An engine that answers all requests that are sampled alike at once: subclasses define `respond`, which blocks."""
+    """An engine that answers all requests with equal sampling at once. Subclasses define `respond`, which blocks."""
 
     def poll(self) -> list[Finished]:
         if not self.jobs:

@@ -34,7 +34,7 @@ class Reply:
     content: str | Sequence[Message] = ""
     """Text, or chat messages. Under a chat template a text is a message of the user."""
     reward: float | int | None = None
-    """Of the turn it answers; None: it has none of its own."""
+    """Reward of the turn that is answered; None: the turn has no reward of its own."""
     state: Hashable | None = None
     """The state in which the next turn begins. Episodes of a problem that reach equal states are compared there (GiGPO);
     None: a state that no other episode reaches."""
@@ -47,26 +47,26 @@ class Episode(Protocol):
     """One attempt at a problem."""
 
     def reply(self, text: str, stop: StopReason) -> Reply | None:
-        """The answer to what the policy wrote, and why it stopped writing; None: the end, and nothing to say of the turn.
+        """The reply to the policy's text, given why the policy stopped; None ends the episode without a reward for the turn.
 
-        It is also called where the policy ran out of tokens; then only the reward of the reply is read.
+        Also called if the policy ran out of tokens; then only the reward of the reply is read.
         """
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """Makes episodes. What it raises costs the rollout, which is left out and counted, and never the run."""
+    """Makes episodes. An exception costs the rollout, which is left out and counted, but never the run."""
 
     @property
     def max_turns(self) -> int:
-        """After so many turns of the policy the runner ends an episode."""
+        """The largest number of policy turns; the runner then ends the episode."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether equal texts get equal replies; `tests/contracts` checks what is claimed."""
+        """Whether equal texts get equal replies; `tests/contracts` checks the claim."""
 
     def episode(self, problem: Problem) -> Episode:
-        """A new episode, which shares nothing that changes with others."""
+        """A new episode, which shares no mutable state with others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,20 @@ class SingleTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Episodes to be started on one problem: as many as seeds."""
+    """Episodes to start on one problem, one per seed."""
 
     problem: Problem
     prompt: Tensor
     """[P] token ids."""
     seeds: tuple[int, ...]
-    """Of the first turns; those of later turns follow from them."""
+    """Seeds of the first turns; later seeds are derived from them."""
     ids: Sequence[int]
     """The rollout ids, one per seed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Playing:
-    """An episode that is going on."""
+    """An episode in progress."""
 
     problem: Problem
     prompt: Tensor
@@ -108,13 +108,13 @@ class _Playing:
     turns: list[Response] = field(default_factory=list)
     versions: list[Tensor] = field(default_factory=list)
     inserted: list[Inserted] = field(default_factory=list)
-    """What the environment said after each turn but the last."""
+    """The environment's replies after each turn but the last."""
     rewards: list[float | None] = field(default_factory=list)
     states: list[int] = field(default_factory=[START_STATE].copy)
     messages: list[Message] = field(default_factory=list)
-    """What was said so far after the problem, where a chat template needs it."""
+    """The messages so far after the problem; empty without a chat template."""
     length: int = 0
-    """Tokens so far, those of the environment included."""
+    """Tokens so far, including the environment's."""
     stop: StopReason | None = None
     fault: str | None = None
 
@@ -126,12 +126,12 @@ class Runner:
     engine: Engine
     rendering: Rendering
     limits: Limits
-    """`max_response_tokens` is of a whole rollout, the environment's tokens included."""
+    """`max_response_tokens` is for a whole rollout, including the environment's tokens."""
     environment: Environment = field(default_factory=SingleTurn)
     weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
-    """The policy's, for engines that hold weights of their own."""
+    """Returns the policy's weights, for engines that hold their own."""
     version: int = 0
-    """Of the policy that is being sampled."""
+    """Version of the policy being sampled."""
     _published_to: Engine | None = None
 
     def publish(self, version: int) -> None:

@@ -1,13 +1,13 @@
-"""A sampler that differs from the trainer in a controlled way: the gap that other engines have by accident, chosen.
+"""A sampler that differs from the trainer in a controlled way, to reproduce the gap that real engines have by accident.
 
     bf16, fp16   weights and arithmetic in that precision
-    int8         each matrix of the layers in 255 steps per output channel, then computed with as it is
-    kv-bf16      keys and values rounded on their way into the store
+    int8         each matrix of the layers rounded to 255 steps per output channel; arithmetic stays as it is
+    kv-bf16      keys and values rounded on their way into the KV cache
     kv-int8      the same in 255 steps per token and head
     perturbed    every weight times 1 + size * n, n standard normal, the same n after every update
-    stale        the weights of so many updates ago; before there were so many, those of the start
-It samples from a copy of the policy, written anew by every `publish`, so that what it is follows from weights and seed; only
-`stale` remembers something. The log-probs it returns are the sampler's own.
+    stale        the weights of `updates` updates ago; until then, the initial weights
+The engine samples from a copy of the policy, rewritten by every `publish`. The copy follows from weights and seed; only
+`stale` has state of its own. The log-probs are those of the sampler, not of the trainer.
 """
 
 import copy
@@ -60,53 +60,53 @@ class Mismatch:
 
     @property
     def noise(self) -> float:
-        """What `size` comes to."""
+        """`size`, or its default."""
         return 1e-3 if self.size is None else self.size
 
     @property
     def age(self) -> int:
-        """What `updates` comes to."""
+        """`updates`, or its default."""
         return 4 if self.updates is None else self.updates
 
     @property
     def copies(self) -> int:
-        """How often the weights lie in memory beside those being trained."""
+        """How many copies of the weights are held beside those being trained."""
         if self.kind == "none" or self.kind.startswith("kv-"):
             return 0
         return 1 + (self.age if self.kind == "stale" else 0)
 
 
-def in_steps(values: Tensor) -> Tensor:
-    """Rounded to 255 equal steps, symmetric around 0, of the largest value along the last dimension."""
+def round_to_int8(values: Tensor) -> Tensor:
+    """The values rounded to 255 equal steps, symmetric around 0, scaled by the largest value of the last dimension."""
     exact = values.to(torch.promote_types(values.dtype, torch.float32))
     step = exact.abs().amax(-1, keepdim=True) / 127
     return torch.where(step > 0, (exact / step).round() * step, 0.0).to(values.dtype)
 
 
-def _in_bf16(values: Tensor) -> Tensor:
+def _round_to_bf16(values: Tensor) -> Tensor:
     return values.to(torch.bfloat16).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundedView:
-    """A view that is given rounded keys and values, to store and to look at."""
+    """A view that receives rounded keys and values."""
 
     view: View
-    rounded: Callable[[Tensor], Tensor]
+    round_values: Callable[[Tensor], Tensor]
 
     def attend(self, heads: Heads) -> Tensor:
-        return self.view.attend(replace(heads, key=self.rounded(heads.key), value=self.rounded(heads.value)))
+        return self.view.attend(replace(heads, key=self.round_values(heads.key), value=self.round_values(heads.value)))
 
 
 @dataclass(slots=True, kw_only=True)
 class _RoundedPolicy(Policy):
-    """The policy itself, whose keys and values are rounded."""
+    """The policy itself, with rounded keys and values."""
 
-    rounded: Callable[[Tensor], Tensor]
+    round_values: Callable[[Tensor], Tensor]
 
     @contextmanager
     def attending(self, view: View) -> Iterator[None]:
-        with Policy.attending(self, _RoundedView(view, self.rounded)):
+        with Policy.attending(self, _RoundedView(view, self.round_values)):
             yield
 
 
@@ -129,16 +129,16 @@ class MismatchedEngine(Engine):
         self._past: deque[dict[str, Tensor]] = deque(maxlen=mismatch.age if mismatch.kind == "stale" else 0)
         """The trained weights before each of the last updates, the oldest first."""
         self._weights: dict[str, Tensor] = {}
-        """Those of the copy, by name; none where keys and values differ, not weights."""
+        """The weights of the copy, by name; empty if only keys and values differ."""
         if mismatch.kind.startswith("kv-"):
             if not policy.views:
                 raise InputError(
                     f"rollouts.mismatch.kind = {mismatch.kind!r}: {type(policy.body).__name__} keeps its keys and values to"
                     " itself; a model that attends through the interface of transformers is needed"
                 )
-            rounded = in_steps if mismatch.kind == "kv-int8" else _in_bf16
-            sampler: Policy = _RoundedPolicy(rounded=rounded, **_as(policy, policy.model))
-            # Through the registered attention function, which hands over keys and values; `Blocks` does without it.
+            round_values = round_to_int8 if mismatch.kind == "kv-int8" else _round_to_bf16
+            sampler: Policy = _RoundedPolicy(round_values=round_values, **_policy_fields(policy, policy.model))
+            # `Blocks` bypasses the registered attention function, where keys and values are rounded.
             self.engine: Any = LocalEngine(sampler, rows_at_once, way="cached", record_routes=record_routes)
             return
         body = copy.deepcopy(policy.model).requires_grad_(False)
@@ -151,9 +151,9 @@ class MismatchedEngine(Engine):
         self._weights = dict(body.named_parameters())
         with torch.no_grad():
             for name, weight in policy.model.named_parameters():
-                self._weights[name].copy_(self._altered(name, weight))
+                self._weights[name].copy_(self._alter(name, weight))
         self.engine = local_engine(
-            Policy(**_as(policy, body)),
+            Policy(**_policy_fields(policy, body)),
             rows_at_once,
             kv_memory_share=kv_memory_share,
             record_routes=record_routes,
@@ -177,23 +177,23 @@ class MismatchedEngine(Engine):
         self.engine.cancel(handle)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write the copy anew from the policy's weights, or under `stale` from those of so many updates ago."""
+        """Rewrite the copy from the policy's weights, or for `stale` from the oldest stored weights."""
         past = self._past[0] if self._past else {}
         with torch.no_grad():
             for name, weight in weights:
                 if name in self._weights:
-                    self._weights[name].copy_(self._altered(name, past.get(name, weight)))
+                    self._weights[name].copy_(self._alter(name, past.get(name, weight)))
         self.version = version
         self.engine.publish((), version)
 
-    def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        """What changes from update to update, where the sampler has a copy of it."""
+    def _trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained weights that the sampler has a copy of."""
         return ((name, p) for name, p in self.policy.model.named_parameters() if p.requires_grad and name in self._weights)
 
-    def _altered(self, name: str, values: Tensor) -> Tensor:
-        """The values of a weight of the policy as the sampler has them."""
+    def _alter(self, name: str, values: Tensor) -> Tensor:
+        """The values of a policy weight as the sampler uses them."""
         if self.mismatch.kind == "int8" and values.dim() >= 2 and name not in self._embeddings:
-            return in_steps(values)
+            return round_to_int8(values)
         if self.mismatch.kind == "perturbed":
             source = torch.Generator(values.device).manual_seed(seed_of("mismatch", self.seed, name))
             exact = torch.promote_types(values.dtype, torch.float32)
@@ -203,30 +203,30 @@ class MismatchedEngine(Engine):
 
     @property
     def settled(self) -> bool:
-        """Whether the past is long enough; only `stale` has to wait for it."""
+        """True once the weight history is full; only `stale` has one."""
         return len(self._past) == self._past.maxlen
 
     def before_update(self) -> None:
-        """The weights are about to change."""
+        """Store the current weights in the history of a `stale` sampler."""
         if self._past.maxlen:
-            self._past.append({name: weight.detach().clone() for name, weight in self._trained()})
+            self._past.append({name: weight.detach().clone() for name, weight in self._trained_weights()})
 
     def state(self) -> dict[str, Tensor]:
-        """What does not follow from weights and seed: the past weights, by age and name."""
+        """The past weights by age and name; everything else follows from weights and seed."""
         return {f"{place:06d}.{name}": tensor for place, past in enumerate(self._past) for name, tensor in past.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Restore what `state` returned."""
         self._past.clear()
-        found: dict[str, dict[str, Tensor]] = {}
+        by_age: dict[str, dict[str, Tensor]] = {}
         for key in sorted(state):
             place, _, name = key.partition(".")
-            found.setdefault(place, {})[name] = state[key].to(self.policy.device)
-        self._past.extend(found.values())
+            by_age.setdefault(place, {})[name] = state[key].to(self.policy.device)
+        self._past.extend(by_age.values())
 
 
-def _as(policy: Policy, model: Any) -> dict[str, Any]:
-    """What makes a policy of another model that is laid out like this one; what it notes is noted there."""
+def _policy_fields(policy: Policy, model: Any) -> dict[str, Any]:
+    """Arguments for a policy with another model of the same layout. Both policies share one list of notes."""
     return {
         "model": model,
         "tokenizer": policy.tokenizer,

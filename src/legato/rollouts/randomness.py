@@ -1,7 +1,8 @@
-"""Random numbers by name: each is a function of a rollout's own seed and the token's place, of nothing else.
+"""Counter-based random numbers: each depends only on the seed of its rollout and the position of its token.
 
-So a rollout does not depend on its neighbours, on the order of work or on what was sampled before; a resumed run draws what
-the straight one drew. The generator is splitmix64: a counter times an odd constant, then two rounds of xor-shift-multiply.
+So a rollout does not depend on its batch, on the order of work or on earlier samples, and a resumed run draws the same
+numbers as an uninterrupted one. The generator is splitmix64: a counter times an odd constant, then two rounds of
+xor-shift-multiply.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-# Products of 64-bit integers wrap around, as the generator wants them to.
+# Products of 64-bit integers wrap around, as the generator requires.
 _STEP, _FIRST, _SECOND = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 

@@ -27,14 +27,14 @@ from legato.rollouts.mismatch import Mismatch
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(EngineSettings):
-    """What a run says to its engine."""
+    """The options that a run passes to its engine."""
 
     training_bytes: int = 0
-    """Memory of the policy's device that training will still ask for; 0: nothing is trained."""
+    """Memory of the policy's device that training will still allocate; 0 without training."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """How the sampler differs from the policy on purpose; only the engine "local" does that."""
     seed: int = 0
-    """Of the run. Requests bring the seeds of their responses with them."""
+    """Seed of the run. Requests carry the seeds of their responses."""
 
     @property
     def records_routes(self) -> bool:
@@ -43,7 +43,7 @@ class EngineOptions(EngineSettings):
 
 
 class EngineKind(Part):
-    """What `rollouts.engine` names."""
+    """A kind of engine, selected by `rollouts.engine`."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class EngineKind(Part):
 
 @functools.cache
 def _register_engines() -> None:
-    """Engines are registered when their modules are imported."""
+    """Import all engine modules, which registers their engines."""
     for module in pkgutil.iter_modules(legato.rollouts.__path__):
         if not module.ispkg:
             import_module(f"legato.rollouts.{module.name}")

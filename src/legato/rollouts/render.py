@@ -1,4 +1,4 @@
-"""From problems and replies to tokens: by the chat template or as plain text, as the tokenizer has it."""
+"""Renders problems and replies as tokens, with the chat template of the tokenizer or as plain text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from legato.errors import InputError
 
 @settings()
 class ChatSettings:
-    """How a model is spoken to."""
+    """How problems are put into the chat template."""
 
     chat: str = choice(
         "auto",
@@ -31,7 +31,7 @@ class ChatSettings:
 
 @settings()
 class SystemPrompt:
-    """What is said before every problem."""
+    """The system message before every problem."""
 
     system_prompt: str | None = text(
         default=None,
@@ -43,26 +43,26 @@ class SystemPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inserted:
-    """What an environment said, as the policy reads it."""
+    """The reply of an environment, as tokens that the policy reads."""
 
     tokens: Tensor
     """[N] token ids."""
     authors: Tensor
-    """[N]: TOOL for what the environment said, TEMPLATE for what the chat template puts around it."""
+    """[N]: TOOL for tokens of the environment, TEMPLATE for tokens that the chat template adds around them."""
     text: str
-    """What the environment said, without the template."""
+    """The text of the environment, without the template."""
     messages: tuple[Message, ...]
     """The policy's turn and the reply as chat messages; () without a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering(ChatSettings, SystemPrompt):
-    """How prompts and replies are written."""
+    """Renders prompts and replies."""
 
     tokenizer: Any
 
     def check(self) -> None:
-        """A template that is asked for is there."""
+        """InputError if a chat template is required but missing."""
         if self.chat == "always" and not getattr(self.tokenizer, "chat_template", None):
             raise InputError("policy.chat = 'always', but the tokenizer has no chat template; use 'never' or another model")
 
@@ -71,9 +71,9 @@ class Rendering(ChatSettings, SystemPrompt):
         return self.chat == "always" or (self.chat == "auto" and bool(getattr(self.tokenizer, "chat_template", None)))
 
     def prompt(self, problem: Problem) -> Tensor:
-        """[P] token ids, ready for the first token of the answer."""
+        """[P] token ids of a problem, up to the first token of the answer."""
         if self.by_template:
-            found = self.tokenizer.apply_chat_template(
+            tokens = self.tokenizer.apply_chat_template(
                 self._messages(problem),
                 add_generation_prompt=True,
                 tokenize=True,
@@ -81,21 +81,21 @@ class Rendering(ChatSettings, SystemPrompt):
                 **self.chat_template_kwargs,
             )["input_ids"]
         else:
-            # No special tokens of the tokenizer's own at the end: what follows is the answer itself.
-            found = self.tokenizer(self._text(problem))["input_ids"]
-            if found and found[-1] == self.tokenizer.eos_token_id:
-                found = found[:-1]
-        if not found:
+            # Drop an end token that the tokenizer appends: the answer follows.
+            tokens = self.tokenizer(self._text(problem))["input_ids"]
+            if tokens and tokens[-1] == self.tokenizer.eos_token_id:
+                tokens = tokens[:-1]
+        if not tokens:
             raise InputError(f"the prompt {str(problem.prompt)[:60]!r} has no tokens; a prompt needs at least one")
-        return _ids(found)
+        return _ids(tokens)
 
     def reply(
-        self, problem: Problem, earlier: Sequence[Message], said: str, content: str | Sequence[Message], end: int | None
+        self, problem: Problem, earlier: Sequence[Message], turn: str, content: str | Sequence[Message], end: int | None
     ) -> Inserted:
-        """What the policy reads after a turn in which it `said` something, before its next one.
+        """The tokens of an environment's reply `content` to the policy's text `turn`.
 
-        `earlier` are the messages between the problem and that turn. `end` is the end token the policy wrote, if it wrote
-        one: a template that puts it there does not put it there twice.
+        `earlier` are the messages between the problem and that turn. `end` is the end token that the policy sampled, if any;
+        a template that adds it does not add it twice.
         """
         if not self.by_template:
             if not isinstance(content, str):
@@ -103,17 +103,17 @@ class Rendering(ChatSettings, SystemPrompt):
             plain = _ids(self.tokenizer(content, add_special_tokens=False)["input_ids"])
             return Inserted(tokens=plain, authors=torch.full_like(plain, Author.TOOL.value), text=content, messages=())
         answer = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(each) for each in content]
-        said_and_answer = ({"role": "assistant", "content": said}, *answer)
-        before = self._rendered([*self._messages(problem), *earlier])
-        after = self._rendered([*self._messages(problem), *earlier, *said_and_answer])
+        turn_and_answer = ({"role": "assistant", "content": turn}, *answer)
+        before = self._render([*self._messages(problem), *earlier])
+        after = self._render([*self._messages(problem), *earlier, *turn_and_answer])
         contents = [str(each.get("content", "")) for each in answer]
-        tokens, authors = self._by_author(self._suffix(before, said, after), contents)
+        tokens, authors = self._tokens_and_authors(self._added_after_turn(before, turn, after), contents)
         again = bool(tokens) and tokens[0] == end
         return Inserted(
-            tokens=_ids(tokens)[again:], authors=_ids(authors)[again:], text="\n".join(contents), messages=said_and_answer
+            tokens=_ids(tokens)[again:], authors=_ids(authors)[again:], text="\n".join(contents), messages=turn_and_answer
         )
 
-    def _rendered(self, messages: list[Message]) -> str:
+    def _render(self, messages: list[Message]) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
@@ -130,22 +130,21 @@ class Rendering(ChatSettings, SystemPrompt):
     def _name(self) -> str:
         return getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
 
-    def _suffix(self, before: str, said: str, after: str) -> str:
-        """What the template adds after the policy's turn."""
+    def _added_after_turn(self, before: str, turn: str, after: str) -> str:
+        """The text that the template adds after the policy's turn."""
         rest = after[len(before) :]
-        # Templates may take white space off a message; whatever else they change, the policy would read another past.
-        for written in (said, said.lstrip(), said.rstrip(), said.strip()):
+        # Templates may strip white space. Any other change would make the policy read a different past.
+        for written in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
             if after.startswith(before) and rest.startswith(written):
                 return rest[len(written) :]
         raise InputError(
             f"expected a chat template that leaves earlier turns as they were, got that of {self._name}: after a reply it"
-            f" renders {rest[:60]!r} where the policy wrote {said[:60]!r} (task.environment); use a template without such"
+            f" renders {rest[:60]!r} where the policy wrote {turn[:60]!r} (task.environment); use a template without such"
             " changes (policy.chat_template_kwargs), or policy.chat = 'never'"
         )
 
-    def _by_author(self, text: str, contents: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The tokens of a text, and who wrote each; where a tokenizer does not say which characters a token is of, the
-        environment."""
+    def _tokens_and_authors(self, text: str, contents: Sequence[str]) -> tuple[list[int], list[int]]:
+        """The tokens of a text and the author of each. Without character offsets, all tokens count as the environment's."""
         if not getattr(self.tokenizer, "is_fast", False):
             tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return tokens, [Author.TOOL.value] * len(tokens)
@@ -183,15 +182,15 @@ def _why(chat: str) -> str:
 
 
 def end_tokens(tokenizer: Any, generation: Any, words: Sequence[str]) -> tuple[int, ...]:
-    """The tokens that end a response: the tokenizer's, the model's own generation settings', and those named."""
-    found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    given = getattr(generation, "eos_token_id", None)
-    found |= set(given) if isinstance(given, list) else set() if given is None else {given}
+    """The end tokens of the tokenizer, of the model's generation settings, and those in `words`."""
+    ends = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    configured = getattr(generation, "eos_token_id", None)
+    ends |= set(configured) if isinstance(configured, list) else set() if configured is None else {configured}
     for word in words:
         number = tokenizer.convert_tokens_to_ids(word)
         if number is None or number == tokenizer.unk_token_id:
             raise InputError(f"policy.end_tokens holds {word!r}, which is not a token of this tokenizer")
-        found.add(number)
-    if not found:
+        ends.add(number)
+    if not ends:
         raise InputError("neither the tokenizer nor the model names an end token; give policy.end_tokens")
-    return tuple(sorted(found))
+    return tuple(sorted(ends))

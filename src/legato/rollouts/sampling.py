@@ -35,7 +35,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """[n] each. Log-probs are of softmax(z / temperature) before truncation; the kept mass is what truncation left of it."""
+    """The sampled tokens; [n] each. Log-probs are of softmax(z / temperature) before truncation; `kept_logmass` is the
+    log of the probability mass that truncation kept."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -43,11 +44,10 @@ class Choice:
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
-    """One token per row of logits [n, V], by one number in [0, 1) per row: the inverse of the cumulative distribution."""
+    """Sample one token per row of logits [n, V] by inverting the cumulative distribution at `uniform` [n] in [0, 1)."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = exact if sampling.temperature in (0.0, 1.0) else exact / sampling.temperature
-    # The vocabulary is long: it is read once for the probabilities and once for their sum, which may be off from 1 by more
-    # than rounding (the softmax adds up token by token) and is corrected for.
+    # The sum of a softmax over a long vocabulary may differ from 1 by more than rounding, so it is computed and divided out.
     probabilities = scaled.softmax(1)
     if sampling.temperature == 0:
         tokens, kept = exact.argmax(1), None
@@ -58,24 +58,24 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
     else:
         total = probabilities.sum(1)
         ordered, order = probabilities.sort(1, descending=True)
-        places, kept = _inverse(torch.where(_kept(ordered, sampling), ordered, 0.0), uniform)
-        tokens = _at(order, places)
+        places, kept = _inverse(torch.where(_kept_mask(ordered, sampling), ordered, 0.0), uniform)
+        tokens = _gather_columns(order, places)
     return Choice(
         tokens=tokens,
-        logprobs=(_at(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
+        logprobs=(_gather_columns(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
         kept_logmass=None if kept is None else (kept / total).log().clamp(max=0.0).to(exact.dtype),
     )
 
 
-def _kept(ordered: Tensor, sampling: Sampling) -> Tensor:
-    """Which of the tokens, likeliest first, stay; the likeliest always does."""
+def _kept_mask(ordered: Tensor, sampling: Sampling) -> Tensor:
+    """Which tokens truncation keeps, sorted likeliest first; the likeliest always stays."""
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if sampling.top_k > 0:
         keep[:, sampling.top_k :] = False
     if sampling.min_p > 0.0:
         keep &= ordered >= sampling.min_p * ordered[:, :1]
     if sampling.top_p < 1.0:
-        # Top-p speaks of what the other two left, renormalised: the mass before a token must be below p.
+        # Top-p applies to the renormalised rest of the other two: the mass before a token must be below p.
         left = torch.where(keep, ordered, 0.0).double()
         keep &= left.cumsum(1) - left < sampling.top_p * left.sum(1, keepdim=True)
     keep[:, 0] = True
@@ -91,13 +91,13 @@ def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     rows, count = weights.shape
     if count <= _CHUNK:
         up_to = weights.double().cumsum(1)
-        return _reached(up_to, share.unsqueeze(1) * up_to[:, -1:]).squeeze(1), up_to[:, -1]
+        return _first_above(up_to, share.unsqueeze(1) * up_to[:, -1:]).squeeze(1), up_to[:, -1]
     if count % _CHUNK:
         weights = torch.nn.functional.pad(weights, (0, -count % _CHUNK))
     chunks = weights.reshape(rows, -1, _CHUNK)
     up_to = chunks.sum(2).double().cumsum(1)
     target = share.unsqueeze(1) * up_to[:, -1:]
-    chunk = _reached(up_to, target)
+    chunk = _first_above(up_to, target)
     from_zero = torch.nn.functional.pad(up_to, (1, 0))
     before = from_zero.gather(1, chunk)
     inner_share = (target - before) / (from_zero.gather(1, chunk + 1) - before)
@@ -108,14 +108,14 @@ def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
 _CHUNK = 256
 
 
-def _reached(up_to: Tensor, target: Tensor) -> Tensor:
+def _first_above(up_to: Tensor, target: Tensor) -> Tensor:
     """[n, 1]: the first place whose cumulative probability is above the target.
 
     Rounding may carry the target onto the total; then it is the last place at which the total still grew.
     """
-    found = torch.searchsorted(up_to, target, right=True)
-    return torch.minimum(found, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
+    place = torch.searchsorted(up_to, target, right=True)
+    return torch.minimum(place, torch.searchsorted(up_to, up_to[:, -1:].contiguous()))
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
+def _gather_columns(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index.unsqueeze(1)).squeeze(1)

@@ -1,4 +1,4 @@
-"""An engine that says what it was told: for tests, and for replaying responses from elsewhere."""
+"""An engine that returns scripted responses: for tests, and for replaying responses from elsewhere."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from legato.rollouts.sampling import Sampling
 
 
 class ScriptedEngine(QueuedEngine):
-    """`script(prompt, sample)` gives the tokens and log-probs of each response; limits cut them as they would a model's."""
+    """`script(prompt, sample)` returns the tokens and log-probs of a response. Limits apply as for a model."""
 
     name = "scripted"
     capabilities = Capabilities(truncation=False, logprobs_at_temperature=False)

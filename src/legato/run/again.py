@@ -1,4 +1,4 @@
-"""What a person types after a run that did not come to its end: to go on with it, or to begin it again."""
+"""Commands to show after a run that ended early: how to resume it, or how to start it again."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from legato.records.directory import RunDirectory, unused_name
 from legato.training import checkpoint
 
 
-def go_on(directory: RunDirectory, program: str, *, lost: bool) -> str:
-    """The command that goes on with a run; `lost`: the health watch ended it, and as it was it would only fall further."""
+def resume_advice(directory: RunDirectory, program: str, *, lost: bool) -> str:
+    """The command that resumes a run. `lost`: the health watch ended the run, so the command goes back and lowers the
+    learning rate."""
     path = shlex.quote(str(directory.path))
     command = f"{program} resume {path}"
     if not lost:
@@ -22,13 +23,13 @@ def go_on(directory: RunDirectory, program: str, *, lost: bool) -> str:
     half = f"a learning rate of {failed / 2:g}, half of the {failed:g} it was stopped with"
     why = f"why it stopped: {program} doctor {path}"
     if healthy is None:
-        again = begin_again(directory.path, resolved, ())
+        again = restart_advice(directory.path, resolved, ())
         return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
     memory, health = checkpoint.read_state(directory.checkpoint_path(healthy)), resolved.config.health
     scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
     changes = [f"training.lr={failed / scale / 2:g}"]
     if health.action == "recover" and done >= health.recoveries:
-        # A resumed run counts on: without more of them it would end at the next alarm.
+        # A resumed run keeps its count of recoveries: without more of them it would end at the next alarm.
         changes.append(f"health.recoveries={done + health.recoveries}")
     kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
     return (
@@ -37,8 +38,8 @@ def go_on(directory: RunDirectory, program: str, *, lost: bool) -> str:
     )
 
 
-def begin_again(directory: Path, resolved: Resolved, given: Sequence[str]) -> str:
-    """What to do, in a folder of its own: one that is there is never overwritten. `given`: what came from Python."""
+def restart_advice(directory: Path, resolved: Resolved, given: Sequence[str]) -> str:
+    """How to start a run again, under an unused name. `given`: names of the inputs that were Python objects."""
     if given:
         return f"begin again from Python with the same {' and '.join(given)}"
     name = resolved.config.output.name

@@ -1,7 +1,7 @@
-"""`legato doctor`: a run, or the log of another trainer, explained. Nothing that a run names is imported.
+"""`legato doctor`: diagnoses a run, or the log of another trainer. User code named by a run is not imported.
 
-Settings are looked at as values: those of TRL become the algorithm of ours they amount to, and the cautions that
-`legato explain` gives for it are the findings.
+Settings of TRL are translated to the equivalent algorithm here; the cautions of `legato explain` for that algorithm become
+findings.
 """
 
 import math
@@ -34,10 +34,10 @@ _AGGREGATES = {
     "dr_grpo": "sequence-sum-over-constant",
     "luspo": "sequence-sum",
 }
-"""What loss_type of TRL amounts to."""
+"""loss_type of TRL -> our aggregate."""
 
 _UNCLIPPED = ("sapo", "cispo", "vespo")
-"""Values of loss_type that put something else in place of the clip, as our algorithms of those names: epsilon is no band."""
+"""Values of loss_type that replace the clip, like our algorithms of those names; epsilon is not a clip range there."""
 
 DEFAULTS: dict[str, Any] = {
     "importance_sampling_level": "token",
@@ -48,12 +48,12 @@ DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "steps_per_generation": None,
 }
-"""Of TRL's GRPOConfig, version 1.16.0: what is not said is taken to be this."""
+"""Defaults of TRL's GRPOConfig, version 1.16.0, for settings that are not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
-    """What `examine` found."""
+class Examination:
+    """The result of `examine`."""
 
     title: str
     facts: tuple[str, ...]
@@ -61,13 +61,13 @@ class Examined:
     judged: int
     """Rules whose numbers were recorded."""
     tested: int
-    """Those of them that had steps enough to hold."""
+    """Rules that also had enough steps to be tested."""
     steps: int
     rules: int = len(RULES)
 
 
-def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examined:
-    """A run directory of ours, or a log of another trainer with its settings as words (epsilon=0.2)."""
+def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examination:
+    """Diagnose a run directory, or the log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
         raise InputError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
     if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
@@ -77,7 +77,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
             raise InputError(
                 f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
             )
-        return _ours(RunDirectory.open(path))
+        return _examine_run(RunDirectory.open(path))
     if path.suffix == ".toml":
         raise InputError(
             f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
@@ -87,27 +87,27 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
     if log is None:
         inside = _runs_in(path)
         if inside:
-            named = ", ".join(map(str, inside[:20])) + (" ..." if len(inside) > 20 else "")
-            raise InputError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {named}")
+            listed = ", ".join(map(str, inside[:20])) + (" ..." if len(inside) > 20 else "")
+            raise InputError(f"{path} is no run itself but holds {count(len(inside), 'run')}; name one of them: {listed}")
         raise InputError(
             f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
         )
     records = foreign.read(log, columns)
-    found = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl(words, records) if words else []))]
-    return _examined(str(log), _facts(records), found, records)
+    diagnoses = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl_findings(words, records) if words else []))]
+    return _summarize(str(log), _facts(records), diagnoses, records)
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The runs of a folder, and those of a comparison, which are one deeper."""
-    found = (file.parent for pattern in ("*", "*/*", "*/*/*") for file in sorted(path.glob(f"{pattern}/metrics.jsonl")))
-    return [folder for folder in found if (folder / "config.toml").is_file()]
+    """The run directories in a folder; those of a comparison are nested deeper."""
+    candidates = (file.parent for pattern in ("*", "*/*", "*/*/*") for file in sorted(path.glob(f"{pattern}/metrics.jsonl")))
+    return [folder for folder in candidates if (folder / "config.toml").is_file()]
 
 
-def _examined(
+def _summarize(
     title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
-) -> Examined:
-    return Examined(
+) -> Examination:
+    return Examination(
         title=title,
         facts=tuple(facts),
         found=tuple(ranked(found)),
@@ -117,20 +117,20 @@ def _examined(
     )
 
 
-def _in_terms_of_trl(told: Diagnosis) -> Diagnosis:
+def _in_terms_of_trl(diagnosis: Diagnosis) -> Diagnosis:
     return replace(
-        told,
-        says=foreign.beside(told.says),
-        causes=tuple(foreign.beside(each) for each in told.causes),
-        tries=tuple(foreign.beside(each) for each in told.tries),
+        diagnosis,
+        says=foreign.beside(diagnosis.says),
+        causes=tuple(foreign.beside(each) for each in diagnosis.causes),
+        tries=tuple(foreign.beside(each) for each in diagnosis.tries),
     )
 
 
-def _ours(directory: RunDirectory) -> Examined:
+def _examine_run(directory: RunDirectory) -> Examination:
     records: list[Record] = [*directory.metrics(), *directory.health.read()]
     if not steps_of(records):
         raise InputError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
-    facts, found = _facts(records), list[Diagnosis]()
+    facts, diagnoses = _facts(records), list[Diagnosis]()
     warming, ignored, lr = 0, tuple[str, ...](), None
     named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
@@ -142,8 +142,8 @@ def _ours(directory: RunDirectory) -> Examined:
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored, lr = training.warm_up_steps, meaningless(resolved.algorithm), training.lr
-        found = settings(resolved.algorithm, updates, records, "training.updates_per_step")
-    found += explain(
+        diagnoses = setting_findings(resolved.algorithm, updates, records, "training.updates_per_step")
+    diagnoses += explain(
         records,
         settled=warming,
         ignored=ignored,
@@ -153,7 +153,7 @@ def _ours(directory: RunDirectory) -> Examined:
     )
     start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"
-    return _examined(title, facts, found, records, warming)
+    return _summarize(title, facts, diagnoses, records, warming)
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
@@ -174,44 +174,44 @@ def _facts(records: Sequence[Record]) -> list[str]:
 
 
 def _finite(steps: Sequence[Record], key: str) -> list[float]:
-    found = (step.get(key) for step in steps)
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    values = (step.get(key) for step in steps)
+    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def settings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
-    """Settings that do not mean what they seem: those that differ from the published ones and have a caution to them."""
+def setting_findings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
+    """Findings about settings: cautions that the published algorithm does not have, and a clip that never acts."""
     published = set(cautions(entry(algorithm.name).value)) if is_published(algorithm.name) else set()
     clipped = _finite(steps_of(records), "clip/tokens")
-    seen = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
-    found = [
-        Diagnosis(name="settings", level="warning", says=sentence, evidence=seen, lasting=True)
+    evidence = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
+    findings = [
+        Diagnosis(name="settings", level="warning", says=sentence, evidence=evidence, lasting=True)
         for sentence in cautions(algorithm)
         if sentence not in published
     ]
     if updates <= 1 and algorithm.objective.ratio.name != "none" and algorithm.objective.trust:
-        found.append(
+        findings.append(
             Diagnosis(
                 name="settings",
                 level="warning",
                 says="One update per rollout: the policy that is updated is the one that sampled, every ratio is 1 and the"
                 " trust region never acts. The choice between a token ratio and a sequence ratio is then no choice.",
-                evidence=seen,
+                evidence=evidence,
                 causes=("each batch of rollouts is used for one optimizer step",),
                 tries=(f"{option} = 4, as in the GSPO paper, for ratios to matter", "or take it for what it is: REINFORCE"),
                 lasting=True,
             )
         )
-    return found
+    return findings
 
 
-def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
-    given = {**DEFAULTS, **dict(_setting(word) for word in words)}
-    level = given["importance_sampling_level"]
+def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
+    trl = {**DEFAULTS, **dict(_setting(word) for word in words)}
+    level = trl["importance_sampling_level"]
     if level not in ("token", "sequence"):
         raise InputError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
-    low = _positive("epsilon", given["epsilon"])
-    high = low if given["epsilon_high"] is None else _positive("epsilon_high", given["epsilon_high"])
-    loss = given["loss_type"]
+    low = _positive("epsilon", trl["epsilon"])
+    high = low if trl["epsilon_high"] is None else _positive("epsilon_high", trl["epsilon_high"])
+    loss = trl["loss_type"]
     if loss not in _AGGREGATES:
         raise InputError(f"loss_type = {loss!r} is not one of TRL's; {nearest(str(loss), _AGGREGATES)}")
     changes: dict[str, Any] = {"aggregate": _AGGREGATES[loss]}
@@ -223,11 +223,11 @@ def _trl(words: Sequence[str], records: Sequence[Record]) -> list[Diagnosis]:
     else:
         changes |= {"objective.trust.clip.low": low, "objective.trust.clip.high": high}
         algorithm = override(entry("gspo" if level == "sequence" else "grpo").value, changes)
-    accumulated = _positive("gradient_accumulation_steps", given["gradient_accumulation_steps"])
-    generated = given["steps_per_generation"]
+    accumulated = _positive("gradient_accumulation_steps", trl["gradient_accumulation_steps"])
+    generated = trl["steps_per_generation"]
     each = accumulated if generated is None else _positive("steps_per_generation", generated)
-    updates = _positive("num_iterations", given["num_iterations"]) * each / accumulated
-    return settings(algorithm, updates, records, "steps_per_generation / gradient_accumulation_steps")
+    updates = _positive("num_iterations", trl["num_iterations"]) * each / accumulated
+    return setting_findings(algorithm, updates, records, "steps_per_generation / gradient_accumulation_steps")
 
 
 def _setting(word: str) -> tuple[str, Any]:

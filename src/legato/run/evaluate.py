@@ -1,4 +1,4 @@
-"""Measuring a policy on a task or a file: greedy, avg@n and pass@k with 95 % intervals."""
+"""Evaluates a policy on a task or a file: greedy, avg@n and pass@k with 95 % intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """What an evaluation found."""
+class EvaluationResult:
+    """The result of an evaluation."""
 
     problems: int
     samples: int
@@ -44,55 +44,55 @@ def evaluate(
     temperature: float | None = None,
     problems: int | None = None,
     file: Path | None = None,
-) -> Evaluated:
-    """The held-out problems of the target's task, or all problems of a file."""
+) -> EvaluationResult:
+    """Evaluate the target on the held-out problems of its task, or on all problems of a file."""
     config = target.resolved.config
-    lacking = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
-    if lacking:
+    missing = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
+    if missing:
         raise InputError(
-            f"this run was given its {' and '.join(lacking)} in Python, which its configuration does not hold; evaluate its"
+            f"this run was given its {' and '.join(missing)} in Python, which its configuration does not hold; evaluate its"
             " model folder with a task and a reward of your choice: legato eval FOLDER task.kind=... reward.kind=..."
         )
     if file is not None:
-        listed: Sequence[Problem] = (Parquet if file.suffix == ".parquet" else Jsonl)(path=str(file)).load()
-        source = wire.source_of(config, wire.Given(problems=_enough(listed)))
-        listed = listed if problems is None else listed[:problems]
+        chosen: Sequence[Problem] = (Parquet if file.suffix == ".parquet" else Jsonl)(path=str(file)).load()
+        source = wire.source_of(config, wire.Given(problems=_pad_for_pool(chosen)))
+        chosen = chosen if problems is None else chosen[:problems]
     else:
         source = wire.source_of(config, wire.Given())
-        listed = source.held_out(config.task.held_out if problems is None else problems)
+        chosen = source.held_out(config.task.held_out if problems is None else problems)
     seed_generators(config.training.seed)
     policy = target.policy()
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()), trains=False)
     longest = config.policy.max_prompt_tokens
-    listed = [problem for problem in listed if len(collector.runner.rendering.prompt(problem)) <= longest]
-    if not listed:
+    chosen = [problem for problem in chosen if len(collector.runner.rendering.prompt(problem)) <= longest]
+    if not chosen:
         raise InputError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
     evaluator = wire.evaluator_of(collector)
     rows: list[Measured] = []
-    kept: list[list[Answered]] = []
+    answers: list[list[Answered]] = []
     seed = config.training.seed
     if greedy:
-        kept = evaluator.answer(listed, Sampling(temperature=0), 1, seed, 0)
-        right = sum(row[0].accuracy for row in kept)
-        rows.append(_share("greedy", right, len(listed)))
+        answers = evaluator.answer(chosen, Sampling(temperature=0), 1, seed, 0)
+        right = sum(row[0].accuracy for row in answers)
+        rows.append(_share("greedy", right, len(chosen)))
     if samples:
         sampling = Sampling(temperature=config.evaluation.temperature if temperature is None else temperature)
-        kept = evaluator.answer(listed, sampling, samples, seed, 1)
-        means = [sum(a.accuracy for a in row) / samples for row in kept]
+        answers = evaluator.answer(chosen, sampling, samples, seed, 1)
+        means = [sum(a.accuracy for a in row) / samples for row in answers]
         low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)
         rows.append(Measured(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))
         for k in _powers(samples):
-            each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in kept]
+            each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in answers]
             low, high = of_means(each)
             rows.append(Measured(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
-    failed = sum(not hasattr(a.score, "accuracy") for row in kept for a in row)
-    return Evaluated(
-        problems=len(listed), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, kept)), unscorable=failed
+    failed = sum(not hasattr(a.score, "accuracy") for row in answers for a in row)
+    return EvaluationResult(
+        problems=len(chosen), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, answers)), unscorable=failed
     )
 
 
-def _enough(problems: Sequence[Problem]) -> list[Problem]:
-    """A pool that holds nothing out needs at least one problem to train on; evaluating trains on none of them."""
+def _pad_for_pool(problems: Sequence[Problem]) -> list[Problem]:
+    """Add dummy problems: a pool needs at least one training problem, although evaluation uses none."""
     return [*problems, Problem(prompt="-"), Problem(prompt="+"), Problem(prompt="*"), Problem(prompt="/")]
 
 
@@ -102,8 +102,8 @@ def _share(name: str, right: float, count: int) -> Measured:
 
 
 def _powers(samples: int) -> list[int]:
-    found, k = [], 2
+    powers, k = [], 2
     while k <= samples:
-        found.append(k)
+        powers.append(k)
         k *= 2
-    return found
+    return powers

@@ -1,4 +1,4 @@
-"""A run from its first step to its last: training, evaluation, records and checkpoints."""
+"""Executes a run from its first step to its last: training, evaluation, records and checkpoints."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +55,13 @@ class Execution:
     evaluated_at: int = -1
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
-    """Which problems and files of the user's the run is made of, and what was given in Python: the same when resumed."""
+    """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
     noted: int = 0
-    """How many of the policy's notes were told at the start; what is decided later is told when it is."""
-    walked: int = 0
-    """Steps done by this process, those given up in a recovery among them: what the time went into."""
-    told: set[str] = field(default_factory=set)
-    """Reasons of unscorable rollouts that were shown."""
+    """How many of the policy's notes have been shown. Later notes are shown when they are added."""
+    steps_run: int = 0
+    """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
+    shown_reasons: set[str] = field(default_factory=set)
+    """Reasons of unscorable rollouts that have been shown."""
 
     def __post_init__(self) -> None:
         config = self.resolved.config
@@ -70,14 +70,14 @@ class Execution:
         )
 
     def go(self) -> tuple[str, int]:
-        """Train to the end: (why it ended, exit code)."""
+        """Train to the end; returns (why the run ended, exit code)."""
         steps = self.resolved.config.training.steps
         started = time.perf_counter()
         with Interrupt(self.watcher.message) as interrupt:
             if self.trainer.steps_done == 0 and self.latest is None:
                 self._evaluate(keep=True)
                 if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
-                    # The warm-up is not done again when a run is resumed; and a recovery has a place to go back to.
+                    # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
                     self._save()
             reason = "all steps done"
             while self.trainer.steps_done < steps:
@@ -110,7 +110,7 @@ class Execution:
         return reason, 0
 
     def _healthiest(self) -> int | None:
-        """The checkpoint that a person had better go back to, of those older than now."""
+        """The step of the healthiest earlier checkpoint; None if there is none."""
         step = self.trainer.steps_done
         candidates = self.health.by_health(self.directory.checkpoint_steps(), step)
         return next((each for each in candidates if each < step), None)
@@ -132,7 +132,7 @@ class Execution:
         return None if first is None else Finding(**first)
 
     def _act(self, alarm: Finding | None, interrupt: Interrupt) -> str | None:
-        """Do what an alarm asks for, then save what is due; why the run must end, where it must."""
+        """Act on an alarm, then save a checkpoint if due; returns why the run must end, or None."""
         action = self.health.options.action
         if alarm is not None and action == "recover":
             try:
@@ -158,7 +158,7 @@ class Execution:
         return None
 
     def _step(self, started: float) -> Finding | None:
-        """Train on, measure and write one step; the alarm that began with it, if any."""
+        """Run one training step and write its records; returns the alarm it raised, if any."""
         config = self.resolved.config
         every = config.output.rollouts_every_steps
         step = self.trainer.steps_done + 1
@@ -169,10 +169,10 @@ class Execution:
             assert self.trainer.anchor_choice is not None
             self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
         self._tell_unscorable(report)
-        found: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
+        line: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
-            found["histograms"] = report.histograms()
-        self.directory.append_metrics(found)
+            line["histograms"] = report.histograms()
+        self.directory.append_metrics(line)
         alarm = self.health.see(report)
         for logger in self.loggers:
             logger.log(step, report.metrics)
@@ -181,8 +181,8 @@ class Execution:
             self._evaluate(report if every else None, keep=due or last)
         elif due:
             self.directory.write_rollouts(step, records(report.groups, report.details))
-        self.walked += 1
-        left = (time.perf_counter() - started) / self.walked * (config.training.steps - step)
+        self.steps_run += 1
+        left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
         if self.callback is not None:
             self.callback(report)
@@ -197,7 +197,7 @@ class Execution:
             self.watcher.message(line)
 
     def _tell_notes(self) -> None:
-        """Fallbacks that were taken since the last look: said, and stored with the run."""
+        """Show the policy's new notes (fallbacks taken) and store them with the run."""
         for note in self.policy.notes[self.noted :]:
             self.watcher.message(note)
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
@@ -205,12 +205,12 @@ class Execution:
 
     def _tell_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
-            if reason not in self.told and len(self.told) < 20:
-                self.told.add(reason)
+            if reason not in self.shown_reasons and len(self.shown_reasons) < 20:
+                self.shown_reasons.add(reason)
                 self.watcher.message(f"a rollout could not be scored and is left out: {reason} (told once)")
 
     def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
-        """Held-out accuracy, sampled and greedy; the same problems and seeds every time."""
+        """Measure held-out accuracy, sampled and greedy, on the same problems and seeds every time."""
         config = self.resolved.config.evaluation
         step, answer = self.trainer.steps_done, self.evaluator.answer
         sampling = Sampling(temperature=config.temperature)
@@ -226,14 +226,14 @@ class Execution:
         self.latest, self.evaluated_at = metrics, step
         self._tell_notes()
         if keep or self._target_reached():
-            kept = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
-            trained = self._stored(step) if report is None else records(report.groups, report.details)
-            self.directory.write_rollouts(step, [*kept, *trained])
+            answers = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
+            trained = self._stored_rollouts(step) if report is None else records(report.groups, report.details)
+            self.directory.write_rollouts(step, [*answers, *trained])
 
-    def _stored(self, step: int) -> list[dict[str, Any]]:
-        """What a step wrote of its own rollouts before it was evaluated."""
-        there = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
-        return [each for each in there if not each.get("held_out")]
+    def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The training rollouts that a step has already written."""
+        stored = self.directory.read_rollouts(step) if step in self.directory.rollout_steps() else []
+        return [each for each in stored if not each.get("held_out")]
 
     @property
     def _seed(self) -> int:
@@ -242,12 +242,12 @@ class Execution:
     def _target_reached(self) -> bool:
         config = self.resolved.config.evaluation
         wanted = {"eval/accuracy_sampled": config.target, "eval/accuracy_greedy": config.target_greedy}
-        asked = {key: target for key, target in wanted.items() if target is not None}
+        targets = {key: target for key, target in wanted.items() if target is not None}
         latest = self.latest or {}
-        return bool(asked) and all(latest.get(key, 0.0) >= target for key, target in asked.items())
+        return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
     def _save(self, *, may_be_best: bool = True) -> None:
-        """A checkpoint of now; the newest few and the best stay. An interrupted run decides nothing it would not have."""
+        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one."""
         step = self.trainer.steps_done
         if self.saved_at == step:
             return
@@ -269,7 +269,7 @@ class Execution:
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, kept)
 
     def save_again(self) -> None:
-        """Write the checkpoint of now in place of the one that is there."""
+        """Overwrite the checkpoint of the current step."""
         self.saved_at = -1
         self._save(may_be_best=False)
 
@@ -278,12 +278,12 @@ class Execution:
         return self.resolved.config.policy.trust_remote_code
 
     def tighten(self, scale: float) -> None:
-        """Go on with the bounds of the clip multiplied."""
+        """Multiply the clip bounds of the algorithm by `scale`."""
         self.health.clip_scale = scale
         self.trainer.algorithm = tightened(self.resolved.algorithm, scale)
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint holds beside weights, optimizer and generators."""
+        """The state of a checkpoint beside weights, optimizer and generators."""
         return {
             "trainer": self.trainer.state_dict(),
             "best": self.best,
@@ -295,7 +295,7 @@ class Execution:
         }
 
     def remember(self, memory: dict[str, Any]) -> None:
-        """Take over what `memory` gave."""
+        """Restore what `memory` returned."""
         self.trainer.load_state_dict(memory["trainer"])
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM: the first lets the step finish, the state is saved and the run ends; the second stops at once.
+"""SIGINT and SIGTERM: the first signal ends the run after the current step and a checkpoint; the second stops at once.
 
-Before the first step there is no state to save, and the first one stops at once.
+Before the first step there is no state to save, so the first signal already stops at once.
 """
 
 import signal
@@ -13,7 +13,7 @@ from legato.core.world import World
 
 
 class Interrupt:
-    """A context in which signals are noted instead of acted on. Outside the main thread there are none to note."""
+    """A context that records signals instead of raising. Outside the main thread it does nothing."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
@@ -49,7 +49,7 @@ class Interrupt:
 
 
 class AtOnce(Interrupt):
-    """A context that a signal leaves with KeyboardInterrupt; `received` says which it was, None if it was none."""
+    """A context in which a signal raises KeyboardInterrupt. `received` is the signal, or None."""
 
     def __init__(self) -> None:
         super().__init__(lambda text: None)

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases, for those who already look there. `metrics.jsonl` is written whatever happens here.
+"""Loggers for TensorBoard and Weights & Biases. `metrics.jsonl` is always written as well.
 
-A package that is not installed, or a service that does not start, is told before training; what fails later is told once
-and switches that logger off: a run is never lost to its logging.
+A missing package, or a service that does not start, is an error before training. A later failure is shown once and switches
+that logger off: logging never ends a run.
 """
 
 import math
@@ -15,7 +15,7 @@ from legato.errors import InputError
 
 @runtime_checkable
 class Logger(Protocol):
-    """Where numbers of a step go besides `metrics.jsonl`."""
+    """Receives the metrics of a step, in addition to `metrics.jsonl`."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -23,7 +23,7 @@ class Logger(Protocol):
 
 
 class _Guarded:
-    """Whatever an action raises becomes one message, and later actions are left out."""
+    """Runs actions until one raises: the error becomes a message, and later actions are skipped."""
 
     def __init__(self, name: str, say: Callable[[str], None]) -> None:
         self._name, self._say, self._off = name, say, False
@@ -35,8 +35,8 @@ class _Guarded:
             action()
         except Exception as error:  # a library of others, a disk, a network: nothing here is worth the run
             self._off = True
-            told = f"{type(error).__name__}: {error}"
-            self._say(f"{self._name} failed and is switched off; training goes on, metrics.jsonl has everything ({told})")
+            reason = f"{type(error).__name__}: {error}"
+            self._say(f"{self._name} failed and is switched off; training goes on, metrics.jsonl has everything ({reason})")
 
 
 class TensorBoardLogger:
@@ -48,7 +48,7 @@ class TensorBoardLogger:
         except ImportError as error:
             raise InputError("TensorBoard is switched on but not installed: pip install 'legato[tensorboard]'") from error
         self._open: Callable[[int | None], Any] = lambda purge: module.SummaryWriter(log_dir=str(folder), purge_step=purge)
-        # A resumed run writes the steps after its checkpoint again: what stood there is purged.
+        # A resumed run rewrites the steps after its checkpoint: purge the old ones.
         try:
             self._writer = self._open(first_step if first_step > 0 else None)
         except OSError as error:
@@ -64,7 +64,7 @@ class TensorBoardLogger:
 
     def _write(self, step: int, numbers: Mapping[str, float]) -> None:
         if step < self._last:
-            # A recovery of the health watch went back; only a new file tells that what stood there is void.
+            # A recovery of the health watch went back; only a new file can purge the later steps.
             self._writer.close()
             self._writer = self._open(step)
         self._last = step
@@ -97,7 +97,7 @@ class WandbLogger:
                 f"W&B did not start ({type(error).__name__}: {error}); `wandb login`, WANDB_MODE=offline, or switch it off"
             ) from error
         self._guard = _Guarded("W&B", say)
-        # Its own count of steps cannot go back, as a recovery of the health watch does; what it is given then is dropped.
+        # W&B drops values of earlier steps, which a recovery of the health watch would log; so "step" is a metric.
         self._guard.attempt(lambda: self._run.define_metric("*", step_metric="step"))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class WandbLogger:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among them: a NaN draws nothing, words and histograms are for `metrics.jsonl`."""
+    """The finite numbers among the metrics; text and histograms go to `metrics.jsonl` only."""
     return {
         key: float(value)
         for key, value in metrics.items()

@@ -1,4 +1,4 @@
-"""What the configured run asks of memory, and what is decided from it: `policy.gradient_checkpointing = "auto"`."""
+"""Estimates the memory of a run, and decides `policy.gradient_checkpointing = "auto"` from it."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from legato.training.memory.shape import Shape
 
 
 def demand_of(resolved: Resolved, policy: Policy) -> Demand:
-    """What a loaded policy and its updates will hold at once, at the largest the configuration allows."""
+    """The memory demand of a loaded policy and its updates, at the largest sizes the configuration allows."""
     config, device = resolved.config, policy.device.type
     training, rollouts = config.training, config.rollouts
     prompt, response, each = config.policy.max_prompt_tokens, rollouts.max_response_tokens, rollouts.samples_per_prompt
@@ -59,7 +59,7 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
 
 
 def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
-    """Of a mixture of experts: what is recorded of a step, every response as long as it may be."""
+    """The demand of recorded routes for a mixture of experts, with every response at its length limit."""
     if policy.routers is None:
         return {}
     config, training = resolved.config, resolved.config.training
@@ -74,28 +74,28 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
 
 
 def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None = None) -> None:
-    """Refuse a training that cannot fit. Under "auto", recompute layers in the backward pass where activations do not fit.
+    """Refuse a run that cannot fit. With "auto", turn on gradient checkpointing if activations do not fit.
 
-    A note says what was decided and why.
+    The decision and its reason are added to the policy's notes.
     """
     auto = resolved.config.policy.gradient_checkpointing == "auto"
-    there = available(policy.device)
+    room = available(policy.device)
     try:
         demand = demand_of(resolved, policy)
     except InputError as error:
         if auto:
             policy.notes.append(f"gradient checkpointing is off: {error}")
         return
-    if there is None:
+    if room is None:
         if auto:
             policy.notes.append("gradient checkpointing is off: this system does not say how much memory there is")
         return
     longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
-    refuse_what_cannot_fit(demand, there, longest, policy.name, on_gpu=policy.device.type == "cuda")
+    refuse_what_cannot_fit(demand, room, longest, policy.name, on_gpu=policy.device.type == "cuda")
     if not auto:
         return
-    fitting = fit(demand, there, smallest=longest)
-    note = _sentence(demand, fitting, there)
+    fitting = fit(demand, room, smallest=longest)
+    note = _decision_note(demand, fitting, room)
     # A rank with less free memory decides for all: layers that one recomputes and another keeps take different times.
     if (world or OneProcess()).agree(int(fitting.checkpointing)):
         if getattr(policy.model, "supports_gradient_checkpointing", True):
@@ -105,13 +105,13 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
     policy.notes.append(note)
 
 
-def refuse_what_cannot_fit(demand: Demand, there: int, longest: int, model: str, *, on_gpu: bool) -> None:
-    """InputError where not even the least a run can do with fits: one text a pack, layers recomputed, no slack.
+def refuse_what_cannot_fit(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
+    """InputError if not even the smallest run fits: packs of one text, gradient checkpointing, no slack.
 
-    Anything above that is an estimate that may err; the run starts with a note.
+    Above that the estimate may be wrong, so the run starts with a note.
     """
     least = _least(demand, longest)
-    if least <= there:
+    if least <= room:
         return
     alternatives = {"policy.lora.rank=16": replace(demand, adapter_rank=16, trained=None)} if not demand.adapter_rank else {}
     if on_gpu:
@@ -119,20 +119,20 @@ def refuse_what_cannot_fit(demand: Demand, there: int, longest: int, model: str,
         alternatives[eight_bit] = replace(demand, eight_bit=True)
         alternatives[offload] = replace(demand, offload=True)
         alternatives[f"{offload} {eight_bit}"] = replace(demand, offload=True, eight_bit=True)
-    helping = [
+    helpful = [
         f"{setting} ({gigabytes(_least(other, longest))})"
         for setting, other in alternatives.items()
-        if _least(other, longest) <= there
+        if _least(other, longest) <= room
     ]
     raise InputError(
-        f"expected a training that fits in {gigabytes(there)}, got one that needs {gigabytes(least)} with the smallest pack"
+        f"expected a training that fits in {gigabytes(room)}, got one that needs {gigabytes(least)} with the smallest pack"
         f" and gradient checkpointing (policy.model = {model}); what would fit:"
-        f" {', '.join([*helping, 'a smaller model'])}"
+        f" {', '.join([*helpful, 'a smaller model'])}"
     )
 
 
 def _least(demand: Demand, longest: int) -> int:
-    """Bytes without which no update can be made: packs of one text, one response at a time in the engine."""
+    """Bytes of the smallest possible update: packs of one text, one response at a time in the engine."""
     tokens = min(longest, demand.tokens_per_pack)
     smallest = replace(
         demand,
@@ -144,9 +144,9 @@ def _least(demand: Demand, longest: int) -> int:
     return memory.total - memory.slack
 
 
-def _sentence(demand: Demand, fitting: Fit, there: int) -> str:
+def _decision_note(demand: Demand, fitting: Fit, room: int) -> str:
     plain, less = (demand.memory(checkpointing=each).total for each in (False, True))
-    have = f"there are {gigabytes(there)}"
+    have = f"there are {gigabytes(room)}"
     if not fitting.checkpointing:
         return f"gradient checkpointing is off: {gigabytes(plain)} are needed, {have}"
     words = f"gradient checkpointing is on: {gigabytes(plain)} would be needed without it, {gigabytes(less)} with it, {have}"

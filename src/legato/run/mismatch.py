@@ -1,4 +1,4 @@
-"""`legato mismatch`: how far samplers that differ from the trainer are from it, on a model and a task of your own."""
+"""`legato mismatch`: measures samplers that differ from the trainer, on the user's model and task."""
 
 import math
 import re
@@ -29,14 +29,14 @@ _TOP_P = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """One way to differ, as asked for: "int8", "perturbed:0.01", "stale:8", "top-p:0.9"."""
+    """One kind of mismatch with its size: "int8", "perturbed:0.01", "stale:8", "top-p:0.9"."""
 
     kind: str
     size: float | int | None = None
 
     @classmethod
     def read(cls, word: str) -> "Sampler":
-        """From a word; ValueError where it is none."""
+        """Parse a word like "stale:8"; InputError if it is not one."""
         kind, _, size = word.partition(":")
         if kind not in KINDS:
             raise InputError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
@@ -45,23 +45,23 @@ class Sampler:
         if kind not in _SIZED:
             raise InputError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
         try:
-            found: float | int = int(size) if kind == "stale" else float(size)
+            value: float | int = int(size) if kind == "stale" else float(size)
         except ValueError:
-            found = math.nan
-        if not found > 0 or not math.isfinite(found) or (kind == "top-p" and found > 1):
+            value = math.nan
+        if not value > 0 or not math.isfinite(value) or (kind == "top-p" and value > 1):
             wanted = {"stale": "a whole number of updates", "top-p": "a probability", "perturbed": "a number above 0"}[kind]
             raise InputError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
-        return cls(kind=kind, size=found)
+        return cls(kind=kind, size=value)
 
     @property
     def name(self) -> str:
-        """With its size, whether that was given or is the default."""
+        """The kind with its size, also if the size is the default."""
         defaults = {"perturbed": mismatch.Mismatch().noise, "stale": mismatch.Mismatch().age}
         size = self.size if self.size is not None else {**defaults, "top-p": _TOP_P}.get(self.kind)
         return self.kind if size is None else f"{self.kind}:{size:g}"
 
-    def of(self, rollouts: Rollouts) -> Rollouts:
-        """The options of a run that samples this way."""
+    def options_for(self, rollouts: Rollouts) -> Rollouts:
+        """The rollout options of a run with this sampler."""
         if self.kind == "top-p":
             return replace(rollouts, top_p=self.size or _TOP_P, mismatch=mismatch.Mismatch())
         sized: dict[str, Any] = {} if self.size is None else {_SIZED[self.kind]: self.size}
@@ -69,12 +69,12 @@ class Sampler:
 
 
 def samplers(words: str) -> list[Sampler]:
-    """From "none,int8,stale:8"; each once."""
-    found = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
-    twice = {sampler.name for sampler in found if found.count(sampler) > 1}
-    if not found or twice:
+    """Parse a list like "none,int8,stale:8"; no sampler may appear twice."""
+    parsed = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
+    twice = {sampler.name for sampler in parsed if parsed.count(sampler) > 1}
+    if not parsed or twice:
         raise InputError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
-    return found
+    return parsed
 
 
 def compare_samplers(
@@ -87,14 +87,14 @@ def compare_samplers(
     """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
     resolved, config = target.resolved, target.resolved.config
     seed_generators(config.training.seed)
-    policy, source = target.ready(say)
-    found = {}
+    policy, source = target.prepare(say)
+    figures = {}
     for sampler in chosen:
         say(sampler.name)
-        with unchanged(policy):
+        with restoring_weights(policy):
             groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
             tables = score_groups(policy, groups, config.training.tokens_per_pack)
-            found[sampler.name] = study(resolved.algorithm, signals_of(tables))
+            figures[sampler.name] = study(resolved.algorithm, signals_of(tables))
     return {
         "model": policy.name,
         "dtype": str(policy.model.get_input_embeddings().weight.dtype).removeprefix("torch."),
@@ -105,15 +105,15 @@ def compare_samplers(
         "prompts": prompts or config.training.prompts_per_step,
         "samples_per_prompt": config.rollouts.samples_per_prompt,
         "seed": config.training.seed,
-        "samplers": found,
+        "samplers": figures,
     }
 
 
 def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Source, prompts: int) -> list[Group]:
-    """What a sampler writes. A stale one becomes stale by training: so many updates at the full learning rate."""
-    config = replace(resolved.config, rollouts=sampler.of(resolved.config.rollouts))
+    """Rollouts of a sampler. A stale sampler is made by training for `age` updates at the full learning rate."""
+    config = replace(resolved.config, rollouts=sampler.options_for(resolved.config.rollouts))
     config = replace(config, training=replace(config.training, warm_up_updates=0, anchor="recompute"))
-    # Groups that dynamic sampling would replace are part of what the sampler does.
+    # Keep groups that dynamic sampling would replace: they are part of the measurement.
     config = replace(config, task=replace(config.task, resampling="none"))
     reward = wire.reward_of(config, wire.Given())
     collector = wire.collector_of(config, policy, source, reward)
@@ -134,8 +134,8 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
 
 
 @contextmanager
-def unchanged(policy: Policy) -> Iterator[None]:
-    """Whatever is trained inside is put back."""
+def restoring_weights(policy: Policy) -> Iterator[None]:
+    """A context that restores the policy's weights on exit."""
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
     try:
         yield

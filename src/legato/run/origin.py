@@ -1,4 +1,4 @@
-"""What training starts from: the policy after its warm-up, and the reference it is held to."""
+"""Prepares the start of training: runs the warm-up and makes the reference policy."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def prepare(
     directory: RunDirectory,
     watcher: Watcher,
 ) -> Reference | None:
-    """The policy becomes what training starts from; the reference it is then held to, if any."""
+    """Warm up the policy if configured, and return the reference policy; None if the algorithm needs none."""
     config = resolved.config
     if config.policy.warm_up is not None:
         _warm_up(resolved, policy, source, collector, directory, watcher)
@@ -32,7 +32,7 @@ def prepare(
     if not wire.wants_reference(resolved):
         return None
     reference = Reference.from_policy(policy)
-    # What the configuration cannot make again: a warmed-up policy, or a module that is trained where it stands.
+    # Save references that the configuration cannot rebuild: a warmed-up policy, or a module that is trained in place.
     if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
         save_model(policy, directory.path / "reference")
     return reference
@@ -51,12 +51,12 @@ def _warm_up(
 
     examples = wire.warm_up_examples(resolved.config, policy, source, collector)
 
-    def look(when: str) -> None:
+    def record_divergence(when: str) -> None:
         if resolved.config.policy.upcycle is not None:
             text = f"{when} the warm-up {measure_divergence(policy, texts_of(examples(0)))}"
             watcher.message(text)
             directory.append_metrics({"kind": "note", "step": 0, "text": text})
 
-    look("before")
+    record_divergence("before")
     wire.warm_up(resolved.config, policy, examples, after)
-    look("after")
+    record_divergence("after")

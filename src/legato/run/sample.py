@@ -14,8 +14,8 @@ from legato.run.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A prompt and what the policy said to it."""
+class PromptResponses:
+    """A prompt and the policy's responses."""
 
     prompt: str
     responses: tuple[Response, ...]
@@ -29,8 +29,8 @@ def sample(
     temperature: float | None = None,
     max_response_tokens: int | None = None,
     seed: int | None = None,
-) -> Iterator[Asked]:
-    """Responses as they come, prompt by prompt; the policy is loaded once. Temperature 0 is greedy."""
+) -> Iterator[PromptResponses]:
+    """Yield responses prompt by prompt. The policy is loaded once; temperature 0 is greedy."""
     config = target.resolved.config
     seed_generators(config.training.seed)
     policy = target.policy()
@@ -46,4 +46,4 @@ def sample(
         problem = Problem(prompt=prompt)
         seeds = tuple(seed_of("sample", seed, problem.key, k) for k in range(samples))
         found = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
-        yield Asked(prompt=prompt, responses=tuple(found))
+        yield PromptResponses(prompt=prompt, responses=tuple(found))

@@ -1,4 +1,4 @@
-"""What `eval`, `sample` and `export` are pointed at: a run directory, a recipe, or a model."""
+"""The target of `eval`, `sample` and `export`: a run directory, a recipe, or a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ class Target:
     """The model folder of a checkpoint; None: the weights the configuration names."""
     warnings: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
-    """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
+    """Inputs of the run that were Python objects (model, problems, reward): its configuration does not describe them."""
 
     def policy(self) -> Policy:
         if "model" in self.given and self.resolved.config.policy.lora is not None:
             raise InputError("this run trained adapters on a module given in Python; load that module with peft instead")
         return wire.policy_of(self.resolved, wire.Given(), self.saved)
 
-    def ready(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
-        """The policy as training would begin with it, the warm-up of a recipe done, and its problems."""
+    def prepare(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
+        """The policy as training would start with it, after the warm-up of a recipe, and the source of its problems."""
         if "problems" in self.given:
             raise InputError(
                 "this run was given its problems in Python, which its configuration does not hold; name a task with"
@@ -49,7 +49,7 @@ class Target:
 
 
 def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Target:
-    """A run directory (its newest whole checkpoint, or that of a step), a recipe, or a model by folder or name."""
+    """Find a target by name: a run directory (newest complete checkpoint, or that of `step`), a recipe, or a model."""
     path = Path(name)
     if path.suffix == ".toml":
         return Target(resolved=load([path], words), saved=None)

@@ -1,4 +1,4 @@
-"""`legato train` and `legato resume`, and the same from Python: `legato.train(...)`."""
+"""Starts and resumes runs: `legato train`, `legato resume`, and `legato.train(...)` from Python."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ from legato.policy.model.reference import Reference
 from legato.records.directory import RunDirectory, unused_name
 from legato.records.lock import locked
 from legato.run import wire
-from legato.run.again import begin_again
+from legato.run.again import restart_advice
 from legato.run.execute import Execution, newest_model
 from legato.run.interrupt import AtOnce, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
@@ -40,16 +40,16 @@ from legato.training.report import StepReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run left behind."""
+    """The result of a run."""
 
     directory: Path
     accuracy: float | None
-    """Of sampled responses on held-out problems, at the end."""
+    """Accuracy of sampled responses on held-out problems, at the end."""
     accuracy_greedy: float | None
     model_folder: Path | None
     """A plain Hugging Face folder; under LoRA the adapter (`legato export` merges it)."""
     reason: str
-    """Why it ended."""
+    """Why the run ended."""
     exit_code: int
 
 
@@ -91,41 +91,41 @@ def train(
     given = wire.Given(
         model=given_model,
         tokenizer=tokenizer,
-        problems=_problems(problems),
+        problems=_as_problems(problems),
         reward=None if isinstance(reward, str) else reward,
     )
     files = [recipe] if isinstance(recipe, str | Path) else list(recipe)
     return start(load([Path(file) for file in files], (), overrides), given, watcher or Silent(), callback)
 
 
-def _problems(given: Any) -> Any:
-    """A task as it is; the items of a list as problems."""
-    if given is None or hasattr(given, "problem") or hasattr(given, "load"):
-        return given
-    if not isinstance(given, Iterable):
+def _as_problems(problems: Any) -> Any:
+    """A task unchanged, or the items of a list converted to problems."""
+    if problems is None or hasattr(problems, "problem") or hasattr(problems, "load"):
+        return problems
+    if not isinstance(problems, Iterable):
         raise InputError(
-            f"expected a list of problems or a task with problem(random) or load(), got {given!r} (problems of train)"
+            f"expected a list of problems or a task with problem(random) or load(), got {problems!r} (problems of train)"
         )
-    return [_problem(number, each) for number, each in enumerate(given)]
+    return [_as_problem(number, each) for number, each in enumerate(problems)]
 
 
-def _problem(number: int, given: Problem | Mapping[str, Any]) -> Problem:
-    if isinstance(given, Problem):
-        return given
-    if not isinstance(given, Mapping) or "prompt" not in given:
-        raise InputError(f"problems[{number}] = {given!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
-    prompt = given["prompt"]
+def _as_problem(number: int, item: Problem | Mapping[str, Any]) -> Problem:
+    if isinstance(item, Problem):
+        return item
+    if not isinstance(item, Mapping) or "prompt" not in item:
+        raise InputError(f"problems[{number}] = {item!r}: a Problem, or a mapping with 'prompt' (and 'answer'), is needed")
+    prompt = item["prompt"]
     if not isinstance(prompt, str | list | tuple) or not prompt:
         raise InputError(f"problems[{number}]: prompt = {prompt!r}; text, or a list of chat messages, is needed")
-    rest = {key: value for key, value in given.items() if key not in ("prompt", "answer")}
-    answer = given.get("answer")
-    return Problem(prompt=given["prompt"], answer=None if answer is None else str(answer), fields=rest)
+    rest = {key: value for key, value in item.items() if key not in ("prompt", "answer")}
+    answer = item.get("answer")
+    return Problem(prompt=item["prompt"], answer=None if answer is None else str(answer), fields=rest)
 
 
 def start(
     resolved: Resolved, given: wire.Given, watcher: Watcher, callback: Callable[[StepReport], None] | None = None
 ) -> Run:
-    """A new run. Everything that can be wrong with its input is found before its directory is made."""
+    """Start a new run. All input is checked before the run directory is created."""
     config = resolved.config
     seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
@@ -139,12 +139,12 @@ def start(
         raise InputError(
             "policy.lora with policy.warm_up and a KL term: the reference would be the model before the warm-up; drop one"
         )
-    directory = RunDirectory.create(Path(config.output.directory), _name(resolved))
+    directory = RunDirectory.create(Path(config.output.directory), _run_name(resolved))
     with locked(directory):
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
         notes, noted = _notes(resolved, policy.notes), len(policy.notes)
-        made_of, code = _made_of(resolved, given, source), _code(resolved, given)
+        made_of, code = _made_of(resolved, given, source), _own_files(resolved, given)
         loggers = _loggers(resolved, directory, watcher, 0)
         directory.append_metrics(
             {
@@ -160,14 +160,14 @@ def start(
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }
         )
-        watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_told(resolved)])
+        watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
         with AtOnce() as interrupt:
             try:
                 reference = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
                 if interrupt.received is None:
                     raise
-                return _ended_before_the_first_step(resolved, given, directory, watcher, loggers, interrupt)
+                return _end_before_first_step(resolved, given, directory, watcher, loggers, interrupt)
         execution = Execution(
             resolved=resolved,
             directory=directory,
@@ -184,7 +184,7 @@ def start(
         return _finish(execution)
 
 
-def _ended_before_the_first_step(
+def _end_before_first_step(
     resolved: Resolved,
     given: wire.Given,
     directory: RunDirectory,
@@ -192,7 +192,7 @@ def _ended_before_the_first_step(
     loggers: Sequence[Logger],
     interrupt: Interrupt,
 ) -> Run:
-    """There is nothing to save: what the warm-up has done so far cannot be gone on with."""
+    """The result of a run interrupted before its first step. Nothing is saved: a warm-up cannot be resumed."""
     assert interrupt.received is not None
     watcher.close()
     for logger in loggers:
@@ -200,7 +200,7 @@ def _ended_before_the_first_step(
     when = "before the first step" if resolved.config.policy.warm_up is None else "during the warm-up"
     reason = f"stopped by {interrupt.received.name} {when}"
     directory.append_metrics({"kind": "end", "reason": reason, "step": 0}, sync=True)
-    again = begin_again(directory.path, resolved, _given(given))
+    again = restart_advice(directory.path, resolved, _given_names(given))
     return Run(
         directory=directory.path,
         accuracy=None,
@@ -221,27 +221,27 @@ def resume(
     given: wire.Given | None = None,
     callback: Callable[[StepReport], None] | None = None,
 ) -> Run:
-    """Continue a run from its newest whole checkpoint, to results that equal the uninterrupted run's.
+    """Continue a run from its newest complete checkpoint, with the same results as the uninterrupted run.
 
-    From that of a `step`: what came after it is moved to given-up/ in the run directory.
+    With `step`, continue from the checkpoint of that step; later records move to given-up/ in the run directory.
     """
     watcher = watcher or Silent()
     given = given or wire.Given()
     directory = RunDirectory.open(path)
-    _files_are_there(directory)
+    _check_files(directory)
     before = load([directory.config_path])
     resolved = load([directory.config_path], words) if words else before
     sentences = changes.check(before, resolved, allow_changes)
     with locked(directory):
         checkpoint.put_back(directory.path / "checkpoints")
-        folder = _newest(directory, before, watcher) if step is None else checkpoint_of(directory, step)
+        folder = _newest_checkpoint(directory, before, watcher) if step is None else checkpoint_of(directory, step)
         memory = checkpoint.read_state(folder)
         config = resolved.config
-        seed_generators(config.training.seed)  # for what is built before the checkpoint brings its own states
-        _same_things(memory["made_of"], given)
+        seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
+        _check_given(memory["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(resolved, given, source)
-        sentences += _same_code(memory["made_of"].get("code", {}), made_of["code"], allow_changes)
+        sentences += _check_code(memory["made_of"].get("code", {}), made_of["code"], allow_changes)
         if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
             raise InputError(
                 f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
@@ -250,14 +250,14 @@ def resume(
         policy = wire.policy_of(resolved, given, folder / "model")
         decide_checkpointing(resolved, policy)
         collector = wire.collector_of(config, policy, source, reward)
-        reference = _reference_again(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
+        reference = _rebuild_reference(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
         trainer.load_sampler(checkpoint.sampler_state(folder))
         positions = recorded_at(directory, memory)
-        kept = None if step is None else give_up(directory, step, positions)
-        if kept is not None:
-            sentences.append(f"what came after step {step} is kept in {kept}")
+        given_up = None if step is None else give_up(directory, step, positions)
+        if given_up is not None:
+            sentences.append(f"what came after step {step} is kept in {given_up}")
         checkpoint.set_aside(directory.path / "checkpoints", folder)
         for file, position in positions.items():
             file.truncate(position)
@@ -282,28 +282,28 @@ def resume(
         return _finish(execution)
 
 
-def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Path:
-    """The newest whole checkpoint; damaged ones are told."""
+def _newest_checkpoint(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Path:
+    """The newest complete checkpoint; warns about damaged ones."""
     try:
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
     except InputError as error:
-        raise InputError(f"{error}; {begin_again(directory.path, resolved, directory.given())}") from None
+        raise InputError(f"{error}; {restart_advice(directory.path, resolved, directory.given())}") from None
     for warning in warnings:
         watcher.message(warning)
     return folder
 
 
 def _made_of(resolved: Resolved, given: wire.Given, source: Source) -> dict[str, Any]:
-    """What a run was made of beside its configuration: things given in Python, the problems, and the user's own files."""
+    """The inputs of a run beside its configuration: objects given in Python, the problems, the user's own files."""
     return {
         "problems": wire.fingerprint(source),
-        "given": _given(given),
-        "code": {code.reference: code.sha256 for code in _code(resolved, given)},
+        "given": _given_names(given),
+        "code": {code.reference: code.sha256 for code in _own_files(resolved, given)},
     }
 
 
-def _code(resolved: Resolved, given: wire.Given) -> list[OwnCode]:
-    """The user's files that parts, tasks and rewards of the configuration come from."""
+def _own_files(resolved: Resolved, given: wire.Given) -> list[OwnCode]:
+    """The user's files that the parts, tasks and rewards of the configuration come from."""
     task, reward = resolved.config.task, resolved.config.reward
     tasks = [] if given.problems is not None else [task.kind, *([] if task.second is None else [task.second.kind])]
     rewards = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
@@ -312,7 +312,8 @@ def _code(resolved: Resolved, given: wire.Given) -> list[OwnCode]:
     return [*resolved.code, *(code for code in imported if code is not None)]
 
 
-def _files_are_there(directory: RunDirectory) -> None:
+def _check_files(directory: RunDirectory) -> None:
+    """InputError if a file of the user's that the run started with is missing."""
     for code in directory.code():
         place = Path(code["reference"].rpartition(":")[0])
         if place.suffix == ".py" and not place.is_file():
@@ -322,8 +323,8 @@ def _files_are_there(directory: RunDirectory) -> None:
             )
 
 
-def _same_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> list[str]:
-    """A sentence for each file of the user's that has changed since the checkpoint; refused without --allow-changes."""
+def _check_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> list[str]:
+    """One sentence per user file that changed since the checkpoint; InputError without --allow-changes."""
     changed = [reference for reference, sha256 in now.items() if before.get(reference, sha256) != sha256]
     if changed and not allowed:
         raise InputError(
@@ -333,16 +334,18 @@ def _same_code(before: Mapping[str, str], now: Mapping[str, str], allowed: bool)
     return [f"changed: the file of {reference}" for reference in changed]
 
 
-def _given(given: wire.Given) -> list[str]:
+def _given_names(given: wire.Given) -> list[str]:
+    """The names of the inputs that were given as Python objects."""
     return [name for name in ("model", "problems", "reward") if getattr(given, name) is not None]
 
 
-def _same_things(made_of: Mapping[str, Any], given: wire.Given) -> None:
-    lacking = [name for name in made_of["given"] if getattr(given, name) is None]
-    if lacking:
+def _check_given(made_of: Mapping[str, Any], given: wire.Given) -> None:
+    """InputError if an object that the run was given in Python is not given again."""
+    missing = [name for name in made_of["given"] if getattr(given, name) is None]
+    if missing:
         raise InputError(
-            f"this run was given its {' and '.join(lacking)} in Python, which its config.toml does not hold; resume it from"
-            f" Python with the same: resume(path, given=Given({', '.join(f'{name}=...' for name in lacking)}))"
+            f"this run was given its {' and '.join(missing)} in Python, which its config.toml does not hold; resume it from"
+            f" Python with the same: resume(path, given=Given({', '.join(f'{name}=...' for name in missing)}))"
         )
 
 
@@ -366,21 +369,21 @@ def _finish(execution: Execution) -> Run:
     )
 
 
-def _reference_again(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
-    """The reference of a resumed run: the policy as it was before the first step, not as the checkpoint has it."""
+def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:
+    """The reference policy of a resumed run: the policy before the first step, not that of the checkpoint."""
     if resolved.config.policy.lora is not None:
         return Reference.from_policy(policy)
-    kept = directory.path / "reference"
-    first = wire.policy_of(resolved, given, kept if kept.is_dir() else None)
+    saved = directory.path / "reference"
+    first = wire.policy_of(resolved, given, saved if saved.is_dir() else None)
     first.model.requires_grad_(False)
     return Reference(policy=first, adapters=False)
 
 
-def _name(resolved: Resolved) -> str:
+def _run_name(resolved: Resolved) -> str:
     config = resolved.config
     if config.output.name is not None:
         return config.output.name
-    algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # one made in Python may be called anything
+    algorithm = re.sub(r"[^\w.+-]+", "-", resolved.algorithm.name)  # the name of an algorithm made in Python is free text
     stem = f"{config.task.kind.rpartition(':')[2]}-{algorithm}-seed{config.training.seed}"
     return unused_name(Path(config.output.directory), stem, 1)
 
@@ -406,7 +409,8 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     return notes
 
 
-def _told(resolved: Resolved) -> list[str]:
+def _deviation_lines(resolved: Resolved) -> list[str]:
+    """The deviations from the published algorithm, as lines for the terminal."""
     name = resolved.algorithm.name
     if not is_published(name):
         return [f"{name}: {each}" for each in resolved.deviations]
@@ -422,11 +426,11 @@ def _record_environment(directory: RunDirectory, resolved: Resolved, device: tor
 
 def _loggers(resolved: Resolved, directory: RunDirectory, watcher: Watcher, first_step: int) -> list[Logger]:
     output = resolved.config.output
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     if output.tensorboard:
-        found.append(TensorBoardLogger(directory.path / "tensorboard", say=watcher.message, first_step=first_step))
+        loggers.append(TensorBoardLogger(directory.path / "tensorboard", say=watcher.message, first_step=first_step))
     if output.wandb:
-        found.append(
+        loggers.append(
             WandbLogger(
                 project=output.project,
                 name=directory.name,
@@ -436,4 +440,4 @@ def _loggers(resolved: Resolved, directory: RunDirectory, watcher: Watcher, firs
                 say=watcher.message,
             )
         )
-    return found
+    return loggers

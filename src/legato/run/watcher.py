@@ -1,4 +1,4 @@
-"""Who is told how a run goes: a terminal, a notebook, nobody."""
+"""The interface that shows the progress of a run: on a terminal, in a notebook, or not at all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Watcher(Protocol):
-    """What a run calls as it goes; `cli/display.py` has two of them. Bodies are there for those who only listen to some."""
+    """Callbacks of a run; `cli/display.py` has two implementations. Empty bodies let a subclass override only some."""
 
     def start(self, title: str, notes: Sequence[str]) -> None:
         return
@@ -32,4 +32,4 @@ class Watcher(Protocol):
 
 
 class Silent(Watcher):
-    """Nobody looks on."""
+    """Shows nothing."""

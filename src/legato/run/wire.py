@@ -1,4 +1,4 @@
-"""From a checked configuration to the objects of a run. Nothing is decided here that the configuration does not say."""
+"""Builds the objects of a run from its checked configuration."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ from legato.training.tables import needs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a Python caller hands over in place of names in the configuration."""
+    """Objects that a Python caller passes in place of names in the configuration."""
 
     model: Any = None
     tokenizer: Any = None
@@ -47,7 +47,7 @@ class Given:
 
 
 def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
-    """The policy to train: as configured, or with the weights of a saved model folder."""
+    """The policy to train, with the configured weights or those of a saved model folder."""
     config, algorithm = resolved.config, resolved.algorithm
     return load_policy(
         config.policy.model if given.model is None else given.model,
@@ -60,7 +60,7 @@ def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Po
 
 
 def source_of(config: Config, given: Given) -> Source:
-    """Where the problems come from."""
+    """The source of problems."""
     task, seed = config.task, config.training.seed
     if isinstance(given.problems, Sequence):
         return task.pool(given.problems, seed)
@@ -78,17 +78,17 @@ def _source(kind: str, options: Mapping[str, Any], config: Config) -> Source:
     return _problems_of(make("task", kind, options), f"task.kind = {kind!r}", config)
 
 
-def _problems_of(made: Any, name: str, config: Config) -> Source:
+def _problems_of(task_object: Any, name: str, config: Config) -> Source:
     task, seed = config.task, config.training.seed
-    if hasattr(made, "load"):
-        return task.pool(made.load(), seed)
-    if not hasattr(made, "problem"):
+    if hasattr(task_object, "load"):
+        return task.pool(task_object.load(), seed)
+    if not hasattr(task_object, "problem"):
         raise InputError(f"{name} has neither problem(random) nor load(); a task needs one of them")
-    return task.generated(made, seed)
+    return task.generated(task_object, seed)
 
 
 def reward_of(config: Config, given: Given) -> WeightedSum:
-    """What scores a rollout."""
+    """The reward function, as configured or given."""
     reward = config.reward
     if given.reward is not None:
         components = {getattr(given.reward, "__name__", "reward"): Component(reward=given.reward)}
@@ -111,18 +111,18 @@ def _reward(kind: str, options: Mapping[str, Any]) -> Any:
 
 
 def rendering_of(config: Config, policy: Policy) -> Rendering:
-    """How problems become prompts."""
+    """The rendering of problems as prompts."""
     return select(Rendering, [config.policy, config.task], tokenizer=policy.tokenizer)
 
 
 def limits_of(config: Config, policy: Policy) -> Limits:
-    """When a response ends."""
+    """The limits of a response: end tokens, stop strings and length."""
     ends = end_tokens(policy.tokenizer, policy.body.generation_config, config.policy.end_tokens)
     return select(Limits, [config.rollouts], end_tokens=ends)
 
 
 def collector_of(config: Config, policy: Policy, source: Source, reward: WeightedSum, *, trains: bool = True) -> Collector:
-    """prompts -> rollouts -> rewards, as configured. Not `trains`: no memory is kept back for updates."""
+    """The collector (prompts -> rollouts -> rewards). With `trains` False no memory is reserved for updates."""
     rollouts = config.rollouts
     longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
     if policy.context_length is not None and longest > policy.context_length:
@@ -150,7 +150,7 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
 
 
 def environment_of(config: Config) -> Environment:
-    """What the policy takes turns with."""
+    """The environment; single-turn by default."""
     kind = config.task.environment
     if kind is None:
         return SingleTurn()
@@ -164,12 +164,12 @@ def environment_of(config: Config) -> Environment:
 
 
 def evaluator_of(collector: Collector) -> Evaluator:
-    """What evaluates the policy: it samples from the policy itself, even where the collector does not."""
+    """The evaluator. It samples from the policy itself, even if the collector uses a mismatched sampler."""
     return Evaluator(runner=collector.evaluation or collector.runner, judge=collector.judge)
 
 
 def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, Engine | None]:
-    """What samples, and what evaluations sample with where that is another."""
+    """The sampling engine, and a separate engine for evaluations if the sampler differs from the policy."""
     options, name = _engine_options(config, policy, trains=trains), config.rollouts.engine
     if options.mismatch.kind == "none":
         engine = build_engine(name, policy, options)
@@ -180,7 +180,7 @@ def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, E
                 f"expected rollouts.engine = 'local' where rollouts.mismatch.kind = {options.mismatch.kind!r}, got {name!r}"
                 " (rollouts.engine): a copy of the policy that differs on purpose is made by the engine 'local' alone"
             )
-        # Two engines share what keys and values may take.
+        # Two engines share the memory of the KV cache.
         options = replace(options, kv_memory_share=options.kv_memory_share / 2)
         engine = build_engine(name, policy, options)
         evaluator = build_engine(name, policy, replace(options, mismatch=Mismatch(), record_routes=False))
@@ -190,7 +190,7 @@ def _engines(config: Config, policy: Policy, *, trains: bool) -> tuple[Engine, E
 
 
 def sampling_engine(config: Config, policy: Policy) -> Engine:
-    """The engine of a policy that is only sampled from."""
+    """The engine for a policy that is sampled but not trained."""
     options = replace(_engine_options(config, policy, trains=False), mismatch=Mismatch(), record_routes=False)
     engine = build_engine(config.rollouts.engine, policy, options)
     if engine.capabilities.holds_weights:
@@ -213,21 +213,21 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOp
 def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
     """Refuse settings that need more than the engine can do. A model without experts is refused by `check_training`."""
     can, rollouts, training = engine.capabilities, config.rollouts, config.training
-    lacking = {}
+    unmet = {}
     if not can.routes and policy.routers is not None:
-        lacking["routes"] = {
+        unmet["routes"] = {
             "training.routing_replay = 'R3'": training.routing_replay == "R3",
             "rollouts.record_routes = true": rollouts.record_routes is True,
         }
     if not can.truncation:
-        lacking["truncation"] = {
+        unmet["truncation"] = {
             f"rollouts.top_p = {rollouts.top_p}": rollouts.top_p < 1,
             f"rollouts.top_k = {rollouts.top_k}": rollouts.top_k > 0,
             f"rollouts.min_p = {rollouts.min_p}": rollouts.min_p > 0,
         }
     if not can.logprobs_at_temperature:
-        lacking["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
-    for capability, settings in lacking.items():
+        unmet["logprobs_at_temperature"] = {"training.anchor = 'sampler'": training.anchor == "sampler"}
+    for capability, settings in unmet.items():
         for setting in (setting for setting, wanted in settings.items() if wanted):
             raise InputError(
                 f"expected an engine with the capability {capability!r} for {setting}, got {engine.name!r}"
@@ -236,7 +236,7 @@ def check_engine(config: Config, policy: Policy, engine: Engine) -> None:
 
 
 def held_out_of(config: Config, source: Source, rendering: Rendering, notes: list[str]) -> list[Problem]:
-    """The held-out problems whose prompts fit, as many as asked for; what differs is noted."""
+    """Up to task.held_out held-out problems whose prompts fit; a note is added if there are fewer."""
     listed = source.held_out(config.task.held_out)
     longest = config.policy.max_prompt_tokens
     fitting = [problem for problem in listed if len(rendering.prompt(problem)) <= longest]
@@ -257,7 +257,7 @@ def held_out_of(config: Config, source: Source, rendering: Rendering, notes: lis
 
 
 def fingerprint(source: Source) -> str:
-    """A hash of the problems a run is made of: all of a pool, the first of a task that makes them."""
+    """A hash of the training problems: all of a pool, or the first 256 of a generated task."""
     count = source.size if source.size is not None and source.size <= 100_000 else 256
     digest = hashlib.blake2b(digest_size=16)
     for problem in (source.training(number) for number in range(count)):
@@ -266,7 +266,7 @@ def fingerprint(source: Source) -> str:
 
 
 def weights_fingerprint(policy: Policy) -> str:
-    """A hash of the weights to the bit, whichever algorithm will train them: a value head is not counted."""
+    """A hash of the exact weights without a value head, so that it does not depend on the algorithm."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in policy.model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -275,7 +275,7 @@ def weights_fingerprint(policy: Policy) -> str:
 
 
 def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
-    """What would stop the first step is told before anything is written."""
+    """Raise errors of the first step before anything is written."""
     if not policy.parameters():
         raise InputError("nothing is left to train: policy.frozen covers every parameter")
     if resolved.config.training.optimizer == "adamw-8bit":
@@ -309,20 +309,20 @@ _WARM_UP_FROM = 10**9
 
 
 def warm_up_examples(config: Config, policy: Policy, source: Source, collector: Collector) -> Callable[[int], list[Example]]:
-    """What a step of the supervised stage is taught: training problems with their answers, never held-out ones."""
+    """A function from a warm-up step to its examples: training problems with answers, never held-out ones."""
     stage = config.policy.warm_up
     assert stage is not None
     end = collector.runner.limits.end_tokens[0]
 
     def examples(step: int) -> list[Example]:
-        found = []
+        examples_of_step = []
         for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
             problem = source.training(_WARM_UP_FROM + number)
             if problem.answer is None:
                 raise InputError("policy.warm_up needs problems with answers; this task has none")
-            said = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-            found.append((collector.runner.rendering.prompt(problem), torch.tensor([*said, end])))
-        return found
+            answer = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            examples_of_step.append((collector.runner.rendering.prompt(problem), torch.tensor([*answer, end])))
+        return examples_of_step
 
     return examples
 
@@ -330,7 +330,7 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
 def warm_up(
     config: Config, policy: Policy, examples: Callable[[int], list[Example]], after: Callable[[int, float], None]
 ) -> None:
-    """The supervised stage."""
+    """Run the supervised warm-up stage; `after(step, loss)` is called after each step."""
     stage = config.policy.warm_up
     assert stage is not None
     supervise(policy, examples, stage, after_step=after)

@@ -27,11 +27,11 @@ _SPLIT_PATH = "A file, or a folder with a file for each split; None: by the name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Problems, each prompt once."""
+    """Loaded problems without duplicate prompts."""
 
     problems: list[Problem]
     duplicates: int
-    """How many rows were left out because their prompt had been there."""
+    """How many rows were dropped because their prompt was a duplicate."""
 
 
 @part("data", "jsonl")
@@ -98,8 +98,8 @@ class Gsm8k(Part):
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
 
     def read(self) -> Loaded:
-        rows = _solved(_split_rows(self.path, self.dataset, self.config, self.split), "answer", _after_hashes)
-        return collect(_problems(rows, "question", _FOUND, self.system_prompt), self.path or self.dataset)
+        rows = _with_extracted_answer(_split_rows(self.path, self.dataset, self.config, self.split), "answer", _after_hashes)
+        return collect(_problems(rows, "question", _EXTRACTED, self.system_prompt), self.path or self.dataset)
 
     def load(self) -> list[Problem]:
         return self.read().problems
@@ -118,23 +118,23 @@ class CompetitionMath(Part):
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
 
     def read(self) -> Loaded:
-        rows = _solved(_split_rows(self.path, self.dataset, self.config, self.split), "solution", _in_box)
-        return collect(_problems(rows, "problem", _FOUND, self.system_prompt), self.path or self.dataset)
+        rows = _with_extracted_answer(_split_rows(self.path, self.dataset, self.config, self.split), "solution", _in_box)
+        return collect(_problems(rows, "problem", _EXTRACTED, self.system_prompt), self.path or self.dataset)
 
     def load(self) -> list[Problem]:
         return self.read().problems
 
 
 def collect(problems: Iterable[Problem], source: str) -> Loaded:
-    """All of them, each prompt once: the first of equal ones stays."""
-    kept: dict[str, Problem] = {}
+    """All problems without duplicates; the first of equal prompts stays."""
+    by_prompt: dict[str, Problem] = {}
     count = 0
     for problem in problems:
         count += 1
-        kept.setdefault(problem.key, problem)
-    if not kept:
+        by_prompt.setdefault(problem.key, problem)
+    if not by_prompt:
         raise InputError(f"{source}: holds no problems")
-    return Loaded(problems=list(kept.values()), duplicates=count - len(kept))
+    return Loaded(problems=list(by_prompt.values()), duplicates=count - len(by_prompt))
 
 
 def _split_rows(path: str | None, dataset: str, config: str | None, split: str) -> Iterator[Row]:
@@ -145,15 +145,15 @@ def _split_rows(path: str | None, dataset: str, config: str | None, split: str) 
         yield from read_rows(file)
 
 
-_FOUND = "answer"
-"""The column that `_solved` adds."""
+_EXTRACTED = "answer"
+"""The column that `_with_extracted_answer` adds."""
 
 
-def _solved(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]) -> Iterator[Row]:
-    """Rows of worked solutions with the answer taken out of them; the whole solution stays as `solution`."""
+def _with_extracted_answer(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]) -> Iterator[Row]:
+    """Rows of worked solutions with the extracted answer added; the full solution stays as `solution`."""
     for where, row in rows:
         solution = _words(_cell(row, column, where), column, where)
-        yield where, {**row, "solution": solution, _FOUND: extract(solution, where)}
+        yield where, {**row, "solution": solution, _EXTRACTED: extract(solution, where)}
 
 
 def _after_hashes(solution: str, where: str) -> str:
@@ -172,12 +172,12 @@ def _in_box(solution: str, where: str) -> str:
 
 def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_prompt: str | None) -> Iterator[Problem]:
     for where, row in rows:
-        asked = _prompt(_cell(row, prompt, where), prompt, where)
+        question = _prompt(_cell(row, prompt, where), prompt, where)
         if system_prompt is not None:
-            asked = _with_system(asked, system_prompt, where)
-        right = None if answer is None else _answer(_cell(row, answer, where), answer, where)
+            question = _with_system(question, system_prompt, where)
+        solution = None if answer is None else _answer(_cell(row, answer, where), answer, where)
         fields = {name: value for name, value in row.items() if name not in (prompt, answer)}
-        yield Problem(prompt=asked, answer=right, fields=fields)
+        yield Problem(prompt=question, answer=solution, fields=fields)
 
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -228,11 +228,11 @@ def _message(item: Any, column: str, where: str) -> Message:
     if not isinstance(item, dict):
         raise InputError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
     # Parquet gives every message all keys that any message has, empty where it had none.
-    given = {name: value for name, value in item.items() if value is not None}
-    other = sorted(set(given) - {"role", "content"})
+    message = {name: value for name, value in item.items() if value is not None}
+    other = sorted(set(message) - {"role", "content"})
     if other:
         raise InputError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
-    role, content = given.get("role"), given.get("content")
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise InputError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
     return {"role": role, "content": _words(content, f"{column}.content", where)}

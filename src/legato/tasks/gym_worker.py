@@ -33,16 +33,16 @@ def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
         "question": made["question"],
         "answer": made["answer"],
         "metadata": json.loads(json.dumps(made["metadata"], default=str)),
-        "whole": json.dumps(_tagged(made)),
+        "whole": json.dumps(_tag_types(made)),
     }
 
 
-def _tagged(value: Any) -> Any:
+def _tag_types(value: Any) -> Any:
     """A tuple as {"tuple": [...]}, a mapping as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
     if isinstance(value, tuple):
-        return {"tuple": [_tagged(item) for item in value]}
+        return {"tuple": [_tag_types(item) for item in value]}
     if isinstance(value, list):
-        return [_tagged(item) for item in value]
+        return [_tag_types(item) for item in value]
     if isinstance(value, dict):
-        return {"mapping": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+        return {"mapping": [[_tag_types(key), _tag_types(item)] for key, item in value.items()]}
     return value

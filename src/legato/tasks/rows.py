@@ -1,7 +1,7 @@
-"""Rows of data, one at a time, each with the words for where it stands: JSON Lines, Parquet, data sets by name.
+"""Reads rows of data with their location, from JSON Lines, Parquet and named data sets.
 
-Nothing of a file is ever executed: pickled files are refused by name, loading scripts are not run. What is wrong is told in
-one ValueError with file and line.
+No code from a file is executed: pickled files are refused by name, loading scripts are not run. Faults raise one InputError
+with file and line.
 """
 
 import gzip
@@ -103,25 +103,25 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def dataset_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """The rows of a data set by its name on the Hugging Face hub, from the cache where it is there."""
-    said = f"data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
+    """The rows of a data set on the Hugging Face hub, from the local cache if present."""
+    described = f"data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
     if not _DATASET_NAME.fullmatch(name):
-        raise InputError(f"{said}: a name such as 'openai/gsm8k' is needed")
+        raise InputError(f"{described}: a name such as 'openai/gsm8k' is needed")
     # The library would prefer what lies in the working directory to what was named.
     if Path(name).exists():
-        raise InputError(f"{said}: there is a file or folder of this name; give it as path, or run from another folder")
+        raise InputError(f"{described}: there is a file or folder of this name; give it as path, or run from another folder")
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        raise InputError(f"{said}: needs the package datasets; pip install 'legato[data]'") from None
+        raise InputError(f"{described}: needs the package datasets; pip install 'legato[data]'") from None
     # Before 4.0 the library could run a script of the data set's author; from 4.0 on it has no such thing.
     older = {"trust_remote_code": False} if int(datasets.__version__.split(".")[0]) < 4 else {}
     try:
         rows = datasets.load_dataset(name, config, split=split, **older)
     except Exception as error:  # whatever its many layers raise, the person needs the one sentence
-        raise InputError(f"{said}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
+        raise InputError(f"{described}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
     for number, row in enumerate(rows, start=1):
-        yield f"{said} row {number}", row
+        yield f"{described} row {number}", row
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a task is: problems by number, split so that no held-out problem is ever trained on."""
+"""Tasks that generate problems, and their split into training and held-out problems."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ class Task(Protocol):
 
 
 def held_out(problem: Problem, share: float) -> bool:
-    """Whether a problem belongs to the held-out part: decided by the hash of its prompt, so that it never changes."""
+    """Whether a problem is held out. The hash of its prompt decides, so the answer never changes."""
     digest = hashlib.blake2b(problem.key.encode(), digest_size=8, person=b"held-out").digest()
     return int.from_bytes(digest, "big") / 2**64 < share
 
@@ -28,10 +28,10 @@ class Split:
 
     task: Task
     share: float
-    """How much of all problems is held out."""
+    """The held-out share of all problems."""
 
     def training_problem(self, seed: int, number: int) -> Problem:
-        """The training problem at a place of the order that the seed fixes; places are drawn independently."""
+        """The training problem at position `number` for this seed; positions are drawn independently."""
         source = random.Random(f"training {seed} {number}")
         for _ in range(10_000):
             problem = self.task.problem(source)
@@ -40,7 +40,7 @@ class Split:
         raise InputError("the task drew 10000 held-out problems in a row; lower task.held_out_share")
 
     def held_out(self, count: int, seed: int = 0, attempts_per_problem: int = 1000) -> list[Problem]:
-        """`count` different held-out problems, the same for a seed whatever was drawn before."""
+        """`count` distinct held-out problems; they depend only on the seed."""
         drawn: dict[str, Problem] = {}
         source = random.Random(f"held out {seed}")
         for _ in range(count * attempts_per_problem):

@@ -1,63 +1,64 @@
-"""Rows decoded together on a GPU: the view their attention takes, and the graph that was captured of a step."""
+"""Buckets: fixed numbers of rows decoded together on a GPU, with their attention view and captured graphs."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block, store
+from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block
+from legato.policy.kernels.decode import store as store_kv
 from legato.policy.kernels.layers import heads as heads_ready
 from legato.policy.layers.fused import Projected
 from legato.policy.layout.attention import Heads
-from legato.rollouts.gpu.slots import Store, blocks, numbers
+from legato.rollouts.gpu.slots import KVStore, device_ints, group_by_prompt
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Sizes that are captured; rows left over go to the dump."""
+"""Bucket sizes; rows left over use the dump slot."""
 
 
 class Bucket:
     """Rows decoded together: their slots, the blocks that share a prompt, and the captured graph."""
 
-    def __init__(self, rows: int, store_: Store, device: torch.device) -> None:
+    def __init__(self, rows: int, store_: KVStore, device: torch.device) -> None:
         self.rows, self.store = rows, store_
         self.slots = torch.full((rows,), store_.dump, dtype=torch.int64, device=device)
         self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
-        """rows of a block -> (prompt of each block, its rows); layers may differ in their heads, and so in their blocks"""
+        """rows per block -> (prompt of each block, its rows); layers with other heads have other block sizes"""
         self.workspaces: dict[tuple[int, int], Workspace] = {}
         self.graphs: dict[Any, Any] = {}
         self.prompts = [-1] * rows
-        """The prompt of each row, -1 where a row only fills up."""
+        """The prompt of each row; -1 for filler rows."""
 
     def place(self, slots: list[int], prompts: list[int]) -> None:
-        """Put slots into the rows; rows left over go to the dump."""
+        """Assign slots to the rows; rows left over use the dump slot."""
         filler = self.rows - len(slots)
-        self.slots.copy_(numbers([*slots, *[self.store.dump] * filler], self.slots.device))
+        self.slots.copy_(device_ints([*slots, *[self.store.dump] * filler], self.slots.device))
         self.prompts = [*prompts, *[-1] * filler]
         for per_block, (held_prompts, held_rows) in self.blocks.items():
-            owners, rows = blocks(self.prompts, per_block, self.rows)
-            held_prompts.copy_(numbers(owners, self.slots.device))
-            held_rows.copy_(numbers(rows, self.slots.device))
+            owners, rows = group_by_prompt(self.prompts, per_block, self.rows)
+            held_prompts.copy_(device_ints(owners, self.slots.device))
+            held_rows.copy_(device_ints(rows, self.slots.device))
 
     def _blocks(self, per_block: int) -> tuple[Tensor, Tensor]:
-        """Made once per kind of layer: a graph finds them where they were."""
+        """The blocks of a block size, allocated once: captured graphs need fixed addresses."""
         if per_block not in self.blocks:
-            owners, rows = blocks(self.prompts, per_block, self.rows)
-            self.blocks[per_block] = numbers(owners, self.slots.device), numbers(rows, self.slots.device)
+            owners, rows = group_by_prompt(self.prompts, per_block, self.rows)
+            self.blocks[per_block] = device_ints(owners, self.slots.device), device_ints(rows, self.slots.device)
         return self.blocks[per_block]
 
     def attend(self, heads: Heads) -> Tensor:
-        """The view of a decode step: store the new key and value, attend over prompt and response."""
-        memory, layer = self.store, heads.layer
-        store(
+        """Attention of a decode step: store the new key and value, then attend over prompt and response."""
+        store, layer = self.store, heads.layer
+        store_kv(
             heads.key[:, :, 0].contiguous(),
             heads.value[:, :, 0].contiguous(),
-            memory.keys[layer],
-            memory.values[layer],
+            store.keys[layer],
+            store.values[layer],
             self.slots,
-            memory.length,
+            store.length,
         )
         scaling = heads.scaling if heads.scaling is not None else heads.query.shape[3] ** -0.5
-        found = self.look(
+        output = self.attend_stored(
             layer,
             heads.query[:, :, 0].contiguous(),
             scaling,
@@ -65,11 +66,11 @@ class Bucket:
             softcap=heads.softcap or 0.0,
             sinks=heads.sinks,
         )
-        return found.unsqueeze(1)
+        return output.unsqueeze(1)
 
-    def ready(self, layer: int, projected: Projected) -> Tensor:
-        """Make heads ready and store keys and values, in one kernel."""
-        memory = self.store
+    def store_heads(self, layer: int, projected: Projected) -> Tensor:
+        """Normalise and rotate the heads and store keys and values, in one kernel; returns the queries."""
+        store = self.store
         return heads_ready(
             projected.query,
             projected.key,
@@ -77,14 +78,14 @@ class Bucket:
             projected.cosine,
             projected.sine,
             projected.norms,
-            memory.keys[layer],
-            memory.values[layer],
+            store.keys[layer],
+            store.values[layer],
             self.slots,
-            memory.length,
+            store.length,
             projected.width,
         )
 
-    def look(
+    def attend_stored(
         self,
         layer: int,
         query: Tensor,
@@ -94,25 +95,25 @@ class Bucket:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[R, H, D]: what the new tokens see; their own keys and values are stored already."""
+        """Attention output [R, H, D] of the new tokens, whose keys and values are already stored."""
         rows, count, width = query.shape
-        memory = self.store
-        key_heads = memory.keys[layer].shape[1]
+        store = self.store
+        key_heads = store.keys[layer].shape[1]
         block_prompt, block_rows = self._blocks(rows_per_block(count, key_heads))
         shape = (count, width)
         if shape not in self.workspaces:
-            # Programs enough for every multiprocessor, few enough that merging them costs nothing; an interpreter runs one.
+            # Enough programs for every multiprocessor, few enough that merging is cheap; the interpreter runs one.
             splits = max(1, min(8, 512 // max(1, rows * key_heads))) if query.is_cuda else 1
             self.workspaces[shape] = Workspace(rows, count, width, splits, splits, query.device)
         return attend_slots(
             query,
-            memory.prompt_keys[layer],
-            memory.prompt_values[layer],
-            memory.keys[layer],
-            memory.values[layer],
+            store.prompt_keys[layer],
+            store.prompt_values[layer],
+            store.keys[layer],
+            store.values[layer],
             slots=self.slots,
-            slot_length=memory.length,
-            prompt_length=memory.prompt_length,
+            slot_length=store.length,
+            prompt_length=store.prompt_length,
             block_prompt=block_prompt,
             block_rows=block_rows,
             workspace=self.workspaces[shape],

@@ -1,4 +1,4 @@
-"""How much memory keys and values may take, and what is done when there is less."""
+"""How much memory the KV cache may use, and how many slots fit in it."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from legato.rollouts.gpu.slots import Room
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can be allocated on the device; None: not counted."""
+    """Bytes that can be allocated on a GPU; None on other devices."""
     if device.type != "cuda":
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def allowed(device: torch.device, share: float, training_bytes: int) -> int | None:
-    """Bytes for keys and values: a share of what is free and training will not ask for."""
+def kv_budget(device: torch.device, share: float, training_bytes: int) -> int | None:
+    """Bytes for the KV cache: a share of the free memory that training will not need; None on other devices."""
     free = free_bytes(device)
     return None if free is None else max(0, int((free - training_bytes) * share))
 
 
 def bytes_per_token(policy: Policy) -> int:
-    """Keys and values of one token in all layers, as the configuration has it; a store that is filled knows better."""
+    """Bytes of one token's KV cache in all layers, estimated from the configuration."""
     config: Any = policy.body.config.get_text_config()
-    # Layers may differ in their heads; a configuration of such layers does not answer for all of them.
+    # Layers may differ in their heads; then the top-level configuration does not describe all of them.
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     widths = [
         (getattr(one, "num_key_value_heads", None) or one.num_attention_heads)
@@ -35,8 +35,8 @@ def bytes_per_token(policy: Policy) -> int:
     return int(2 * sum(widths) * policy.model.get_input_embeddings().weight.element_size())
 
 
-def fitting(room: Room, per_token: int, most: int | None) -> Room:
-    """The room with as many slots as fit in so many bytes, one at least."""
+def fit_room(room: Room, per_token: int, most: int | None) -> Room:
+    """The room with as many slots as fit in `most` bytes, at least one."""
     if most is None:
         return room
     fits = next((slots for slots in range(room.slots, 1, -1) if room.within(slots).tokens * per_token <= most), 1)
@@ -44,7 +44,7 @@ def fitting(room: Room, per_token: int, most: int | None) -> Room:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out. An error inside a capture ends it with another error, which hides the first."""
+    """Whether memory ran out. An error inside a graph capture is hidden by a second one, so causes are searched too."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def nothing_fits(room: Room, per_token: int, device: torch.device) -> str:
-    """What to tell where not even one sequence can be decoded."""
+    """The error message if not even one sequence fits."""
     needed, free = room.within(1).tokens * per_token / 2**20, free_bytes(device)
     there = "" if free is None else f", {free / 2**20:.1f} MiB are free"
     return (

@@ -7,12 +7,12 @@ import torch
 
 
 def graph_pool() -> Any:
-    """Memory that graphs share: only one of them runs at a time."""
+    """A memory pool that graphs share: only one of them runs at a time."""
     return torch.cuda.graph_pool_handle()
 
 
-def captured(step: Callable[[], None], pool: Any) -> Any:
-    """A graph of the step; it is run twice before, so that kernels are compiled and what they keep is allocated."""
+def capture(step: Callable[[], None], pool: Any) -> Any:
+    """Capture the step as a CUDA graph, after two warm-up runs that compile kernels and allocate buffers."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

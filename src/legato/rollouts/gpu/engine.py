@@ -1,8 +1,8 @@
-"""The local engine on a GPU: one captured graph per bucket of rows decodes a token for all of them.
+"""The local engine on a GPU: one captured graph per bucket decodes a token for all rows of the bucket.
 
-What changes from token to token lies in memory (`slots.py`), so a step is a replay. The host looks at the finished flags a
-few steps late, frees slots, refills them from the queue and moves to a smaller bucket when rows run out. Without graphs the
-same step runs eagerly, on a CPU too (in Triton's interpreter, for tests).
+The state that changes from token to token is in device tensors (`slots.py`), so a step is a graph replay. The host reads the
+finished flags a few steps late, frees slots, refills them from the queue, and moves to a smaller bucket when rows run out.
+Without graphs the same step runs eagerly, also on a CPU (in Triton's interpreter, for tests).
 """
 
 import gc
@@ -23,11 +23,11 @@ from legato.policy.policy import Policy
 from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Request, Response
 from legato.rollouts.gpu import budget
 from legato.rollouts.gpu.buckets import BUCKETS, Bucket
-from legato.rollouts.gpu.capture import captured, graph_pool
-from legato.rollouts.gpu.recall import Recall, fingerprint
+from legato.rollouts.gpu.capture import capture, graph_pool
+from legato.rollouts.gpu.prefixes import PrefixIndex, fingerprint
 from legato.rollouts.gpu.scheduler import Kind, Scheduler
-from legato.rollouts.gpu.slots import Room, Store, numbers
-from legato.rollouts.local.routes import heard
+from legato.rollouts.gpu.slots import KVStore, Room, device_ints
+from legato.rollouts.local.routes import listen_to_routers
 from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Choice, Sampling
 from legato.rollouts.sampling import choose as choose_plainly
@@ -35,11 +35,11 @@ from legato.rollouts.sampling import choose as choose_plainly
 _Result = TypeVar("_Result")
 
 _SAMPLINGS = 4
-"""Ways of sampling whose graphs a bucket keeps: training's, evaluation's and a little more."""
+"""How many sampling settings a bucket keeps graphs for: training, evaluation and a few more."""
 
 
 class GraphedEngine(JobEngine):
-    """Samples from the policy itself, on a GPU."""
+    """Samples from the policy's own tensors, on a GPU."""
 
     name = "local"
 
@@ -58,9 +58,9 @@ class GraphedEngine(JobEngine):
         super().__init__()
         self.policy, self.graphs, self.kv_memory_share, self.say = policy, graphs, kv_memory_share, say
         self.rows_at_once = rows_at_once
-        """Lowered where memory runs out."""
+        """Lowered if memory runs out."""
         self.training_bytes = training_bytes
-        """What training will still ask for of the device's memory; it is not given to keys and values."""
+        """Device memory that training will still need; the KV cache does not use it."""
         self.routers = policy.routers if record_routes else None
         reason = why_not(policy.body.get_decoder()) if fused else "it was switched off"
         self.fused = reason is None
@@ -69,27 +69,27 @@ class GraphedEngine(JobEngine):
                 f"the engine decodes through the model's own layers ({reason}): about 1.6 times as slow (0.6B,"
                 " docs/performance.md B7)"
             )
-        self.store: Store | None = None
-        self.recall = Recall()
+        self.store: KVStore | None = None
+        self.prefixes = PrefixIndex()
         self.buckets: dict[int, Bucket] = {}
         self.captures = 0
         """Graphs captured so far."""
         self.reused_tokens = 0
-        """Prompt tokens whose keys and values were copied instead of computed, so far."""
+        """How many prompt tokens had their KV cache copied instead of computed, so far."""
         self._waiting: deque[Job] = deque()
-        """Jobs that no scheduler has yet."""
+        """Jobs that no scheduler has taken yet."""
         self._scheduler: Scheduler | None = None
         self._seedless = False
         """Whether requests without seeds are to be reported, which have nothing to wait for."""
         self._grow_generously = False
-        """Whether requests had to wait because they came while others decoded in too small a room."""
+        """Whether requests that arrived during decoding had to wait because the store was too small."""
         self._pool: Any = None
         self._weights: tuple[tuple[int, ...], tuple[int, ...], Tensor] | None = None
-        self._asked: Room | None = None
+        self._requested_room: Room | None = None
         self._room: Room | None = None
         self._budget: int | None = None
         self._per_token: int | None = None
-        self._ends = numbers([-1] * 8, policy.device)
+        self._ends = device_ints([-1] * 8, policy.device)
 
     # Requests
 
@@ -99,8 +99,8 @@ class GraphedEngine(JobEngine):
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
         handles = super().submit(requests, sampling, limits)
-        # A next turn goes on from what was reported before it was submitted.
-        self.recall.settle()
+        # The next turn of an episode reuses the texts reported before it was submitted.
+        self.prefixes.settle()
         self._waiting.extend(job for handle in handles if (job := self.jobs[handle]).waiting)
         self._seedless = self._seedless or any(not request.seeds for request in requests)
         return handles
@@ -110,7 +110,7 @@ class GraphedEngine(JobEngine):
             self._seedless = False
             if complete := self.report_complete():
                 return complete
-        return self._guarded(self._decode)
+        return self._with_less_memory_if_needed(self._decode)
 
     def cancel(self, handle: Handle) -> None:
         super().cancel(handle)
@@ -120,35 +120,35 @@ class GraphedEngine(JobEngine):
             self._end_burst_when_idle()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[list[Response]]:
-        # Once around all polls: where layers are checkpointed, every module is switched to evaluation and back.
+        # Once around all polls: with gradient checkpointing, every module is switched to evaluation mode and back.
         with self.policy.serving():
             return super().generate(requests, sampling, limits)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """The policy's own tensors have changed. Responses that decode keep their tokens and go on with this version."""
+        """Note that the policy's tensors have changed. Active responses keep their tokens and continue with this version."""
         self.version = version
         if self._scheduler is None:
             return
-        self.recall.clear()
+        self.prefixes.clear()
         before, self._weights = self._weights, self._weights_now()
         if before is None or before[0] != self._weights[0]:
-            # Graphs are of weights at their addresses: everything begins again.
+            # Graphs hold the addresses of the weights: all outstanding requests start over.
             self._restart()
             self.forget()
         else:
-            self._guarded(self._read_again)
+            self._with_less_memory_if_needed(self._reread)
 
-    def _read_again(self) -> None:
+    def _reread(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.read_again()
+            self._scheduler.reread()
 
     def _decode(self) -> list[Finished]:
-        """Decode until a request is complete. Kinds of requests take turns in the order they were submitted."""
+        """Decode until a request is complete. Requests of different kinds run one kind after the other, in order."""
         finished: list[Finished] = []
         while not finished and (self._scheduler is not None or self._waiting):
             if self._scheduler is None:
                 self._begin_burst()
-            self._let_join()
+            self._join_waiting()
             assert self._scheduler is not None
             finished = self._scheduler.decode()
             for one in finished:
@@ -157,20 +157,20 @@ class GraphedEngine(JobEngine):
         return finished
 
     def _begin_burst(self) -> None:
-        """A scheduler for the requests at the head of the queue that are sampled alike."""
+        """Create a scheduler for the requests of one kind at the head of the queue."""
         kind = Kind.of(self._waiting[0])
         room = _Needed()
         for job in takewhile(lambda job: Kind.of(job) == kind, self._waiting):
             room.add(job)
         self._scheduler = Scheduler(self, self._prepare(room.within(self.rows_at_once)), kind)
 
-    def _let_join(self) -> None:
-        """Hand requests to the scheduler, in order, while they are of its kind and the room is large enough.
+    def _join_waiting(self) -> None:
+        """Hand requests to the scheduler, in order, while they are of its kind and fit in the store.
 
-        The others wait until what decodes has finished; then room is made for them.
+        The others wait until the active requests have finished; then the store grows.
         """
         scheduler, joining = self._scheduler, []
-        assert scheduler is not None and self._asked is not None
+        assert scheduler is not None and self._requested_room is not None
         if not self._waiting or Kind.of(self._waiting[0]) != scheduler.kind:
             return
         room = _Needed()
@@ -178,7 +178,7 @@ class GraphedEngine(JobEngine):
             room.add(job)
         while self._waiting and Kind.of(self._waiting[0]) == scheduler.kind:
             room.add(self._waiting[0])
-            if not self._asked.holds(room.within(self.rows_at_once)):
+            if not self._requested_room.holds(room.within(self.rows_at_once)):
                 self._grow_generously = True
                 break
             joining.append(self._waiting.popleft())
@@ -188,19 +188,19 @@ class GraphedEngine(JobEngine):
     def _end_burst_when_idle(self) -> None:
         if self._scheduler is None or self._scheduler.jobs:
             return
-        self._per_token = self._scheduler.memory.bytes_per_token or self._per_token
+        self._per_token = self._scheduler.store.bytes_per_token or self._per_token
         self._scheduler = None
-        self.recall.settle()
+        self.prefixes.settle()
 
     def _restart(self) -> None:
-        """What is outstanding begins again: the scheduler is gone, with everything it had decoded."""
+        """Restart all outstanding jobs. The scheduler is dropped with everything it has decoded."""
         self._scheduler = None
         for job in self.jobs.values():
             job.restart()
         self._waiting = deque(job for job in self.jobs.values() if job.waiting)
 
-    def _guarded(self, work: Callable[[], _Result]) -> _Result:
-        """Do some work on the device. Where memory runs out, it is done again with half the slots."""
+    def _with_less_memory_if_needed(self, work: Callable[[], _Result]) -> _Result:
+        """Run `work` on the device. If memory runs out, run it again with half the slots."""
         while True:
             try:
                 with self.policy.serving():
@@ -212,45 +212,47 @@ class GraphedEngine(JobEngine):
             except BaseException:
                 self._restart()
                 raise
-            # Out of the handler: the frames of the error hold on to the scheduler and to the store.
+            # Outside the handler: the frames of the error keep the scheduler and the store alive.
             self._shrink()
 
     # Memory
 
-    def _prepare(self, wanted: Room) -> Store:
+    def _prepare(self, wanted: Room) -> KVStore:
         self._notice_weights()
-        if self.store is not None and self._asked is not None:
-            if self._asked.holds(wanted):
+        if self.store is not None and self._requested_room is not None:
+            if self._requested_room.holds(wanted):
                 return self.store
             if self._grow_generously:
-                # Requests that come while others decode come one by one: room for twice as many, so that this is rare.
-                slots = min(self.rows_at_once, max(wanted.slots, 2 * self._asked.slots))
-                wanted = replace(wanted, slots=slots, prompts=min(slots, max(wanted.prompts, 2 * self._asked.prompts)))
-            wanted = self._asked.joined(wanted)
-            if wanted.prompt_tokens > self._asked.prompt_tokens:
-                # Prompts that grew once will again: a quarter more, so that graphs are not captured anew each time.
+                # Requests that arrive during decoding arrive one by one: double the room, so that growing is rare.
+                slots = min(self.rows_at_once, max(wanted.slots, 2 * self._requested_room.slots))
+                wanted = replace(
+                    wanted, slots=slots, prompts=min(slots, max(wanted.prompts, 2 * self._requested_room.prompts))
+                )
+            wanted = self._requested_room.union(wanted)
+            if wanted.prompt_tokens > self._requested_room.prompt_tokens:
+                # Prompts that grew once will grow again: a quarter more, so that graphs are not captured again each time.
                 wanted = replace(wanted, prompt_tokens=wanted.prompt_tokens * 5 // 4)
         self._grow_generously = False
-        self._asked = replace(wanted, prompt_tokens=-(-wanted.prompt_tokens // 64) * 64)
-        return self._make_room(self._asked)
+        self._requested_room = replace(wanted, prompt_tokens=-(-wanted.prompt_tokens // 64) * 64)
+        return self._make_room(self._requested_room)
 
-    def _make_room(self, wanted: Room) -> Store:
+    def _make_room(self, wanted: Room) -> KVStore:
         if self._budget is None:
-            self._budget = budget.allowed(self.policy.device, self.kv_memory_share, self.training_bytes)
+            self._budget = budget.kv_budget(self.policy.device, self.kv_memory_share, self.training_bytes)
         self._per_token = self._per_token or budget.bytes_per_token(self.policy)
-        self._room = room = budget.fitting(wanted, self._per_token, self._budget)
+        self._room = room = budget.fit_room(wanted, self._per_token, self._budget)
         if room.slots < wanted.slots:
             self.say(
                 f"the engine decodes {room.slots} sequences at a time instead of {wanted.slots}: more do not fit in"
                 f" rollouts.kv_memory_share = {self.kv_memory_share} of the memory"
             )
         self._drop_graphs()
-        if self.store is not None and self.recall.prompts:
+        if self.store is not None and self.prefixes.prompts:
             self.store.grow(room)
-            self.recall.keep(room)
+            self.prefixes.drop_outside(room)
         else:
             self.store = None  # before the new one is made
-            self.store = Store(room, self.policy.device, self.routers)
+            self.store = KVStore(room, self.policy.device, self.routers)
         return self.store
 
     def _weights_now(self) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
@@ -260,18 +262,18 @@ class GraphedEngine(JobEngine):
         return addresses, versions, fingerprint(parameters)
 
     def _notice_weights(self) -> None:
-        """Graphs are of weights at their addresses; what was read is of the weights as they were."""
+        """Drop graphs if weights moved to other addresses, and stored prefixes if weights changed."""
         addresses, versions, bits = now = self._weights_now()
         if self._weights is None or addresses != self._weights[0]:
             self.forget()
-        elif self.recall.prompts and (versions != self._weights[1] or not torch.equal(bits, self._weights[2])):
-            self.recall.clear()
+        elif self.prefixes.prompts and (versions != self._weights[1] or not torch.equal(bits, self._weights[2])):
+            self.prefixes.clear()
         self._weights = now
 
     def forget(self) -> None:
-        """Give all memory back: keys, values and graphs."""
-        self.store = self._asked = None
-        self.recall.clear()
+        """Free all memory: the KV cache and the graphs."""
+        self.store = self._requested_room = None
+        self.prefixes.clear()
         self._drop_graphs()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -281,7 +283,7 @@ class GraphedEngine(JobEngine):
         self._pool = None
 
     def _shrink(self) -> None:
-        """Half the slots, everything given back first."""
+        """Free all memory and halve the number of slots."""
         assert self._room is not None and self._per_token is not None
         room = self._room
         self.forget()
@@ -297,38 +299,38 @@ class GraphedEngine(JobEngine):
     # One step
 
     def _step(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
-        memory, slots = bucket.store, bucket.slots
-        length = memory.length[slots]
+        store, slots = bucket.store, bucket.slots
+        length = store.length[slots]
 
         def note(number: int, experts: Tensor) -> None:
-            memory.routes[number][slots, 0, length] = experts
+            store.routes[number][slots, 0, length] = experts
 
-        with heard(self.routers, note):
-            hidden = self._decoded(bucket, memory.token[slots], memory.base[slots] + length)
+        with listen_to_routers(self.routers, note):
+            hidden = self._hidden_states(bucket, store.token[slots], store.base[slots] + length)
         choice = self.choose(hidden, slots, sampling, 1)
-        alive = ~memory.done[slots]
-        memory.write(slots, (length + 1).clamp(max=memory.room.response_tokens - 1), alive, choice, ends)
-        memory.length[slots] = torch.where(alive, length + 1, length)
+        alive = ~store.done[slots]
+        store.write(slots, (length + 1).clamp(max=store.room.response_tokens - 1), alive, choice, ends)
+        store.length[slots] = torch.where(alive, length + 1, length)
 
     def choose(self, hidden: Tensor, slots: Tensor, sampling: Sampling, add: int) -> Choice:
-        """The next token of each slot, `add` places after those whose keys are stored."""
-        memory = self.store
-        assert memory is not None
+        """Sample the next token of each slot, `add` positions after the last stored key."""
+        store = self.store
+        assert store is not None
         logits = Head.from_body(self.policy.body).exact(hidden)
         if not sampling.truncates:
-            tokens, logprobs = sample(logits, slots, memory.seed, memory.length, temperature=sampling.temperature, add=add)
+            tokens, logprobs = sample(logits, slots, store.seed, store.length, temperature=sampling.temperature, add=add)
             return Choice(tokens=tokens, logprobs=logprobs, kept_logmass=None)
-        return choose_plainly(logits, uniform(memory.seed[slots], memory.length[slots] + add), sampling)
+        return choose_plainly(logits, uniform(store.seed[slots], store.length[slots] + add), sampling)
 
-    def _decoded(self, bucket: Bucket, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[R, N]: the last hidden state of one token per row, through fused parts where the family is known."""
+    def _hidden_states(self, bucket: Bucket, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[R, N]: the last hidden state of one token per row, through fused layers if the model family is known."""
         if not self.fused:
             return self.policy.hidden(tokens.unsqueeze(1), positions.unsqueeze(1))[:, 0]
-        parts = Parts(ready=bucket.ready, attend=bucket.look, add_norm=add_norm, swiglu=swiglu)
+        parts = Parts(ready=bucket.store_heads, attend=bucket.attend_stored, add_norm=add_norm, swiglu=swiglu)
         return run_body_without_backward(self.policy.body.get_decoder(), tokens, positions, parts)
 
     def advance(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> None:
-        """One step of a bucket: a replay where it is captured."""
+        """Run one step of a bucket, as a graph replay if graphs are on."""
         if not self.graphs:
             with self.policy.attending(bucket):
                 self._step(bucket, sampling, ends)
@@ -340,28 +342,28 @@ class GraphedEngine(JobEngine):
         bucket.graphs[sampling].replay()
 
     def _capture(self, bucket: Bucket, sampling: Sampling, ends: Tensor) -> Any:
-        """Run the step once on the dump, so that kernels are compiled and memory is there, then record it."""
+        """Capture a step. Warm-up runs use the dump slot, so that no response changes."""
         held = bucket.slots.clone()
         bucket.slots.fill_(bucket.store.dump)
         self._pool = self._pool or graph_pool()
         with self.policy.attending(bucket):
-            graph = captured(lambda: self._step(bucket, sampling, ends), self._pool)
+            graph = capture(lambda: self._step(bucket, sampling, ends), self._pool)
         bucket.slots.copy_(held)
         self.captures += 1
         return graph
 
-    # What the scheduler asks for
+    # Called by the scheduler
 
     def end_tokens(self, ends: tuple[int, ...]) -> Tensor:
-        """The end tokens in a tensor that keeps its address, since graphs read it; -1 is no token."""
+        """The end tokens, padded with -1, in a tensor with a fixed address, since graphs read it."""
         if len(ends) > len(self._ends):
             self._drop_graphs()
-            self._ends = numbers([-1] * 2 * len(ends), self.policy.device)
-        self._ends.copy_(numbers([*ends, *[-1] * (len(self._ends) - len(ends))], self.policy.device))
+            self._ends = device_ints([-1] * 2 * len(ends), self.policy.device)
+        self._ends.copy_(device_ints([*ends, *[-1] * (len(self._ends) - len(ends))], self.policy.device))
         return self._ends
 
     def bucket(self, rows: int) -> Bucket:
-        """The smallest bucket that holds so many rows."""
+        """The smallest bucket that holds `rows` rows."""
         assert self.store is not None
         slots = self.store.room.slots
         size = min(next((size for size in BUCKETS if size >= rows), slots), slots)
@@ -372,7 +374,7 @@ class GraphedEngine(JobEngine):
 
 @dataclass(slots=True)
 class _Needed:
-    """The room that jobs need to decode together, added up job by job."""
+    """Accumulates the room that jobs need to decode together."""
 
     rows: int = 0
     prompts: int = 0
@@ -386,7 +388,7 @@ class _Needed:
         self.response_tokens = max(self.response_tokens, job.limits.max_response_tokens)
 
     def within(self, rows_at_once: int) -> Room:
-        """The room for as many rows as may decode together."""
+        """The needed room with at most `rows_at_once` slots."""
         return Room(
             slots=self.rows,
             prompts=self.prompts,

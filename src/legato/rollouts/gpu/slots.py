@@ -1,8 +1,8 @@
-"""The memory of the GPU engine: keys and values of prompts and of responses, and what each response is at.
+"""The KV cache of the GPU engine, and the decoding state of each response.
 
-A response has a *slot*; responses of one prompt share the prompt's keys and values (an *entry*). One slot more than asked
-for is a dump: rows that only fill up a bucket write there. All tensors keep their address until the store grows, so that
-captured graphs stay right.
+A response has a *slot*; responses of one prompt share the prompt's keys and values (an *entry*). One extra slot is the dump:
+rows that only fill up a bucket write there. All tensors keep their address until the store grows, so that captured graphs
+stay valid.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from legato.rollouts.sampling import Choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How much fits."""
+    """The size of a store."""
 
     slots: int
     prompts: int
@@ -29,12 +29,12 @@ class Room:
     def holds(self, other: "Room") -> bool:
         return all(getattr(self, field.name) >= getattr(other, field.name) for field in fields(self))
 
-    def joined(self, other: "Room") -> "Room":
-        """What holds both."""
+    def union(self, other: "Room") -> "Room":
+        """The smallest room that holds both."""
         return Room(**{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)})
 
     def within(self, slots: int) -> "Room":
-        """The same with at most so many slots; a prompt without a slot needs no entry."""
+        """The room with at most `slots` slots; a prompt without a slot needs no entry."""
         slots = min(self.slots, slots)
         return Room(
             slots=slots,
@@ -45,7 +45,7 @@ class Room:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values have a place, the dump's included."""
+        """How many tokens the KV cache holds, the dump included."""
         return (self.slots + 1) * self.response_tokens + self.prompts * self.prompt_tokens
 
 
@@ -53,49 +53,49 @@ Tables = dict[int, Tensor]
 """layer -> [entries or slots, key heads, columns, width]"""
 
 
-class Store:
-    """Keys and values per layer, made when a layer first shows its shape, and the state of every slot."""
+class KVStore:
+    """The KV cache per layer, allocated when a layer first runs, and the state of every slot."""
 
     def __init__(self, room: Room, device: torch.device, routers: Routers | None = None) -> None:
         self.device, self.routers = device, routers
-        """Whose choices are kept; None: nobody's."""
+        """The routers whose routes are recorded; None: no routes."""
         self.prompt_keys: Tables = {}
         self.prompt_values: Tables = {}
         self.keys: Tables = {}
         self.values: Tables = {}
         self.prompt_routes: Tables = {}
         self.routes: Tables = {}
-        """router -> [entries or slots, 1, columns, K]: the experts of the token whose key stands in that column."""
+        """router -> [entries or slots, 1, columns, K]: the experts of the token whose key is in that column."""
         for number in range(0 if routers is None else len(routers.modules)):
             assert routers is not None
             self.prompt_routes[number], self.routes[number] = (
                 torch.zeros(rows, 1, columns, routers.active, dtype=routers.index, device=device)
                 for rows, columns in ((room.prompts, room.prompt_tokens), (room.slots + 1, room.response_tokens))
             )
-        self._begin(room)
+        self._reset_slots(room)
 
-    def _begin(self, room: Room) -> None:
+    def _reset_slots(self, room: Room) -> None:
         self.room, count, device = room, room.slots + 1, self.device
 
-        def whole(*shape: int) -> Tensor:
+        def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self.ending: Tensor | None = None
-        """[prompts, N]: the last hidden state of each prompt, for responses that begin later than its first ones."""
-        self.prompt_length = whole(room.prompts)
-        self.length = whole(count)
+        """[prompts, N]: the last hidden state of each prompt, for responses that start later than its first."""
+        self.prompt_length = zeros(room.prompts)
+        self.length = zeros(count)
         """Response tokens whose keys and values are stored."""
-        self.base = whole(count)
+        self.base = zeros(count)
         """The prompt's length: the position of the first response token."""
-        self.token = whole(count)
-        """The token to be read next."""
-        self.seed = whole(count)
-        self.written = whole(count)
-        """Response tokens chosen."""
-        self.limit = whole(count)
-        """The most a response may have."""
+        self.token = zeros(count)
+        """The token that the next step reads."""
+        self.seed = zeros(count)
+        self.written = zeros(count)
+        """How many response tokens have been sampled."""
+        self.limit = zeros(count)
+        """The largest number of response tokens."""
         self.done = torch.ones(count, dtype=torch.bool, device=device)
-        self.tokens = whole(count, room.response_tokens)
+        self.tokens = zeros(count, room.response_tokens)
         self.logprobs = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
         self.kept = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
 
@@ -103,8 +103,8 @@ class Store:
     def dump(self) -> int:
         return self.room.slots
 
-    def _kinds(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
-        """The tables of keys and values, each with its rows and columns."""
+    def _kv_tables(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+        """The tables of keys and values, each with its number of rows and columns."""
         return (
             (self.prompt_keys, room.prompts, room.prompt_tokens),
             (self.prompt_values, room.prompts, room.prompt_tokens),
@@ -112,22 +112,22 @@ class Store:
             (self.values, room.slots + 1, room.response_tokens),
         )
 
-    def _routes_of(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
+    def _route_tables(self, room: Room) -> tuple[tuple[Tables, int, int], ...]:
         return (
             (self.prompt_routes, room.prompts, room.prompt_tokens),
             (self.routes, room.slots + 1, room.response_tokens),
         )
 
-    def show(self, heads: Heads) -> None:
-        """Make the tables of a layer that is seen for the first time."""
+    def make_tables(self, heads: Heads) -> None:
+        """Allocate the KV tables of a layer that runs for the first time."""
         _, key_heads, _, width = heads.key.shape
-        for tables, rows, columns in self._kinds(self.room):
+        for tables, rows, columns in self._kv_tables(self.room):
             if heads.layer not in tables:
                 tables[heads.layer] = heads.key.new_zeros(rows, key_heads, columns, width)
 
     def grow(self, room: Room) -> None:
-        """Another room between two calls, keys and values kept. Table by table: old and new never lie in memory whole."""
-        for tables, rows, columns in (*self._kinds(room), *self._routes_of(room)):
+        """Resize and keep the KV cache. Table by table, so that old and new never exist in full together."""
+        for tables, rows, columns in (*self._kv_tables(room), *self._route_tables(room)):
             for layer in list(tables):
                 old = tables[layer]
                 new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
@@ -135,33 +135,33 @@ class Store:
                 new[:rows_kept, :, :columns_kept] = old[:rows_kept, :, :columns_kept]
                 tables[layer] = new
                 del old
-        self._begin(room)
+        self._reset_slots(room)
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Over all layers, keys and values; None while no layer has been seen."""
-        found = [
+        """Bytes of keys, values and routes over all layers; None before the first pass."""
+        sizes = [
             table[0, :, 0].numel() * table.element_size()
             for tables in (self.keys, self.values, self.routes)
             for table in tables.values()
         ]
-        return sum(found) if self.keys else None
+        return sum(sizes) if self.keys else None
 
     def keep_ending(self, hidden: Tensor, entries: Tensor) -> None:
-        """Note the last hidden state of prompts."""
+        """Store the last hidden state of prompts."""
         if self.ending is None:
             self.ending = hidden.new_zeros(self.room.prompts, hidden.shape[1])
         self.ending[entries] = hidden
 
     def admit(self, slots: Tensor, lengths: Tensor, seeds: Tensor, limits: Tensor) -> None:
-        """Give slots to responses that have not begun; all are [n]: prompts' lengths, seeds, the most tokens of each."""
+        """Assign slots to new responses. All are [n]; `lengths` are of prompts, `limits` the most response tokens."""
         self.base[slots], self.seed[slots], self.limit[slots] = lengths, seeds, limits
-        # Filled and not assigned: a number that is assigned is copied to the device, and the host waits for that.
+        # index_fill_ instead of assignment: an assigned number is copied to the device, and the host would wait for it.
         for table, value in ((self.length, 0), (self.written, 0), (self.done, False)):
             table.index_fill_(0, slots, value)
 
     def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:
-        """Note what was chosen for the rows still writing, and which of them end with it."""
+        """Store the sampled tokens of rows that still decode, and mark those that end."""
         tokens = choice.tokens
         self.tokens[slots, place] = torch.where(alive, tokens, self.tokens[slots, place])
         self.logprobs[slots, place] = torch.where(alive, choice.logprobs, self.logprobs[slots, place])
@@ -174,13 +174,13 @@ class Store:
         self.done[slots] = ~alive | ended
 
 
-def numbers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Whole numbers of the host on the device. From pinned memory, so that the host need not wait for what is under way."""
+def device_ints(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Integers as an int64 tensor on the device, copied from pinned memory so that the host does not wait."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
-def blocks(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:
-    """Rows grouped by prompt into `count` blocks of at most `per_block`: (prompt of each block, its rows), -1 where none."""
+def group_by_prompt(prompts: list[int], per_block: int, count: int) -> tuple[list[int], list[list[int]]]:
+    """Group rows by prompt into `count` blocks of at most `per_block`: (prompt of each block, its rows), padded with -1."""
     members: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
         if prompt >= 0:

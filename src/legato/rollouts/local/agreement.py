@@ -1,4 +1,4 @@
-"""Whether an engine reports the log-probs that the policy gives its tokens; tested on a few tokens before it is used."""
+"""Checks on a few tokens that an engine reports the same log-probs as the policy, before the engine is used."""
 
 from dataclasses import replace
 
@@ -14,30 +14,30 @@ _TOKENS = 4
 
 
 def disagreement(engine: Engine, policy: Policy) -> str | None:
-    """None where the log-probs agree, otherwise what is wrong: an error, or how far they lie apart."""
+    """None if the log-probs agree; otherwise the error, or how far the log-probs are apart."""
     prompts = [torch.tensor([1, 2, 3, 4]) % policy.vocabulary, torch.tensor([5, 6]) % policy.vocabulary]
     requests = [Request(prompt=prompt, seeds=(0,)) for prompt in prompts]
     try:
-        found = engine.generate(requests, Sampling(), Limits(max_response_tokens=_TOKENS, end_tokens=()))
-        tokens = torch.stack([row[0].tokens for row in found])
+        responses = engine.generate(requests, Sampling(), Limits(max_response_tokens=_TOKENS, end_tokens=()))
+        tokens = torch.stack([row[0].tokens for row in responses])
         texts = replace(
             prompt_texts(prompts),
             tokens=tokens,
             lengths=torch.full((len(tokens),), _TOKENS),
             mask=torch.ones_like(tokens, dtype=torch.bool),
         )
-        right = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
+        expected = policy.score(texts, torch.arange(len(tokens))).logprobs.cpu()
     except (AttributeError, TypeError, KeyError, IndexError, AssertionError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no words'}"
     dtype = policy.model.get_input_embeddings().weight.dtype
-    gap = distance(dtype, torch.stack([row[0].logprobs for row in found]), right)
+    gap = distance(dtype, torch.stack([row[0].logprobs for row in responses]), expected)
     if gap <= tolerance(dtype):
         return None
     own = own_forward(policy, texts)
     if dtype in (torch.float32, torch.float64):
         allowed = tolerance(dtype) * max(1.0, own.spread)
     else:
-        # Rounding grows with depth and with the size of logits: the policy's own two ways to these log-probs say how much.
-        # Log-probs of other texts would be further apart than the spread.
-        allowed = min(4 * distance(dtype, own.logprobs, right), own.spread)
+        # Rounding grows with depth and with the size of logits: two computations by the policy itself show by how much.
+        # Log-probs of other texts would differ by more than the spread.
+        allowed = min(4 * distance(dtype, own.logprobs, expected), own.spread)
     return None if gap <= allowed else f"its log-probs are off by {gap:.2g}"

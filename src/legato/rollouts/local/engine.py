@@ -1,8 +1,9 @@
-"""The engine that lives with the policy: it samples from the very tensors being trained, so nothing is ever out of date.
+"""The local engine: it samples from the tensors being trained, so its weights are never out of date.
 
-A wave of prompts is prefilled once each, then all responses decode in step, one token a pass; finished ones leave the batch
-when a quarter of it has finished. On a CPU known families go through `blocks.py`, a group's prompt held once; others through
-their own forward, its keys and values copied to every response; what no cache serves is recomputed.
+The prompts of a wave are prefilled once each. Then all responses decode together, one token per pass, and finished rows
+leave once a quarter of the batch has finished. On a CPU, known model families decode through `blocks.py`, which stores a
+group's prompt once. Other families use their own forward with a KV cache per response. Models without a
+usable cache recompute.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,11 @@ from legato.rollouts.randomness import uniform
 from legato.rollouts.sampling import Choice, Sampling, choose
 
 _COMPACT_AT = 0.75
-"""Finished rows leave when at most this share of the rows is still writing: copying keys and values costs a few passes."""
+"""Finished rows are dropped once at most this share still decodes: copying the KV cache costs a few passes."""
 
 
 class _Prefill:
-    """The view of a pack that keeps each layer's keys and values, laid out for decoding."""
+    """The view of a pack that copies each layer's keys and values into a KV cache."""
 
     def __init__(self, packed: Pack, cache: "_Cache", rows: Tensor) -> None:
         self.packed, self.cache, self.rows = packed, cache, rows
@@ -44,7 +45,7 @@ class _Prefill:
 
 
 class _Cache:
-    """Keys and values `[rows, heads, columns, width]` per layer. Prompts end at column P - 1; all rows write one column."""
+    """KV cache `[rows, heads, columns, width]` per layer. Prompts end at column P - 1; all rows write the same column."""
 
     def __init__(self, prompt_lengths: Tensor, width: int, capacity: int) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -55,14 +56,14 @@ class _Cache:
         self._even = bool((self.first == 0).all())
 
     def start(self, heads: Heads, packed: Pack, rows: Tensor) -> None:
-        """Copy the prompts' keys and values to the rows, aligned at their end."""
+        """Copy the prompts' keys and values to their rows, right-aligned."""
         columns = torch.arange(self.width, device=rows.device)
         shifted = (columns - self.first[:, None]).clamp(min=0)
         index = packed.prefix[rows].gather(1, shifted)
         for store, source in ((self.keys, heads.key), (self.values, heads.value)):
-            found = source[0].transpose(0, 1)[index].transpose(1, 2)
-            table = found.new_empty(len(rows), found.shape[1], self.capacity, found.shape[3])
-            table[:, :, : self.width] = found
+            prompt_table = source[0].transpose(0, 1)[index].transpose(1, 2)
+            table = prompt_table.new_empty(len(rows), prompt_table.shape[1], self.capacity, prompt_table.shape[3])
+            table[:, :, : self.width] = prompt_table
             store[heads.layer] = table
 
     def attend(self, heads: Heads) -> Tensor:
@@ -74,15 +75,15 @@ class _Cache:
         return attend(heads, heads.query, keys[:, :, :end], values[:, :, :end], bias).transpose(1, 2)
 
     def _bias(self, window: int | None, like: Tensor) -> Tensor | None:
-        """What the new token may not see; nothing where all prompts are of one length."""
+        """The attention bias of the new token; None if all prompts have one length and there is no window."""
         if self._even and window is None:
             return None
         if window not in self._biases:
             columns = torch.arange(self.column + 1, device=like.device)
-            seen = columns >= self.first[:, None]
+            visible = columns >= self.first[:, None]
             if window is not None:
-                seen = seen & (columns > self.column - window)
-            self._biases[window] = as_bias(seen[:, None, None, :], like)
+                visible = visible & (columns > self.column - window)
+            self._biases[window] = as_bias(visible[:, None, None, :], like)
         return self._biases[window]
 
     def advance(self) -> None:
@@ -90,7 +91,7 @@ class _Cache:
         self._biases.clear()
 
     def keep(self, rows: Tensor) -> None:
-        """Only these rows stay."""
+        """Drop all other rows."""
         self.first = self.first[rows]
         self._biases.clear()
         for store in (self.keys, self.values):
@@ -99,7 +100,7 @@ class _Cache:
 
 
 class _Cached:
-    """The rows of a wave with their keys and values: one token a pass."""
+    """Decodes a wave through the model's own forward with a KV cache."""
 
     def __init__(self, policy: Policy, packed: Pack, owner: Tensor, limit: int) -> None:
         self.policy, self.packed, self.owner = policy, packed, owner
@@ -109,14 +110,14 @@ class _Cached:
         self.head = Head.from_body(policy.body)
 
     def first(self) -> Tensor:
-        """[n, V]: prompts are read once each, whatever the number of their rows."""
+        """Prefill each prompt once; logits [n, V] of the first token of each row."""
         packed = self.packed
         with self.policy.attending(_Prefill(packed, self.cache, self.owner)):
             hidden = self.policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
         return self.head.exact(hidden[packed.prompt_ends])[self.owner]
 
     def next(self, tokens: Tensor) -> Tensor:
-        """[n, V] after one more token of each row."""
+        """Logits [n, V] after one more token of each row."""
         with self.policy.attending(self.cache):
             hidden = self.policy.hidden(tokens.unsqueeze(1), self.positions.unsqueeze(1))[:, 0]
         self.positions = self.positions + 1
@@ -128,32 +129,32 @@ class _Cached:
         self.positions = self.positions[rows]
 
 
-_Memory = Blocks | _Cached | Recompute
-_Remember = Callable[[list[Tensor], Tensor, int], _Memory]
-"""(prompts, the prompt of each row, most tokens) -> the rows of a wave before their first token."""
+_Decoder = Blocks | _Cached | Recompute
+_MakeDecoder = Callable[[list[Tensor], Tensor, int], _Decoder]
+"""(prompts, the prompt of each row, largest number of response tokens) -> the decoder of a new wave"""
 
 
 @dataclass(slots=True)
 class _Wave:
-    """The rows being written: tables over all rows of the wave, and which of them are still in memory."""
+    """The responses being decoded: tables over all rows of the wave, and which rows the decoder still holds."""
 
     tokens: Tensor
-    """[places, rows], as are the next two; what stands beyond a row's length is never read."""
+    """[places, rows], like the next two; values beyond a row's length are never read."""
     logprobs: Tensor
     kept: Tensor | None
     lengths: Tensor
     stops: list[StopReason]
     cut: dict[int, str]
-    """row -> its text, where a stop string ended it"""
+    """row -> text before the stop string, for rows that a stop string ended"""
     ends: Tensor
     """The end tokens."""
     rows: Tensor
-    """[n]: the wave's row of each row in memory."""
+    """[n]: the wave's row of each row that the decoder holds."""
     seeds: Tensor
     finished: Tensor
     """[n] bool"""
     writing: int
-    """How many of the n are not finished."""
+    """How many of the n rows are not finished."""
 
 
 class LocalEngine(JobEngine):
@@ -169,17 +170,17 @@ class LocalEngine(JobEngine):
         self.rows_at_once = rows_at_once
         self.routers = policy.routers if record_routes else None
         self._way = way
-        """'blocks', 'cached' or 'recomputed'; None: not looked at yet."""
-        self._remember: tuple[int, _Remember] | None = None
-        """How rows are remembered, and the policy version it was made for; None while nothing is outstanding."""
+        """'blocks', 'cached' or 'recomputed'; None: not chosen yet."""
+        self._decoder_maker: tuple[int, _MakeDecoder] | None = None
+        """(policy version, decoder factory for that version); None while nothing is outstanding."""
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        # Without a memory every token is read over and over: its routes are not those of one pass.
+        # Without a KV cache every token is read many times, so there is no single route to record.
         return Capabilities(routes=self.routers is not None and self._choose_way() != "recomputed")
 
     def poll(self) -> list[Finished]:
-        """Decode one wave, or more until a request is complete; what is submitted meanwhile joins the next wave."""
+        """Decode waves until a request is complete. Requests submitted meanwhile join the next wave."""
         while self.jobs:
             finished = self.report_complete()
             if finished:
@@ -194,10 +195,10 @@ class LocalEngine(JobEngine):
 
     def _drop_copies_when_idle(self) -> None:
         if not self.jobs:
-            self._remember = None
+            self._decoder_maker = None
 
     def _decode_wave(self) -> None:
-        """Write the next `rows_at_once` responses, in the order of requests and seeds; all sampled as the first one is."""
+        """Decode the next `rows_at_once` responses with the sampling of the first, in the order of requests and seeds."""
         first = next(iter(self.jobs.values()))
         room, wave = self.rows_at_once, []
         for job in self.jobs.values():
@@ -205,39 +206,41 @@ class LocalEngine(JobEngine):
                 wave.append((job, job.waiting[:room]))
                 room -= len(wave[-1][1])
         with self.policy.serving():
-            rows = self._run([(job.request, seeds) for job, seeds in wave], self._memory(), first.sampling, first.limits)
+            rows = self._decode_rows(
+                [(job.request, seeds) for job, seeds in wave], self._current_decoder_maker(), first.sampling, first.limits
+            )
         for (job, seeds), responses in zip(wave, rows, strict=True):
             job.responses |= dict(enumerate(responses, job.taken))
             job.taken += len(seeds)
 
-    def _memory(self) -> _Remember:
-        """How rows are remembered. It may hold copies of the weights, made once for all waves of a burst of requests."""
-        if self._remember is None or self._remember[0] != self.version:
-            self._remember = None  # before new copies are made
-            self._remember = self.version, self._make_memory()
-        return self._remember[1]
+    def _current_decoder_maker(self) -> _MakeDecoder:
+        """The decoder factory for the current weights. It may hold copies of weights, so it is kept between waves."""
+        if self._decoder_maker is None or self._decoder_maker[0] != self.version:
+            self._decoder_maker = None  # before new copies are made
+            self._decoder_maker = self.version, self._new_decoder_maker()
+        return self._decoder_maker[1]
 
-    def _make_memory(self) -> _Remember:
+    def _new_decoder_maker(self) -> _MakeDecoder:
         policy, way = self.policy, self._choose_way()
         if way == "recomputed":
             return lambda prompts, owner, _: Recompute(policy, prompts, owner)
         if way == "blocks":
             body = Unrolled(policy.body)
             every = self.routers is not None
-            return lambda prompts, owner, limit: Blocks(body, _packed(prompts, policy.device), owner, limit, every)
-        return lambda prompts, owner, limit: _Cached(policy, _packed(prompts, policy.device), owner, limit)
+            return lambda prompts, owner, limit: Blocks(body, _pack_prompts(prompts, policy.device), owner, limit, every)
+        return lambda prompts, owner, limit: _Cached(policy, _pack_prompts(prompts, policy.device), owner, limit)
 
     def _choose_way(self) -> str:
-        """The fastest way that gives this body's own log-probs; looked at once, on a few tokens."""
+        """The fastest decoding that reproduces the model's own log-probs. Tested once, on a few tokens."""
         if self._way is not None:
             return self._way
         ways = []
         if self.policy.views:
             ways = ["blocks", "cached"] if Unrolled.serves(self.policy.body) else ["cached"]
         for way in ways:
-            # In an engine of its own: requests may be outstanding here.
-            tried = LocalEngine(self.policy, self.rows_at_once, way=way, record_routes=self.routers is not None)
-            wrong = disagreement(tried, self.policy)
+            # In a separate engine: this one may have outstanding requests.
+            candidate = LocalEngine(self.policy, self.rows_at_once, way=way, record_routes=self.routers is not None)
+            wrong = disagreement(candidate, self.policy)
             if wrong is None:
                 self._way = way
                 return way
@@ -252,20 +255,20 @@ class LocalEngine(JobEngine):
         self._way = "recomputed"
         return self._way
 
-    def _run(
-        self, parts: list[tuple[Request, tuple[int, ...]]], remember: _Remember, sampling: Sampling, limits: Limits
+    def _decode_rows(
+        self, parts: list[tuple[Request, tuple[int, ...]]], make_decoder: _MakeDecoder, sampling: Sampling, limits: Limits
     ) -> list[list[Response]]:
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
         prompts = [request.prompt for request, _ in parts]
-        memory = remember(prompts, owner, limits.max_response_tokens)
-        wave = _start(parts, sampling, limits, len(owner), device)
+        decoder = make_decoder(prompts, owner, limits.max_response_tokens)
+        wave = _start_wave(parts, sampling, limits, len(owner), device)
         routes = None
-        if self.routers is not None and not isinstance(memory, Recompute):
+        if self.routers is not None and not isinstance(decoder, Recompute):
             routes = WaveRoutes(self.routers, limits.max_response_tokens, len(owner), device)
         with nullcontext() if routes is None else routes.listening():
-            logits = memory.first()
+            logits = decoder.first()
             if routes is not None:
                 routes.first()
             for place in range(limits.max_response_tokens):
@@ -273,7 +276,7 @@ class LocalEngine(JobEngine):
                 self._write(wave, choice, place, limits)
                 if wave.writing == 0 or place + 1 == limits.max_response_tokens:
                     break
-                logits = memory.next(_compacted(wave, memory, choice.tokens))
+                logits = decoder.next(_drop_finished_rows(wave, decoder, choice.tokens))
                 if routes is not None:
                     routes.next(place, wave.rows)
         tokens, logprobs, kept = (table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept))
@@ -282,12 +285,12 @@ class LocalEngine(JobEngine):
         versions = [torch.full((length,), self.version) for length in lengths]
         responses = make_responses(self.policy.tokenizer, tokens, logprobs, kept, lengths, wave.stops, wave.cut, versions)
         if routes is not None:
-            responses = routes.added(responses, prompts, owner)
+            responses = routes.add_routes(responses, prompts, owner)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
         return [responses[start:end] for start, end in pairwise(cuts)]
 
     def _write(self, wave: _Wave, choice: Choice, place: int, limits: Limits) -> None:
-        """Note what was chosen, and which of the rows still writing end with it."""
+        """Store the chosen tokens and mark the rows that end with them."""
         wave.tokens[place].index_copy_(0, wave.rows, choice.tokens)
         wave.logprobs[place].index_copy_(0, wave.rows, choice.logprobs.to(wave.logprobs.dtype))
         if wave.kept is not None and choice.kept_logmass is not None:
@@ -301,8 +304,8 @@ class LocalEngine(JobEngine):
         wave.finished |= ended
         wave.writing -= int(ended.sum())
 
-    def _stop_at_strings(self, wave: _Wave, asked: Tensor, place: int, limits: Limits, ended: Tensor) -> None:
-        for index in asked.nonzero().squeeze(1).tolist():
+    def _stop_at_strings(self, wave: _Wave, writing: Tensor, place: int, limits: Limits, ended: Tensor) -> None:
+        for index in writing.nonzero().squeeze(1).tolist():
             row = int(wave.rows[index])
             text = self.policy.tokenizer.decode(wave.tokens[: place + 1, row].tolist(), skip_special_tokens=True)
             before = limits.before_stop(text)
@@ -311,21 +314,21 @@ class LocalEngine(JobEngine):
                 ended[index] = True
 
 
-def _packed(prompts: list[Tensor], device: torch.device) -> Pack:
+def _pack_prompts(prompts: list[Tensor], device: torch.device) -> Pack:
     return pack(prompt_texts(prompts), torch.arange(len(prompts))).to(device)
 
 
-def _compacted(wave: _Wave, memory: _Memory, tokens: Tensor) -> Tensor:
-    """Drop finished rows once they are worth the copy; the tokens to go on with."""
+def _drop_finished_rows(wave: _Wave, decoder: _Decoder, tokens: Tensor) -> Tensor:
+    """Drop finished rows if there are enough of them; the tokens of the remaining rows."""
     if wave.writing > _COMPACT_AT * len(tokens):
         return tokens
     writing = (~wave.finished).nonzero().squeeze(1)
-    memory.keep(writing)
+    decoder.keep(writing)
     wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
     return tokens[writing]
 
 
-def _start(
+def _start_wave(
     parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits, rows: int, device: torch.device
 ) -> _Wave:
     width = limits.max_response_tokens

@@ -1,4 +1,4 @@
-"""Decoding without a memory: every token is a forward pass over all that came before. Right for any model, and slow."""
+"""Decoding without a KV cache: every token is a forward pass over the whole text. Works for any model, slowly."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from legato.policy.policy import Policy
 
 
 class Recompute:
-    """Rows of text that grow by a token at a time; padding comes last, so causality hides it."""
+    """Rows of text that grow by one token per pass. Padding comes last, where causal attention ignores it."""
 
     def __init__(self, policy: Policy, prompts: list[Tensor], owner: Tensor) -> None:
         self.policy = policy
         self.texts = [prompts[number].tolist() for number in owner.tolist()]
 
     def first(self) -> Tensor:
-        """[n, V] of the next token of each row."""
+        """Logits [n, V] of the next token of each row."""
         device = self.policy.device
         width = max(map(len, self.texts))
         tokens = torch.tensor([text + [text[0]] * (width - len(text)) for text in self.texts], device=device)
@@ -24,7 +24,7 @@ class Recompute:
         return Head.from_body(self.policy.body).exact(output.last_hidden_state[torch.arange(len(last), device=device), last])
 
     def next(self, tokens: Tensor) -> Tensor:
-        """[n, V] after one more token of each row."""
+        """Logits [n, V] after one more token of each row."""
         for text, token in zip(self.texts, tokens.tolist(), strict=True):
             text.append(token)
         return self.first()

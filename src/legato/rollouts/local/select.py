@@ -48,7 +48,7 @@ def first_that_serves(
 
     reasons: list[str] = []
     for captured in graphs:
-        said: list[str] = []
+        notes: list[str] = []
         engine = GraphedEngine(
             policy,
             rows_at_once,
@@ -56,12 +56,12 @@ def first_that_serves(
             kv_memory_share=kv_memory_share,
             record_routes=record_routes,
             training_bytes=training_bytes,
-            say=said.append,
+            say=notes.append,
         )
         wrong = disagreement(engine, policy)
         engine.forget()
         if wrong is None:
-            policy.notes += said
+            policy.notes += notes
             if reasons:
                 policy.notes.append(
                     f"the engine decodes without captured graphs ({reasons[0]}): slower, not measured how much"

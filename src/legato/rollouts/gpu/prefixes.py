@@ -1,11 +1,11 @@
-"""Which texts the store still holds, so that a later turn reads only what is new.
+"""The index of texts whose KV cache is still in the store, so that a later turn prefills only its new tokens.
 
-When responses have finished, their keys and values and those of their prompts stay where they were until others need the
-room. A prompt that begins as one of these texts does takes over what is common. Texts are sorted: the one with the longest
-common beginning is a neighbour.
+The KV cache of finished responses and their prompts stays in place until the slots are needed. A prompt that shares a
+prefix with one of these texts copies the KV cache of that prefix. Texts are sorted, so the longest common prefix is with
+a neighbour.
 
-A text is known to requests that are submitted after it was reported. Requests submitted together read alike, whichever of
-them finishes first.
+A text becomes known to requests that are submitted after it was reported. Requests submitted together therefore reuse
+the same prefixes, whichever of them finishes first.
 """
 
 from bisect import bisect
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from legato.rollouts.gpu.slots import Room, Store
+from legato.rollouts.gpu.slots import KVStore, Room
 
-WORTH = 16
-"""Fewer tokens in common are read again: that is cheaper than a pass of its own."""
+FEWEST_REUSED = 16
+"""Shorter common prefixes are computed again, which is cheaper than a separate pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where a beginning lies: so many tokens of a prompt's entry, then so many of a response's slot."""
+class StoredPrefix:
+    """Where a prefix lies: the first tokens of a prompt entry, then the first tokens of a response slot."""
 
     entry: int
     prompt_tokens: int
@@ -35,8 +35,8 @@ class Source:
         return self.prompt_tokens + self.response_tokens
 
 
-class Recall:
-    """The texts of the store, on the host. Their numbers are only looked at when somebody asks."""
+class PrefixIndex:
+    """The texts of the store, on the host. Tokens are compared only when a prefix is looked up."""
 
     def __init__(self) -> None:
         self.prompts: dict[int, Tensor] = {}
@@ -44,9 +44,9 @@ class Recall:
         self.responses: dict[int, tuple[int, Tensor]] = {}
         """slot -> (entry of its prompt, [T] tokens whose keys and values are stored)"""
         self._later: tuple[dict[int, Tensor], dict[int, tuple[int, Tensor]]] = {}, {}
-        """The same of texts that are not known yet."""
+        """Prompts and responses that `settle` will make known."""
         self._sorted: list[tuple[tuple[int, ...], int, int, int]] | None = None
-        """(text, tokens of it in the entry, entry, slot; -1: the prompt alone)"""
+        """(text, how many of its tokens are in the entry, entry, slot; slot -1: the prompt alone)"""
 
     def clear(self) -> None:
         self.prompts.clear()
@@ -55,24 +55,24 @@ class Recall:
         self._sorted = None
 
     def note(self, prompts: dict[int, Tensor], responses: dict[int, tuple[int, Tensor]]) -> None:
-        """These lie in the store now."""
+        """Add texts that the store holds."""
         self.prompts |= prompts
         self.responses |= responses
         self._sorted = None
 
     def note_for_later(self, prompts: dict[int, Tensor], responses: dict[int, tuple[int, Tensor]]) -> None:
-        """These lie in the store, and will be known when `settle` is called."""
+        """Add texts that the store holds but that stay unknown until `settle`."""
         self._later[0].update(prompts)
         self._later[1].update(responses)
 
     def settle(self) -> None:
-        """What was noted for later is known from now on."""
+        """Make the texts of `note_for_later` known."""
         if self._later[0]:
             self.note(*self._later)
             self._later = {}, {}
 
     def drop(self, entries: Iterable[int], slots: Iterable[int]) -> None:
-        """These are about to be overwritten."""
+        """Remove the texts of entries and slots that are about to be overwritten."""
         overwritten, given_away = set(entries), set(slots)
 
         def prompts_left(prompts: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -89,8 +89,8 @@ class Recall:
         self._later = prompts_left(self._later[0]), responses_left(self._later[1])
         self._sorted = None
 
-    def keep(self, room: Room) -> None:
-        """What still lies in a store of another room."""
+    def drop_outside(self, room: Room) -> None:
+        """Remove texts that do not fit in a store of this size."""
         self.drop(
             [entry for entry in self.prompts if entry >= room.prompts],
             [slot for slot in self.responses if slot >= room.slots],
@@ -99,27 +99,28 @@ class Recall:
     def _texts(self) -> list[tuple[tuple[int, ...], int, int, int]]:
         if self._sorted is None:
             prompts = {entry: tuple(text.tolist()) for entry, text in self.prompts.items()}
-            found = [(text, len(text), entry, -1) for entry, text in prompts.items()]
+            texts = [(text, len(text), entry, -1) for entry, text in prompts.items()]
             for slot, (entry, text) in self.responses.items():
-                found.append((prompts[entry] + tuple(text.tolist()), len(prompts[entry]), entry, slot))
-            self._sorted = sorted(found)
+                texts.append((prompts[entry] + tuple(text.tolist()), len(prompts[entry]), entry, slot))
+            self._sorted = sorted(texts)
         return self._sorted
 
-    def longest(self, prompt: Tensor) -> Source | None:
-        """Where the longest known beginning of a prompt lies. Its last token is always read: its logits are wanted."""
-        if len(prompt) <= WORTH or not self.prompts:
+    def longest_prefix(self, prompt: Tensor) -> StoredPrefix | None:
+        """Where the longest stored prefix of a prompt lies; None if it is short. The last token is never reused: its logits
+        are needed."""
+        if len(prompt) <= FEWEST_REUSED or not self.prompts:
             return None
         wanted, texts = tuple(prompt[:-1].tolist()), self._texts()
         place = bisect(texts, (wanted,))
-        best = max(texts[max(place - 1, 0) : place + 1], key=lambda text: _common(text[0], wanted))
-        common, (_, own, entry, slot) = _common(best[0], wanted), best
-        if common < WORTH:
+        best = max(texts[max(place - 1, 0) : place + 1], key=lambda text: _common_length(text[0], wanted))
+        common, (_, own, entry, slot) = _common_length(best[0], wanted), best
+        if common < FEWEST_REUSED:
             return None
-        return Source(entry=entry, prompt_tokens=min(common, own), slot=slot, response_tokens=max(0, common - own))
+        return StoredPrefix(entry=entry, prompt_tokens=min(common, own), slot=slot, response_tokens=max(0, common - own))
 
 
-def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """How many numbers two texts begin with together."""
+def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """The length of the common prefix, by binary search."""
     low, high = 0, min(len(left), len(right))
     while low < high:
         middle = (low + high + 1) // 2
@@ -130,8 +131,8 @@ def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     return low
 
 
-def copy(store: Store, sources: Sequence[tuple[Source, int]]) -> None:
-    """Put beginnings into new entries. All of a layer is read before any of it is written: an entry may be both."""
+def copy_prefixes(store: KVStore, sources: Sequence[tuple[StoredPrefix, int]]) -> None:
+    """Copy prefixes into new entries. A layer is read before it is written: an entry may be source and target."""
     if not sources:
         return
     known, places = [source for source, _ in sources], torch.tensor([entry for _, entry in sources])
@@ -144,15 +145,15 @@ def copy(store: Store, sources: Sequence[tuple[Source, int]]) -> None:
     )
     for prompt_tables, slot_tables in kinds:
         for layer, table in prompt_tables.items():
-            found = [
+            copied = [
                 (index, origin[index[0], :, index[1]]) for index, origin in ((shared, table), (own, slot_tables[layer]))
             ]
-            for index, values in found:
+            for index, values in copied:
                 table[index[2], :, index[3]] = values
 
 
 def _index(runs: Sequence[tuple[int, int, int]], places: Tensor, device: torch.device) -> Tensor:
-    """[4, n] from runs (row, tokens, first column they go to) and the rows they go to: row, column, to row, to column."""
+    """[4, n]: source row, source column, target row, target column, from runs (row, tokens, first target column)."""
     row, count, first = torch.tensor(runs).unbind(1)
     run = torch.repeat_interleave(count)
     column = torch.arange(len(run)) - (count.cumsum(0) - count)[run]
@@ -160,14 +161,14 @@ def _index(runs: Sequence[tuple[int, int, int]], places: Tensor, device: torch.d
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """The bits of each parameter added up row by row, rows weighted by their number, on the device; equal where weights are.
+    """A checksum of each parameter's bits, on the device; equal weights have equal checksums.
 
-    Version counters do not tell: a fused optimizer step and a write through `.data` leave them as they were.
+    Version counters are not enough: a fused optimizer step and a write through `.data` do not change them.
     """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    found = []
+    sums = []
     for one in parameters:
         bits = one.detach().reshape(len(one), -1) if one.dim() else one.detach().reshape(1, 1)
         rows = bits.view(kinds[one.element_size()]).sum(1, dtype=torch.int64)
-        found.append((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum())
-    return torch.stack(found)
+        sums.append((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum())
+    return torch.stack(sums)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.gpu.engine import GraphedEngine
-from legato.rollouts.gpu.recall import WORTH, Recall, fingerprint
+from legato.rollouts.gpu.prefixes import FEWEST_REUSED, PrefixIndex, fingerprint
 from legato.rollouts.sampling import Sampling
 from tests.rollouts import in_torch
 from tests.rollouts.families import END, FAMILIES, OTHERS, asked, policy, prompts, same, turn
@@ -89,7 +89,7 @@ def test_the_same_prompts_again_are_read_to_their_last_token_only() -> None:
 
 def test_a_short_common_beginning_is_read_again() -> None:
     engine = GraphedEngine(policy("qwen3"), 8, graphs=False)
-    start = prompts(WORTH - 1)[0]
+    start = prompts(FEWEST_REUSED - 1)[0]
     for seed in (1, 2):
         engine.generate(
             [Request(prompt=torch.cat([start, torch.tensor([seed + 20]), prompts(9, seed=seed)[0]]), seeds=(1,))],
@@ -148,24 +148,26 @@ def test_a_call_that_fails_leaves_nothing_wrong_behind(monkeypatch: pytest.Monke
 
 
 def test_the_longest_known_beginning_is_found_among_many() -> None:
-    recall, source = Recall(), torch.Generator().manual_seed(0)
+    prefixes, source = PrefixIndex(), torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 2, (40,), generator=source) for _ in range(60)]
     for entry in range(0, 60, 2):
-        recall.note({entry: texts[entry][:25]}, {entry: (entry, texts[entry][25:])})
+        prefixes.note({entry: texts[entry][:25]}, {entry: (entry, texts[entry][25:])})
     for text in texts:
         wanted = torch.cat([text[: int(torch.randint(17, 40, (), generator=source))], torch.tensor([0, 1])])
         common = max(
             next((n for n in range(40) if n >= len(wanted) - 1 or int(known[n]) != int(wanted[n])), 40)
             for known in texts[::2]
         )
-        found = recall.longest(wanted)
-        assert (0 if found is None else found.tokens) == (common if common >= WORTH else 0)
+        found = prefixes.longest_prefix(wanted)
+        assert (0 if found is None else found.tokens) == (common if common >= FEWEST_REUSED else 0)
         if found is not None:
             known = texts[found.entry]
             assert torch.equal(known[: found.tokens], wanted[: found.tokens])
             assert found.response_tokens == max(0, found.tokens - 25)
-    recall.drop([0], [2])
-    assert 0 not in recall.prompts and 0 not in recall.responses and 2 not in recall.responses and 2 in recall.prompts
+    prefixes.drop([0], [2])
+    assert (
+        0 not in prefixes.prompts and 0 not in prefixes.responses and 2 not in prefixes.responses and 2 in prefixes.prompts
+    )
 
 
 def test_a_response_is_remembered_with_its_own_prompt_or_not_at_all() -> None:
@@ -174,10 +176,10 @@ def test_a_response_is_remembered_with_its_own_prompt_or_not_at_all() -> None:
     # All four end at once; the third takes the second's entry and one of its two slots.
     requests = [first, second, Request(prompt=third.prompt, seeds=(1,))]
     found = engine.generate(requests, Sampling(), Limits(max_response_tokens=5, end_tokens=()))
-    assert len(engine.recall.responses) == 3
-    for entry, text in engine.recall.responses.values():
+    assert len(engine.prefixes.responses) == 3
+    for entry, text in engine.prefixes.responses.values():
         (row,) = [
-            row for request, row in zip(requests, found, strict=True) if request.prompt is engine.recall.prompts[entry]
+            row for request, row in zip(requests, found, strict=True) if request.prompt is engine.prefixes.prompts[entry]
         ]
         assert text.tolist() in [response.tokens[:-1].tolist() for response in row]
 
