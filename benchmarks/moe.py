@@ -58,7 +58,7 @@ def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
 def figures(results: Mapping[str, Any]) -> dict[str, str]:
     """Path to text: for each bed its curves and what flips by depth."""
     from legato.pages.comparison_figures import ARMS, learning
-    from legato.pages.drawing import drawn
+    from legato.pages.drawing import draw_svg
     from legato.pages.traces import figure, line, shares
 
     made = {}
@@ -74,7 +74,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, str]:
             "depth": figure("Experts changed by depth", "", depths, layout),
         }.items():
             if made_of is not None:
-                made[f"docs/figures/moe-{bed}-{name}.svg"] = drawn(made_of)
+                made[f"docs/figures/moe-{bed}-{name}.svg"] = draw_svg(made_of)
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from legato.cli.display import LiveDisplay, PlainDisplay, end_screen, for_terminal, sparkline, time_left
-from legato.pages.summary import Evaluation, Samples, Summary, wilson
+from legato.pages.summary import Evaluation, Samples, Summary, wilson_interval
 
 METRICS = {
     "reward/mean": 0.8123,
@@ -166,8 +166,16 @@ def test_a_sparkline_has_one_bar_a_value_until_there_are_too_many() -> None:
 
 
 def ended(reason: str | None = "target reached", *, measured: bool = True) -> Summary:
-    before = Evaluation(step=0, problems=200, sampled=wilson(0.2, 200), greedy=wilson(0.4, 200)) if measured else None
-    after = Evaluation(step=400, problems=200, sampled=wilson(0.9, 200), greedy=wilson(0.95, 200)) if measured else None
+    before = (
+        Evaluation(step=0, problems=200, sampled=wilson_interval(0.2, 200), greedy=wilson_interval(0.4, 200))
+        if measured
+        else None
+    )
+    after = (
+        Evaluation(step=400, problems=200, sampled=wilson_interval(0.9, 200), greedy=wilson_interval(0.95, 200))
+        if measured
+        else None
+    )
     return Summary(
         name=f"run {HOSTILE}",
         model="tiny",

@@ -146,11 +146,11 @@ def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> No
     directory = RunDirectory.create(tmp_path, "resumed")
     directory.write_config("")
     append(directory, range(1, 4))
-    position = directory.recorded.position()
+    position = directory.metrics_file.position()
     append(directory, range(4, 8))
     folder = Folder(tmp_path)
     assert drawn(folder, "resumed")["resumed"]["mean"][-1] == 0.7
-    directory.recorded.truncate(position)
+    directory.metrics_file.truncate(position)
     for step in range(4, 12):
         directory.append_metrics({"kind": "step", "step": step, "reward/mean": -1.0})
     assert drawn(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8

@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_not_tried_for_ever(tmp_path: Path, monkeypatch: 
         def refused(path: Path) -> Any:
             raise PermissionError(path)
 
-        monkeypatch.setattr(tail, "opened", refused)
+        monkeypatch.setattr(tail, "open_plain_file", refused)
     folder = Folder(tmp_path)
     curves(folder, ["run"], ["reward/mean"], 300, False)
     assert folder._reader is not None

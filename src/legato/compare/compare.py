@@ -18,7 +18,7 @@ from legato.errors import InputError
 from legato.pages.comparison import write_pages
 from legato.pages.report import duration
 from legato.records.directory import RunDirectory
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 
 _REPORT_SECONDS = 60.0
 """A page of many runs takes seconds to make; while runs go on it is made no more often than this."""
@@ -61,7 +61,7 @@ def compare(
         store.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot create {store.path}: {error.strerror}; --out FOLDER names another") from None
-    with locked(RunDirectory(store.path)):
+    with hold_lock(RunDirectory(store.path)):
         store.prepare(definition, found)
         if retry_failed:
             for job in found:

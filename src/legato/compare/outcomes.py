@@ -8,7 +8,7 @@ from legato.compare.jobs import Job
 from legato.compare.store import Store
 from legato.diagnostics.collapse import collapse
 from legato.errors import InputError
-from legato.pages.curves import points, short
+from legato.pages.curves import points, round_six
 from legato.pages.summary import evaluations, number
 
 MOST_POINTS = 120
@@ -49,7 +49,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "greedy": None if not found or found[-1][2] is None else found[-1][2].value,
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
-        "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
+        "evaluations": [{"step": step, "sampled": round_six(sampled.value)} for step, sampled, _ in found],
         "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
         "clip_mean": _mean(steps, CLIP),
         "flip_mean": _mean(steps, "router/flip_mean"),
@@ -62,8 +62,8 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
             * training.epochs_per_step
         ),
         "tokens": round(_total(steps, "tokens/response")),
-        "seconds": short(_total(steps, "time/step_seconds")),
-        "phases": {phase: short(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
+        "seconds": round_six(_total(steps, "time/step_seconds")),
+        "phases": {phase: round_six(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
         "deviations": list(job.resolved.deviations),
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
     }
@@ -91,7 +91,7 @@ def _total(steps: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = points(steps, key)[1]
-    return short(sum(values) / len(values)) if values else None
+    return round_six(sum(values) / len(values)) if values else None
 
 
 def _routing(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -102,4 +102,4 @@ def _routing(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def _curve(steps: Sequence[Mapping[str, Any]], key: str, every: int) -> list[tuple[float, float]]:
     """At the same steps in every run, however far it came: curves are averaged over seeds."""
-    return [(step, short(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]
+    return [(step, round_six(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]

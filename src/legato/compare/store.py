@@ -21,7 +21,7 @@ from legato.config.load import dump, load
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 
 FORMAT = 1
 State = Literal["absent", "begun", "stopped", "done", "failed"]
@@ -116,7 +116,7 @@ class Store:
     def clear(self, job: Job) -> None:
         """Remove a run that has no checkpoint: it can only start again."""
         path = self.run_path(job)
-        with locked(RunDirectory(path)):
+        with hold_lock(RunDirectory(path)):
             shutil.rmtree(path)
 
 

@@ -11,7 +11,7 @@ from legato.dashboard.series import Series
 from legato.diagnostics.statistics.seeds import mean
 from legato.health.rule import LEVELS
 from legato.health.rules import RULES
-from legato.pages.curves import short
+from legato.pages.curves import round_six
 from legato.pages.legible import legible
 from legato.pages.several import arms
 
@@ -79,9 +79,9 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
     values = numpy.array([numpy.interp(grid, curve["x"], curve["mean"]) for curve in each]).T.tolist()
     return {
         "x": grid,
-        "mean": [short(mean(row)) for row in values],
-        "low": [short(min(row)) for row in values],
-        "high": [short(max(row)) for row in values],
+        "mean": [round_six(mean(row)) for row in values],
+        "low": [round_six(min(row)) for row in values],
+        "high": [round_six(max(row)) for row in values],
         "breaks": [],
     }
 

@@ -12,12 +12,12 @@ from typing import Any
 from legato.dashboard.series import Series
 from legato.errors import InputError
 from legato.health.rule import LEVELS
-from legato.pages.health import counted, shown
-from legato.pages.legible import legible, shortened
+from legato.pages.health import count_findings, finding_row
+from legato.pages.legible import legible, shorten
 from legato.pages.several import flat, read_config
 from legato.pages.summary import number
 from legato.records.directory import RunDirectory
-from legato.records.tail import LONGEST, Tail, last_lines, opened, spread_lines
+from legato.records.tail import LONGEST, Tail, last_lines, open_plain_file, spread_lines
 
 _DEEPEST = 4
 _QUIET_SECONDS = 300
@@ -111,12 +111,12 @@ class Run:
             "version": f"{size}-{sick}-{changed}",
             "health": LEVELS[worst] if worst >= 0 else None,
             "findings": sum(LEVELS.index(each["level"]) == worst for each in self.findings),
-            "found": counted(self.findings),
+            "found": count_findings(self.findings),
         }
 
     def _start(self) -> dict[str, Any] | None:
         try:
-            with opened(self.directory.metrics_path) as file:
+            with open_plain_file(self.directory.metrics_path) as file:
                 lines = [file.readline(1 << 20) for _ in range(8)]
         except OSError:
             return None
@@ -140,7 +140,7 @@ class Run:
     def _planned(self) -> dict[str, int]:
         """Seed and steps. Two hundred configs read as TOML would take a second."""
         try:
-            with opened(self.directory.config_path) as file:
+            with open_plain_file(self.directory.config_path) as file:
                 text = file.read(1 << 20).decode(errors="replace")
         except OSError:
             return {}
@@ -159,7 +159,7 @@ class Run:
                 self.findings = [] if again else self.findings
                 if not lines:
                     return self.findings
-                self.findings += [found for line in lines if (found := shown(parsed(line) or {})) is not None]
+                self.findings += [found for line in lines if (found := finding_row(parsed(line) or {})) is not None]
 
     # What the curves show
 
@@ -287,4 +287,4 @@ def _changed(path: Path) -> float:
 
 
 def _line(value: Any) -> str:
-    return legible(shortened(str(value), _WIDEST), one_line=True)
+    return legible(shorten(str(value), _WIDEST), one_line=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from legato.pages.curves import short
+from legato.pages.curves import round_six
 from legato.pages.summary import number
 
 BUCKETS = 384
@@ -116,10 +116,10 @@ class Series:
             # The end of a curve is what people look at: its last bucket stands where it has come to.
             steps[-1] = self.last_step
         return {
-            "x": [short(value) for value in steps.tolist()],
-            "mean": [short(value) for value in (sums / counts).tolist()],
-            "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
-            "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
+            "x": [round_six(value) for value in steps.tolist()],
+            "mean": [round_six(value) for value in (sums / counts).tolist()],
+            "low": [round_six(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
+            "high": [round_six(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
             "breaks": breaks.tolist(),
         }
 

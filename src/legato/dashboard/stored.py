@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from legato.errors import InputError
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.summary import Record, number
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
@@ -107,7 +107,7 @@ def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dic
 
 def _row(record: Record, step: int, index: int) -> dict[str, Any]:
     def line(key: str) -> str:
-        return legible(shortened(str(record.get(key) or ""), _PREVIEW), one_line=True)
+        return legible(shorten(str(record.get(key) or ""), _PREVIEW), one_line=True)
 
     return {
         "step": step,

@@ -58,12 +58,12 @@ def implied_entropy(perplexity_change: float, entropy_change: float) -> float:
     return math.log1p(perplexity_change) / entropy_change
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
+def relative_error(measured: Tensor, exact: Tensor) -> float:
     """The largest |found - exact| / exact."""
-    return float(((found.double() - exact.double()).abs() / exact.double()).max())
+    return float(((measured.double() - exact.double()).abs() / exact.double()).max())
 
 
-def quotient_of_means(found: Likelihoods) -> tuple[float, float]:
+def quotient_of_means(values: Likelihoods) -> tuple[float, float]:
     """mean s, and mean PPL_old / mean PPL_new, which is something else."""
-    old, new = (torch.exp(h).double().mean() for h in (found.entropy_old, found.entropy_new))
-    return float(found.s.double().mean()), float(old / new)
+    old, new = (torch.exp(h).double().mean() for h in (values.entropy_old, values.entropy_new))
+    return float(values.s.double().mean()), float(old / new)

@@ -24,13 +24,13 @@ def distribution(values: Tensor) -> dict[str, float]:
         return {}
     # torch.quantile has a limit of 2^24 numbers; sorting has none.
     ascending = exact.sort().values
-    found = {"mean": float(exact.mean()), "deviation": float(exact.std(correction=0))}
-    found |= {"least": float(ascending[0]), "greatest": float(ascending[-1])}
+    summary = {"mean": float(exact.mean()), "deviation": float(exact.std(correction=0))}
+    summary |= {"least": float(ascending[0]), "greatest": float(ascending[-1])}
     for share in SHARES:
         place = share * (len(ascending) - 1)
         below, above = ascending[math.floor(place)], ascending[math.ceil(place)]
-        found[f"p{round(100 * share):02d}"] = float(torch.lerp(below, above, place - math.floor(place)))
-    return found
+        summary[f"p{round(100 * share):02d}"] = float(torch.lerp(below, above, place - math.floor(place)))
+    return summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def effective_share(weights: Tensor) -> float:
     return EffectiveSize(exact.sum(), exact.square().sum(), count).report()[""]
 
 
-def effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str, float]:
+def correction_effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str, float]:
     """What a correction made of n weights.
 
     weights   as the correction leaves them, 0 where it rejects

@@ -26,14 +26,14 @@ GO_ON = "continue"
 _LOOK_EVERY_SECONDS = 0.5
 
 
-def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
+def inapplicable_rules(algorithm: Algorithm) -> tuple[str, ...]:
     """Rules that say nothing of an algorithm."""
-    found = []
+    names = []
     if not algorithm.objective.ratio.reads_anchor:
-        found.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
+        names.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
     if any(part.scope is Scope.UPDATE and not part.reads_ratio for part in algorithm.objective.trust):
-        found += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
-    return tuple(found)
+        names += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
+    return tuple(names)
 
 
 @settings(resume="free")
@@ -79,7 +79,7 @@ class Health:
         say: Callable[[str], None],
     ) -> None:
         self.options = options
-        self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *meaningless(algorithm)])
+        self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *inapplicable_rules(algorithm)])
         self.evidence = Evidence(directory, options.evidence_steps)
         self.directory, self.say = directory, say
         self.recoveries: list[dict[str, Any]] = []
@@ -88,25 +88,25 @@ class Health:
         self.answered: set[str] = set()
         """Alarms from whose pause a person let the run go on."""
 
-    def see(self, report: StepReport) -> Finding | None:
+    def observe(self, report: StepReport) -> Finding | None:
         """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
         self.evidence.hold(report)
-        findings = self.watch.see(report.step, report.metrics)
+        findings = self.watch.observe(report.step, report.metrics)
         self.answered &= {*self.watch.active}
         alarm = worst(finding for finding in findings if finding.level == "alarm")
-        folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
+        folder = None if alarm is None else self.evidence.write(self.evidence_folder(report.step), findings)
         for finding in findings:
-            found: dict[str, Any] = {"kind": "finding", **asdict(finding)}
+            record: dict[str, Any] = {"kind": "finding", **asdict(finding)}
             if finding.level == "alarm" and folder is not None:
-                found["evidence"] = str(folder.relative_to(self.directory.path))
-            self.directory.health.append(found, sync=True)
+                record["evidence"] = str(folder.relative_to(self.directory.path))
+            self.directory.health.append(record, sync=True)
             if finding.level != "note":
                 self.say(f"{finding.level} at step {finding.step}: {finding.words} ({finding.rule})")
         if folder is not None:
             self.say(f"evidence: {folder}")
         return alarm
 
-    def folder(self, step: int) -> Path:
+    def evidence_folder(self, step: int) -> Path:
         """Where the evidence of an alarm at this step is."""
         return self.directory.evidence_path(step, len(self.recoveries) + 1)
 
@@ -120,16 +120,16 @@ class Health:
         level = next(rule.level for rule in self.watch.rules if rule.name == name)
         return level != "note" and self.watch.since[name] > step - REST
 
-    def kept(self, steps: Sequence[int], step: int) -> list[int]:
+    def checkpoints_to_keep(self, steps: Sequence[int], step: int) -> list[int]:
         """Which checkpoints must stay: the newest that is healthy, where the run or a person may have to go back to it.
 
         A run that ends or waits at an alarm saves the state it has then, which must not push that one out.
         """
         if self.options.action == "say":
             return []
-        return self.by_health(steps, step)[:1]
+        return self.checkpoints_by_health(steps, step)[:1]
 
-    def by_health(self, steps: Sequence[int], step: int) -> list[int]:
+    def checkpoints_by_health(self, steps: Sequence[int], step: int) -> list[int]:
         """Checkpoints, given ascending, in the order in which to go back to them from a step: the newest healthy one first,
         and those that are too new from the oldest on."""
         limit = self._healthy_before(step)
@@ -147,8 +147,8 @@ class Health:
             self.answered |= self.watch.alarms()
             self.say("going on")
 
-    def memory(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
         return {
             "watch": self.watch.state(),
             "recoveries": list(self.recoveries),
@@ -157,14 +157,14 @@ class Health:
             "position": self.directory.health.position(),
         }
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave; nothing where the run is from before the watch."""
-        if not memory:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state()` returned. An empty mapping, from a run older than the watch, changes nothing."""
+        if not state:
             return
-        self.watch.load(memory["watch"])
+        self.watch.load(state["watch"])
         if self.options.action != "say":
             # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
             # silence and never be acted on.
-            self.answered = {*memory.get("answered", ())}
+            self.answered = {*state.get("answered", ())}
             self.watch.renew(self.answered)
-        self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])
+        self.recoveries, self.clip_scale = list(state["recoveries"]), float(state["clip_scale"])

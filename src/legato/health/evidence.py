@@ -21,8 +21,8 @@ from torch import Tensor
 from legato.core.rollout import Group
 from legato.health.rule import Finding
 from legato.records.directory import RunDirectory
-from legato.records.lines import RunDirectoryError, parsed, write_records
-from legato.records.rollouts import records
+from legato.records.lines import RunDirectoryError, parse_line, write_records
+from legato.records.rollouts import rollout_records
 from legato.training.report import StepReport
 
 METRICS_KEPT = 60
@@ -55,30 +55,30 @@ class Evidence:
 
     def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
         """The folder, or None where the run wants none or has enough of them."""
-        if not self._steps.maxlen or (not folder.exists() and _count(folder.parent) >= MOST):
+        if not self._steps.maxlen or (not folder.exists() and _count_entries(folder.parent) >= MOST):
             return None
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "finding.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
-            (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in self._recorded()))
+            (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in self._last_step_lines()))
             for held in self._steps:
-                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", records(held.groups))
+                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", rollout_records(held.groups))
                 tensors = {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}
                 save_file(tensors, folder / f"tensors-{held.step:06d}.safetensors")
         except OSError as error:
             raise RunDirectoryError(f"cannot write {folder}: {error.strerror or error}") from error
         return folder
 
-    def _recorded(self) -> list[bytes]:
+    def _last_step_lines(self) -> list[bytes]:
         """The last steps as the run recorded them, those from before it was resumed among them."""
-        found: list[bytes] = []
-        for line in reversed(self.directory.recorded.after(0).splitlines()):
-            if len(found) == METRICS_KEPT:
+        lines: list[bytes] = []
+        for line in reversed(self.directory.metrics_file.after(0).splitlines()):
+            if len(lines) == METRICS_KEPT:
                 break
-            if (record := parsed(line)) is not None and record.get("kind") == "step":
-                found.append(line)
-        return found[::-1]
+            if (record := parse_line(line)) is not None and record.get("kind") == "step":
+                lines.append(line)
+        return lines[::-1]
 
     def forget(self) -> None:
         """The run goes on from somewhere else."""
@@ -93,5 +93,5 @@ def _without_routes(group: Group) -> Group:
     return replace(group, members=members)
 
 
-def _count(folder: Path) -> int:
+def _count_entries(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import InputError
-from legato.health.explain import judged
+from legato.health.explain import rules_with_metrics
 from legato.health.rules import RULES
 
 TRL: dict[str, str] = {
@@ -70,7 +70,7 @@ _PREFIX = "train/"
 _LARGEST = 500_000_000
 
 
-def find(path: Path) -> Path | None:
+def find_log(path: Path) -> Path | None:
     """The log in a file or folder that is none of our run directories; None where there is none."""
     if path.is_file():
         return path
@@ -81,41 +81,41 @@ def find(path: Path) -> Path | None:
     return max(numbered, key=lambda p: int(p.parent.name.rpartition("-")[2]), default=None)
 
 
-def beside(sentence: str) -> str:
+def add_trl_names(sentence: str) -> str:
     """A sentence with the settings of TRL after what it calls otherwise."""
-    return _OPTION.sub(lambda found: f"{found[0]} (TRL: {OPTIONS[found[0]]})", sentence)
+    return _OPTION.sub(lambda match: f"{match[0]} (TRL: {OPTIONS[match[0]]})", sentence)
 
 
-def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def read_log(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Step records in our keys. `columns` maps a key of ours to a column of the file.
 
     Lines of one step are one record, the last word on each number: some trainers log a step in several lines, and those that
     were resumed log steps again.
     """
-    given = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
-    mapping = {**TRL, **given}
+    given_columns = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
+    mapping = {**TRL, **given_columns}
     rows = [row for row in _rows(path) if row.get("kind") not in OURS]
     if not rows:
         raise InputError(f"{path} holds no step")
-    there = {str(name) for row in rows for name in row}
+    names = {str(name) for row in rows for name in row}
     for key, column in (columns or {}).items():
         if not _is_read(key):
             raise InputError(
                 f"--column {key}={column}: no rule reads {key!r}; those that are read: {', '.join(sorted(_READ))}"
             )
-        if not {given[key], _PREFIX + given[key]} & there:
+        if not {given_columns[key], _PREFIX + given_columns[key]} & names:
             raise InputError(
-                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(there)[:30])}"
+                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(names)[:30])}"
             )
-    found: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         record = _record(row, number, mapping)
         if len(record) > 2:
-            found.setdefault(record["step"], {}).update(record)
-    records = [found[step] for step in sorted(found)]
-    if not judged(records):
+            merged.setdefault(record["step"], {}).update(record)
+    records = [merged[step] for step in sorted(merged)]
+    if not rules_with_metrics(records):
         raise InputError(
-            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(there)[:30])}; say which is which, as in"
+            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(names)[:30])}; say which is which, as in"
             " --column reward/mean=COLUMN --column entropy/mean=COLUMN --column length/mean=COLUMN (all keys:"
             " docs/metrics.md)"
         )

@@ -81,19 +81,19 @@ class Rule:
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
             also += f" and (> {self.beyond:g} x the largest of them or > {self.far:g} x the median)" if self.beyond else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
-            said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
+            words = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test in ("of-best", "of-start"):
             best = f"its best mean of {self.window}" if self.test == "of-best" else f"that of the first {self.window}"
-            said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
-            said += f", {self.hits} steps in a row" if self.hits > 1 else ""
+            words = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
+            words += f", {self.hits} steps in a row" if self.hits > 1 else ""
         else:
             side = ">" if self.test == "rises" else "<"
-            said = (
+            words = (
                 f"mean of {self.of} steps of {looked_at} {side} mean of the {self.window} before by {self.threshold:g}"
                 f" standard errors and by {self.least:.0%} of it"
             )
-        said += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
-        return said + (f", unless `{self.under}` holds" if self.under else "")
+        words += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
+        return words + (f", unless `{self.under}` holds" if self.under else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

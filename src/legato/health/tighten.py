@@ -15,7 +15,7 @@ def clip_bounds(algorithm: Algorithm) -> dict[str, float]:
     return {path: value for path, value in values.items() if isinstance(value, int | float)}
 
 
-def tightened(algorithm: Algorithm, factor: float) -> Algorithm:
+def tighten_clip(algorithm: Algorithm, factor: float) -> Algorithm:
     """The algorithm with those bounds multiplied."""
     if factor == 1:
         return algorithm

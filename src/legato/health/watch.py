@@ -54,7 +54,7 @@ class Watch:
         self._renewed: set[str] = set()
         """Rules that are told again with the next step that has them, if they do not rest before."""
 
-    def see(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
         """Look at a step; the rules that begin to hold with it."""
         self.last = step
         if step > self.settled:
@@ -62,23 +62,23 @@ class Watch:
                 held = self.history.setdefault(key, [])
                 held.append(_number(metrics, key))
                 del held[: -self._length]
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for rule in self.rules:
             passed, value, usual, metric = self._judge(rule, step, metrics)
             if self._holds(rule, passed):
                 began = rule.name not in self.active
                 self.active[rule.name] = step
                 if began:
-                    self.since[rule.name] = self._began(rule, step)
+                    self.since[rule.name] = self._first_sign(rule, step)
                 if began or rule.name in self._renewed:
                     self._renewed.discard(rule.name)
-                    found.append(self._finding(rule, step, metric, value, usual))
+                    findings.append(self._finding(rule, step, metric, value, usual))
             elif rule.name in self.active and step - self.active[rule.name] >= REST:
                 del self.active[rule.name], self.since[rule.name]
                 self._renewed.discard(rule.name)
-        return found
+        return findings
 
-    def _began(self, rule: Rule, step: int) -> int:
+    def _first_sign(self, rule: Rule, step: int) -> int:
         if rule.test in AVERAGING:
             return step - rule.of - rule.hits + 2
         held = self.hits[rule.name]
@@ -92,7 +92,7 @@ class Watch:
 
     def _judge(self, rule: Rule, step: int, metrics: Mapping[str, Any]) -> tuple[bool, float | None, float | None, str]:
         if rule.test == "together":
-            return (*self._together(rule, step), rule.metrics[0])
+            return (*self._test_together(rule, step), rule.metrics[0])
         metric = next((key for key in rule.metrics if _present(metrics, key)), None)
         if metric is None:
             return False, None, None, rule.metrics[0]
@@ -101,24 +101,24 @@ class Watch:
         value = _number(metrics, metric)
         if value is None:
             return False, None, None, metric
-        passed, value, usual = self._compared(rule, metric, value)
+        passed, value, usual = self._compare(rule, metric, value)
         passed = passed and self.active.get(rule.under) != step
         if rule.unless is not None and (excuse := _number(metrics, rule.unless[0])) is not None:
             passed = passed and excuse <= rule.unless[1]
         return passed, value, usual, metric
 
-    def _compared(self, rule: Rule, metric: str, value: float) -> Judged:
+    def _compare(self, rule: Rule, metric: str, value: float) -> Judged:
         if rule.test == "above":
             return value > rule.threshold, value, None
         if rule.test == "below":
             return value < rule.threshold, value, None
         if rule.test == "of-start":
-            return self._of_start(rule, value)
+            return self._test_of_start(rule, value)
         held = self.history.get(metric, [])
         before = [each for each in held[: -rule.of][-rule.window :] if each is not None]
         recent = [each for each in held[-rule.of :] if each is not None]
         if rule.test == "of-best":
-            return self._of_best(rule, before, recent)
+            return self._test_of_best(rule, before, recent)
         if len(before) < max(2, rule.window // 2) or not recent:
             return False, value, None
         if rule.test in ("times", "share"):
@@ -127,17 +127,17 @@ class Watch:
                 new = value > rule.beyond * max(before) or 0 < rule.far * usual < value
                 return new and value > max(rule.threshold * usual, rule.least), value, usual
             return value < rule.threshold * usual and usual > rule.least, value, usual
-        return _moved(rule, before, recent)
+        return _has_moved(rule, before, recent)
 
-    def _of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+    def _test_of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
         if len(before) >= rule.window and (usual := statistics.fmean(before)) > self.best.get(rule.name, -math.inf):
             self.best[rule.name], self.spread[rule.name] = usual, statistics.stdev(before)
         best = self.best.get(rule.name)
         if best is None or len(recent) < rule.of:
             return False, None, best
-        return _lost(rule, recent, best, self.spread.get(rule.name, 0.0))
+        return _has_fallen(rule, recent, best, self.spread.get(rule.name, 0.0))
 
-    def _of_start(self, rule: Rule, value: float) -> Judged:
+    def _test_of_start(self, rule: Rule, value: float) -> Judged:
         if rule.name in self._without_start:
             return False, None, None
         held = self.start.setdefault(rule.name, [])
@@ -146,9 +146,9 @@ class Watch:
         first, recent = held[: rule.window], held[rule.window :]
         if len(recent) < rule.of:
             return False, None, None
-        return _lost(rule, recent, statistics.fmean(first), statistics.stdev(first))
+        return _has_fallen(rule, recent, statistics.fmean(first), statistics.stdev(first))
 
-    def _together(self, rule: Rule, step: int) -> Judged:
+    def _test_together(self, rule: Rule, step: int) -> Judged:
         first = next((each for each in self.rules if each.name == rule.metrics[0]), None)
         if first is None:
             return False, None, None
@@ -161,11 +161,11 @@ class Watch:
         return recent and bool(families - {first.family}), None, None
 
     def _finding(self, rule: Rule, step: int, metric: str, value: float | None, usual: float | None) -> Finding:
-        given = {
-            "value": _shown(value),
-            "usual": _shown(usual),
-            "share": _share(value),
-            "usual_share": _share(usual),
+        fields = {
+            "value": _format(value),
+            "usual": _format(usual),
+            "share": _percent(value),
+            "usual_share": _percent(usual),
             "threshold": f"{rule.threshold:g}",
             "of": rule.of,
             "window": rule.window,
@@ -179,7 +179,7 @@ class Watch:
             metric=metric,
             value=value,
             usual=usual,
-            words=rule.says.format(**given),
+            words=rule.says.format(**fields),
         )
 
     def alarms(self) -> set[str]:
@@ -230,7 +230,7 @@ def worst(findings: Iterable[Finding]) -> Finding | None:
     return max(findings, key=lambda finding: LEVELS.index(finding.level), default=None)
 
 
-def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+def _has_moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
     """Whether the mean of the last steps is away from that of those before by more than chance and more than a little."""
     mean, usual = statistics.fmean(recent), statistics.fmean(before)
     error = statistics.stdev(before) * math.sqrt(1 / len(recent) + 1 / len(before))
@@ -239,7 +239,7 @@ def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judg
     return enough, mean, usual
 
 
-def _lost(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
+def _has_fallen(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
     """Whether the mean of the last steps is below a share of what it was, by more than chance."""
     mean, error = statistics.fmean(recent), spread * math.sqrt(1 / rule.of + 1 / rule.window)
     return usual > 0 and mean < rule.threshold * usual and usual - mean > CHANCE * error, mean, usual
@@ -254,17 +254,17 @@ def _present(metrics: Mapping[str, Any], key: str) -> bool:
 def _number(metrics: Mapping[str, Any], key: str) -> float | None:
     """A finite number, or None."""
     if key.endswith("@*"):
-        found = [_number(metrics, each) for each in metrics if each.startswith(key[:-1])]
-        return max((each for each in found if each is not None), default=None)
+        values = [_number(metrics, each) for each in metrics if each.startswith(key[:-1])]
+        return max((each for each in values if each is not None), default=None)
     value = metrics.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _share(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3g}%"

@@ -53,7 +53,7 @@ def quintiles(log_s: Tensor, advantages: Tensor, lengths: Tensor, share: float =
     ]
 
 
-def heterogeneous(count: int = 20_000, deviation: float = 0.015, seed: int = 0) -> list[Quintile]:
+def heterogeneous_lengths(count: int = 20_000, deviation: float = 0.015, seed: int = 0) -> list[Quintile]:
     """Log-normal lengths (median 1,000, sigma 1) and independent tokens."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(3, count, generator=generator, dtype=torch.float64)
@@ -98,10 +98,10 @@ class Correlated:
     clipped: float
 
 
-def correlated(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: float = 0.02) -> list[Correlated]:
+def correlated_tokens(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: float = 0.02) -> list[Correlated]:
     """Every kind of correlation with the same gap: all clip the same, since only the variance of log s matters."""
     bound = math.log1p(calibrated_width(SHARE, sigma, 1.0, length))
-    found = []
+    results = []
     for process in processes(gap, length).values():
         generator = torch.Generator().manual_seed(0)
         log_s = process.tokens(rows, length, sigma, generator).mean(1)
@@ -109,8 +109,8 @@ def correlated(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: flo
         actual = process.gap(length)
         expected = 1 - _NORMAL.cdf(_NORMAL.inv_cdf(1 - SHARE) / math.sqrt(actual))
         clipped = float((sign * log_s > bound).double().mean())
-        found.append(Correlated(process=process.name, gap=actual, expected=expected, clipped=clipped))
-    return found
+        results.append(Correlated(process=process.name, gap=actual, expected=expected, clipped=clipped))
+    return results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +130,17 @@ NORMAL_BEYOND = 2 * (1 - _NORMAL.cdf(4.0))
 NORMAL_QUANTILE = _NORMAL.inv_cdf(0.9995)
 
 
-def heavy(rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: float = 0.02, seed: int = 0) -> list[Heavy]:
+def heavy_tails(
+    rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: float = 0.02, seed: int = 0
+) -> list[Heavy]:
     """Responses of several lengths; a variance of such tokens itself scatters much."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for length in lengths:
         log_s = torch.cat([student(2000, length, generator).mean(1) for _ in range(rows // 2000)]) * sigma
         deviation = sigma / math.sqrt(length)
         size = log_s.abs() / deviation
-        found.append(
+        results.append(
             Heavy(
                 length=length,
                 gap=float(log_s.var() / deviation**2),
@@ -146,7 +148,7 @@ def heavy(rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: 
                 quantile=float(torch.quantile(size, 0.999)),
             )
         )
-    return found
+    return results
 
 
 def student(rows: int, length: int, generator: torch.Generator) -> Tensor:

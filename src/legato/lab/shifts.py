@@ -9,7 +9,7 @@ from torch import Tensor
 
 from legato.config.resolved import Resolved
 from legato.diagnostics.gaps import effective_share
-from legato.lab.bed import Bed, Observed, Say, bed_of
+from legato.lab.recorder import ObservedUpdate, Say, UpdateRecorder, recorder_of
 from legato.policy.policy import Policy
 from legato.run.mismatch import unchanged
 
@@ -17,7 +17,7 @@ FASTER, MANY = 10.0, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Movement:
     """What one update of a step saw of the policy's movement, over several steps."""
 
     index: int
@@ -32,29 +32,29 @@ class Moved:
     """Among responses with an advantage."""
 
 
-def moved(seen: Sequence[Observed]) -> list[Moved]:
+def movements(observed: Sequence[ObservedUpdate]) -> list[Movement]:
     """Update by update, the first included: there nothing has moved."""
-    found = []
-    for index in sorted({each.index for each in seen}):
-        mine = [each for each in seen if each.index == index]
-        log_s = torch.cat([each.log_s for each in mine])
-        found.append(
-            Moved(
+    by_update = []
+    for index in sorted({each.index for each in observed}):
+        updates = [each for each in observed if each.index == index]
+        log_s = torch.cat([each.log_s for each in updates])
+        by_update.append(
+            Movement(
                 index=index,
                 responses=len(log_s),
                 mean=float(log_s.exp().mean()),
                 deviation=float(log_s.std(correction=0)),
                 effective=effective_share(log_s.exp()),
-                clipped=clipped_share(mine),
+                clipped=clipped_share(updates),
             )
         )
-    return found
+    return by_update
 
 
-def clipped_share(seen: Sequence[Observed]) -> float:
+def clipped_share(observed: Sequence[ObservedUpdate]) -> float:
     """Responses clipped as a whole among those with an advantage."""
-    counted = torch.cat([each.advantages != 0 for each in seen])
-    clipped: Tensor = torch.cat([each.clipped for each in seen])
+    counted = torch.cat([each.advantages != 0 for each in observed])
+    clipped: Tensor = torch.cat([each.clipped for each in observed])
     return float(clipped[counted].double().mean()) if bool(counted.any()) else float("nan")
 
 
@@ -64,8 +64,8 @@ class Shift:
 
     name: str
     changes: Mapping[str, Any]
-    seen: tuple[Observed, ...]
-    updates: tuple[Moved, ...]
+    observed: tuple[ObservedUpdate, ...]
+    updates: tuple[Movement, ...]
     rewards: tuple[float, ...]
 
 
@@ -79,13 +79,19 @@ def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: 
         f"lr x {FASTER:g}": {"lr": FASTER * training.lr},
         f"{MANY} updates a step": {"updates_per_step": MANY},
     }
-    found = []
+    results = []
     for name, changes in ways.items():
         say(f"{name}, {steps} steps of {prompts} prompts")
-        bed: Bed = bed_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
+        recorder: UpdateRecorder = recorder_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
         with unchanged(policy):
-            rewards = [bed.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
-        found.append(
-            Shift(name=name, changes=changes, seen=tuple(bed.seen), updates=tuple(moved(bed.seen)), rewards=tuple(rewards))
+            rewards = [recorder.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
+        results.append(
+            Shift(
+                name=name,
+                changes=changes,
+                observed=tuple(recorder.observed),
+                updates=tuple(movements(recorder.observed)),
+                rewards=tuple(rewards),
+            )
         )
-    return found
+    return results

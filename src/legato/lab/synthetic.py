@@ -46,7 +46,7 @@ def slope_error(rows: int, lengths: Sequence[int]) -> float:
 
 def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Simulated]:
     """Every explanation at every length, each length with responses of its own."""
-    found = []
+    results = []
     sizes = torch.tensor(lengths, dtype=torch.float64)
     for process in processes(GAP, AT).values():
         generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> 
             if length == AT:
                 kappa, first = integrated_autocorrelation(tokens, torch.ones_like(tokens, dtype=torch.bool))
         expected = [process.gap(length) for length in lengths]
-        found.append(
+        results.append(
             Simulated(
                 name=process.name,
                 lengths=tuple(lengths),
@@ -69,4 +69,4 @@ def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> 
                 first=first,
             )
         )
-    return found
+    return results

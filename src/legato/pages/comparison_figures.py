@@ -7,7 +7,7 @@ from typing import Any
 
 from legato.diagnostics.statistics.seeds import interval, mean
 from legato.pages.comparison_tables import Results, label
-from legato.pages.curves import short, thinned
+from legato.pages.curves import round_six, thin
 from legato.pages.legible import legible
 from legato.pages.traces import AMBER, BLUE, GREEN, RED, VIOLET, Figure, Trace, axis, band, figure, line, shares
 
@@ -61,16 +61,16 @@ def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figur
 def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
     """Mean and band of several courses, at each step over those that have it."""
     steps = sorted({step for course in courses for step in course})
-    steps = [steps[index] for index in thinned(len(steps), BANDS)]
+    steps = [steps[index] for index in thin(len(steps), BANDS)]
     values = {step: [course[step] for course in courses if step in course] for step in steps}
     x = [float(step) for step in steps]
     named = _safe(name)
-    average = line(x, [short(mean(values[step])) for step in steps], named, colour)
+    average = line(x, [round_six(mean(values[step])) for step in steps], named, colour)
     around = {step: interval(mean, values[step]) for step in steps}
     if not steps:
         return []
-    low = [short(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
-    high = [short(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
+    low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
+    high = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
     if low == high:
         return [average]
     edges = [trace | {"showlegend": False, "legendgroup": named} for trace in band(x, low, high, named, colour)]
@@ -91,7 +91,7 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
                 "name": _safe(arm),
                 "showlegend": False,
                 "x": [_safe(arm)] * len(runs),
-                "y": [short(run["score"]) for run in runs],
+                "y": [round_six(run["score"]) for run in runs],
                 "text": [f"seed {run['seed']}: {run['status']}" for run in runs],
                 "marker": {"color": broken, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
             }
@@ -113,12 +113,12 @@ def _bar(
         "mode": "markers",
         "name": _safe(name),
         "x": list(x),
-        "y": [short(value) for value in y],
+        "y": [round_six(value) for value in y],
         "error_y": {
             "type": "data",
             "symmetric": False,
-            "array": [short(max(0.0, high - value)) for value, (_, high) in zip(y, ends, strict=True)],
-            "arrayminus": [short(max(0.0, value - low)) for value, (low, _) in zip(y, ends, strict=True)],
+            "array": [round_six(max(0.0, high - value)) for value, (_, high) in zip(y, ends, strict=True)],
+            "arrayminus": [round_six(max(0.0, value - low)) for value, (low, _) in zip(y, ends, strict=True)],
             "thickness": 1.6,
             "width": 6,
         },
@@ -142,7 +142,7 @@ def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: st
             "type": "bar",
             "name": phase,
             "x": [_safe(arm) for arm in phases],
-            "y": [short(found[phase]) for found in phases.values()],
+            "y": [round_six(found[phase]) for found in phases.values()],
             "marker": {"color": colour, "line": {"width": 0}},
         }
         for phase, colour in (("rollouts", BLUE), ("anchor", VIOLET), ("update", AMBER))

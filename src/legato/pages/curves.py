@@ -40,16 +40,16 @@ def curve(records: Sequence[Record], key: str) -> Curve | None:
     if not steps:
         return None
     window = min(_WIDEST_WINDOW, max(5, len(values) // 20)) | 1 if len(values) >= _FEWEST_AVERAGED else 1
-    shown = thinned(len(steps))
+    shown = thin(len(steps))
     average, low, high = [], [], []
     for index in shown:
         near = sorted(values[max(0, index - window // 2) : index + window // 2 + 1])
-        average.append(short(math.fsum(near) / len(near)))
-        low.append(short(quantile(near, 0.1)))
-        high.append(short(quantile(near, 0.9)))
+        average.append(round_six(math.fsum(near) / len(near)))
+        low.append(round_six(quantile(near, 0.1)))
+        high.append(round_six(quantile(near, 0.9)))
     return Curve(
         steps=[steps[index] for index in shown],
-        values=[short(values[index]) for index in shown],
+        values=[round_six(values[index]) for index in shown],
         average=average,
         low=low,
         high=high,
@@ -57,7 +57,7 @@ def curve(records: Sequence[Record], key: str) -> Curve | None:
     )
 
 
-def thinned(count: int, most: int = MOST_POINTS) -> list[int]:
+def thin(count: int, most: int = MOST_POINTS) -> list[int]:
     """Indices of at most `most` points, the first and the last among them."""
     if count <= most:
         return list(range(count))
@@ -69,7 +69,7 @@ def chunks(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[
     size = max(1, math.ceil(len(values) / most))
     starts = range(0, len(values), size)
     means = [math.fsum(values[at : at + size]) / len(values[at : at + size]) for at in starts]
-    return [steps[at] for at in starts], [short(mean) for mean in means]
+    return [steps[at] for at in starts], [round_six(mean) for mean in means]
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
@@ -80,7 +80,7 @@ def quantile(ascending: Sequence[float], share: float) -> float:
     return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
 
 
-def short(value: float) -> float:
+def round_six(value: float) -> float:
     """Six digits: more cannot be seen."""
     return float(f"{value:.6g}")
 
@@ -93,11 +93,11 @@ class Bins:
     counts: tuple[float, ...]
 
     @classmethod
-    def read(cls, found: Any) -> "Bins | None":
+    def read(cls, stored: Any) -> "Bins | None":
         """From a record; None where it is not one or is empty."""
-        if not isinstance(found, Mapping):
+        if not isinstance(stored, Mapping):
             return None
-        edges, counts = found.get("edges"), found.get("counts")
+        edges, counts = stored.get("edges"), stored.get("counts")
         if not (isinstance(edges, list) and isinstance(counts, list) and len(edges) == len(counts) + 1):
             return None
         numbers = [*edges, *counts]
@@ -123,7 +123,7 @@ class Bins:
         return self.edges[-2], self.edges[-1]
 
 
-def rebinned(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[float], list[list[float]]]:
+def rebin(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[float], list[list[float]]]:
     """Equal bins over where nearly all values lie, and the share of each histogram in them.
 
     Stored edges may be logarithmic: drawn as they are, the bins beside 0 would be invisible.
@@ -134,5 +134,5 @@ def rebinned(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[floa
     shares = []
     for each in histograms:
         cumulative = [each.below(edge) for edge in edges]
-        shares.append([short(upper - lower) for lower, upper in pairwise(cumulative)])
+        shares.append([round_six(upper - lower) for lower, upper in pairwise(cumulative)])
     return edges, shares

@@ -51,7 +51,7 @@ class _Scale:
         return self.start + (self.end - self.start) * (number - self.low) / (self.high - self.low)
 
 
-def drawn(figure: Figure) -> str:
+def draw_svg(figure: Figure) -> str:
     """The figure as the text of an SVG file, title and legend included."""
     named = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
     legend = _legend(named if figure.layout.get("showlegend", len(named) > 1) else [])
@@ -79,7 +79,7 @@ def drawn(figure: Figure) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def rasterised(svg: Path) -> Path | None:
+def rasterise(svg: Path) -> Path | None:
     """The same beside it as PNG, twice as fine, by the first tool that is there; None where there is none."""
     png = svg.with_suffix(".png")
     size = f"{WIDTH},{HEIGHT}"

@@ -20,7 +20,7 @@ from typing import Any
 
 from legato.errors import InputError
 from legato.pages.comparison_tables import Table
-from legato.pages.drawing import drawn, rasterised
+from legato.pages.drawing import draw_svg, rasterise
 from legato.pages.legible import legible
 from legato.pages.mismatch import share, short
 from legato.pages.page import page, plotly_library
@@ -118,15 +118,15 @@ class Account:
     extra: str = ""
     """HTML of the experiment's own, escaped already."""
 
-    def checked(self) -> Table | None:
+    def check_table(self) -> Table | None:
         """The expectations as a table."""
         if not self.checks:
             return None
         rows = tuple(
             (
                 check.what,
-                _shown(check.expected),
-                _shown(check.measured),
+                _format_value(check.expected),
+                _format_value(check.measured),
                 "-" if check.difference is None else share(check.difference) if check.relative else short(check.difference),
                 "-" if check.tolerance is None else share(check.tolerance) if check.relative else short(check.tolerance),
                 check.verdict,
@@ -138,11 +138,11 @@ class Account:
         return Table(title="Expected and measured", note="", headings=headings, rows=rows)
 
     def tables(self) -> list[Table]:
-        first = self.checked()
+        first = self.check_table()
         return [*([] if first is None else [first]), *(sheet.table() for sheet in self.sheets)]
 
 
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if isinstance(value, float):
         return short(value, 6)
     return "-" if value is None else str(value)
@@ -171,9 +171,9 @@ def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
         with files[-1].open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([sheet.headings, *sheet.rows])
     for figure in account.figures:
-        svg = folder / "figures" / f"{named(figure.title)}.svg"
-        svg.write_text(drawn(figure), encoding="utf-8")
-        files += [svg, *([made] if png and (made := rasterised(svg)) is not None else [])]
+        svg = folder / "figures" / f"{file_stem(figure.title)}.svg"
+        svg.write_text(draw_svg(figure), encoding="utf-8")
+        files += [svg, *([png_file] if png and (png_file := rasterise(svg)) is not None else [])]
     return files
 
 
@@ -215,14 +215,14 @@ def content(account: Account) -> dict[str, Any]:
 
 def read(stored: Mapping[str, Any]) -> Account:
     """The account that NAME.json holds, without its figures."""
-    kept = ("what", "expected", "measured", "tolerance", "relative", "source")
+    fields = ("what", "expected", "measured", "tolerance", "relative", "source")
     return Account(
         name=stored["experiment"],
         title=stored["title"],
         about=stored["about"],
         facts=stored["facts"],
         sentences=stored["sentences"],
-        checks=[Check(**{key: check[key] for key in kept}) for check in stored["checks"]],
+        checks=[Check(**{key: check[key] for key in fields}) for check in stored["checks"]],
         sheets=[
             Sheet(
                 name=name,
@@ -247,7 +247,7 @@ def markdown(account: Account, figures: str = "figures") -> str:
     pieces += tables_as_text(account.tables())
     if figures:
         for figure in account.figures:
-            pieces += ["", f"![{_cell(figure.title)}]({figures}/{named(figure.title)}.svg)", "", _cell(figure.caption)]
+            pieces += ["", f"![{_cell(figure.title)}]({figures}/{file_stem(figure.title)}.svg)", "", _cell(figure.caption)]
     return "\n".join(pieces) + "\n"
 
 
@@ -262,31 +262,31 @@ def tables_as_text(tables: Sequence[Table], level: int = 2) -> list[str]:
     return pieces
 
 
-def named(title: str) -> str:
+def file_stem(title: str) -> str:
     """A title as the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _head(account: Account) -> str:
     facts = "".join(f"<span>{_safe(name)} <b>{_safe(value)}</b></span>" for name, value in account.facts.items())
-    said = "".join(f"<li>{_safe(each)}</li>" for each in account.sentences)
-    checks = account.checked()
+    items = "".join(f"<li>{_safe(each)}</li>" for each in account.sentences)
+    checks = account.check_table()
     return (
         f'<header><h1>{_safe(account.title)}</h1><div class="facts">{facts}</div><p>{_safe(account.about)}</p>'
-        f'<div class="card"><ul>{said}</ul></div></header>{"" if checks is None else _table(checks)}'
+        f'<div class="card"><ul>{items}</ul></div></header>{"" if checks is None else _table(checks)}'
     )
 
 
-def _table(found: Table) -> str:
+def _table(table: Table) -> str:
     colours = defaultdict(str, {"differs": "bad", "as expected": "good"})
-    head = "".join(f"<th>{_safe(word)}</th>" for word in found.headings)
+    head = "".join(f"<th>{_safe(word)}</th>" for word in table.headings)
     rows = ""
-    for row in found.rows:
+    for row in table.rows:
         cells = "".join(f"<td class='{colours[word]}'>{_safe(word)}</td>" for word in row)
         rows += f"<tr>{cells}</tr>"
-    note = f'<p class="dim">{_safe(found.note)}</p>' if found.note else ""
+    note = f'<p class="dim">{_safe(table.note)}</p>' if table.note else ""
     return (
-        f"<section><h2>{_safe(found.title)}</h2>{note}"
+        f"<section><h2>{_safe(table.title)}</h2>{note}"
         f'<div class="card rows"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
 

@@ -20,7 +20,7 @@ def piece(text: str) -> str:
     return legible(text, one_line=True).replace(" ", "\u2423") or "\u2205"
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """At most `width` characters, the middle left out: questions start a text and answers end it."""
     if len(text) <= width:
         return text

@@ -26,18 +26,22 @@ class Figure:
     wide: bool = False
 
 
-def averaged(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
-    found = curve(records, key)
-    return [] if found is None else [line(found.steps, found.average, name, colour)]
+def average_line(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
+    average = curve(records, key)
+    return [] if average is None else [line(average.steps, average.average, name, colour)]
 
 
-def banded(found: Curve, name: str, colour: str) -> list[Trace]:
+def line_with_band(quantity: Curve, name: str, colour: str) -> list[Trace]:
     """The moving average in its band, and the values themselves faintly."""
-    if found.window == 1:
-        return [line(found.steps, found.values, name, colour)]
-    raw = line(found.steps, found.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
-    average = line(found.steps, found.average, name, colour)
-    return [*band(found.steps, found.low, found.high, f"p10 to p90 of {found.window} steps", colour), raw, average]
+    if quantity.window == 1:
+        return [line(quantity.steps, quantity.values, name, colour)]
+    raw = line(quantity.steps, quantity.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
+    average = line(quantity.steps, quantity.average, name, colour)
+    return [
+        *band(quantity.steps, quantity.low, quantity.high, f"p10 to p90 of {quantity.window} steps", colour),
+        raw,
+        average,
+    ]
 
 
 def band(x: list[float], low: list[float], high: list[float], name: str, colour: str) -> list[Trace]:
@@ -73,8 +77,8 @@ def shares(title: str, *, whole: bool = True) -> dict[str, Any]:
 def figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], *, wide: bool = False) -> Figure | None:
     if not data:
         return None
-    named = sum(trace.get("showlegend", True) for trace in data)
-    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": named > 1} | layout
+    entries = sum(trace.get("showlegend", True) for trace in data)
+    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": entries > 1} | layout
     return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide)
 
 

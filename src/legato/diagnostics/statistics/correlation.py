@@ -33,10 +33,10 @@ class Process:
 
 def processes(gap: float, length: int) -> dict[str, Process]:
     """Independent tokens, and each explanation with the parameter that gives `gap` at `length`."""
-    found = explanations_of_gap(gap, length)
-    phi, rho, block = found["autoregressive_phi"], found["equal_correlation"], found["block_correlation_16"]
-    hurst, drift = found["hurst"], found["drift_share"]
-    made = (
+    parameters = explanations_of_gap(gap, length)
+    phi, rho, block = parameters["autoregressive_phi"], parameters["equal_correlation"], parameters["block_correlation_16"]
+    hurst, drift = parameters["hurst"], parameters["drift_share"]
+    explanations = (
         Process(name="independent", gap=lambda n: 1.0, unit=_normal),
         Process(
             name="AR(1)", gap=lambda n: autoregressive_kappa(phi, n), unit=lambda r, n, g: _autoregressive(r, n, phi, g)
@@ -52,7 +52,7 @@ def processes(gap: float, length: int) -> dict[str, Process]:
             unit=lambda r, n, g: _normal(r, n, g) + math.sqrt(drift) * _normal(r, 1, g),
         ),
     )
-    return {process.name: process for process in made}
+    return {process.name: process for process in explanations}
 
 
 def _normal(rows: int, length: int, generator: torch.Generator) -> Tensor:
@@ -85,9 +85,9 @@ def _fractional(rows: int, length: int, hurst: float, generator: torch.Generator
     covariance = 0.5 * ((lag + 1) ** (2 * hurst) - 2 * lag ** (2 * hurst) + (lag - 1).abs() ** (2 * hurst))
     circle = torch.cat([covariance, covariance[1:-1].flip(0)])
     root = torch.fft.fft(circle).real.clamp(min=0).sqrt()
-    made = []
+    parts = []
     for start in range(0, rows, 500):
         count = min(500, rows - start)
         noise = torch.complex(_normal(count, 2 * length, generator), _normal(count, 2 * length, generator))
-        made.append((torch.fft.fft(root * noise) / math.sqrt(2 * length)).real[:, :length])
-    return torch.cat(made)
+        parts.append((torch.fft.fft(root * noise) / math.sqrt(2 * length)).real[:, :length])
+    return torch.cat(parts)

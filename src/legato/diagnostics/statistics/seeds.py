@@ -47,10 +47,10 @@ def interval(statistic: Callable[..., float], *samples: Sequence[float]) -> tupl
         raise InputError(f"samples of {[len(sample) for sample in samples]} seeds; paired ones have the same seeds")
     if len(samples[0]) < 2:
         return None
-    found = sorted(statistic(*(drawn(sample) for sample in samples)) for drawn in _drawings(len(samples[0])))
+    statistics = sorted(statistic(*(draw(sample) for sample in samples)) for draw in _drawings(len(samples[0])))
     # Between two draws there is nothing: the ends are draws, with at most 2.5 % of all beyond each.
-    beyond = int(0.025 * len(found))
-    return found[beyond], found[-1 - beyond]
+    beyond = int(0.025 * len(statistics))
+    return statistics[beyond], statistics[-1 - beyond]
 
 
 @cache

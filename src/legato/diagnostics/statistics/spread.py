@@ -57,7 +57,7 @@ class Bin:
         return self.length / self.gap
 
     @property
-    def told(self) -> bool:
+    def differs_from_one(self) -> bool:
         """Whether its gap is two standard errors away from 1."""
         return abs(self.gap - 1) > 2 * self.gap_error
 
@@ -128,30 +128,30 @@ class Spread:
 def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> Spread:
     """From token log-ratios [n, T] with their mask; `batch` [n] tells updates apart, whose means are removed."""
     lengths = tokens.sum(1)
-    kept = torch.where(tokens, log_ratios.double(), 0.0)
-    log_s = kept.sum(1) / lengths
-    inside = torch.where(tokens, kept - log_s.unsqueeze(1), 0.0).square().sum()
+    values = torch.where(tokens, log_ratios.double(), 0.0)
+    log_s = values.sum(1) / lengths
+    inside = torch.where(tokens, values - log_s.unsqueeze(1), 0.0).square().sum()
     sigma2 = float(inside / (lengths - 1).clamp(min=0).sum())
     means = torch.zeros(int(batch.max()) + 1, dtype=torch.float64)
     weights = torch.zeros_like(means).index_add_(0, batch, lengths.double())
-    means = means.index_add_(0, batch, kept.sum(1)) / weights.clamp(min=1)
-    centred = torch.where(tokens, kept - means[batch].unsqueeze(1), 0.0)
+    means = means.index_add_(0, batch, values.sum(1)) / weights.clamp(min=1)
+    centred = torch.where(tokens, values - means[batch].unsqueeze(1), 0.0)
     kappa, first = integrated_autocorrelation(centred, tokens)
     moved = log_s - means[batch]
     # What of a response is left beside a mean it is part of; in a batch of few the longest is most of the mean.
     left = 1 - lengths.double() / weights[batch]
-    found = [
+    measured = [
         _bin(low, high, lengths[member].double(), moved[member], left[member], sigma2)
         for low, high, member in length_bins(lengths, bins)
         if int(member.sum()) >= FEWEST
     ]
-    found = [each for each in found if each.variance > 0]
-    fits = fitted(found, sigma2)
-    slope, error = weighted_slope(found)
-    between = intercept(found)
-    total = sum(each.responses for each in found)
-    mean = sum(each.responses * each.variance for each in found) / max(1, total)
-    plain = sum(each.responses * each.independent for each in found) / max(1, total)
+    measured = [each for each in measured if each.variance > 0]
+    fits = fit_explanations(measured, sigma2)
+    slope, error = weighted_slope(measured)
+    between = intercept(measured)
+    total = sum(each.responses for each in measured)
+    mean = sum(each.responses * each.variance for each in measured) / max(1, total)
+    plain = sum(each.responses * each.independent for each in measured) / max(1, total)
     return Spread(
         sigma=math.sqrt(sigma2),
         tau=math.sqrt(max(between, 0.0)),  # in this order: what is not known stays so
@@ -160,7 +160,7 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
         slope=slope,
         slope_error=error,
         gap=mean / plain if plain else math.nan,
-        bins=tuple(found),
+        bins=tuple(measured),
         fits=fits,
     )
 
@@ -179,7 +179,7 @@ def _bin(low: int, high: int, lengths: Tensor, log_s: Tensor, left: Tensor, sigm
     )
 
 
-def fitted(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
+def fit_explanations(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
     """The explanations, the best first."""
     if not bins:
         return ()
@@ -188,13 +188,13 @@ def fitted(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
         "drift between responses": (lambda tau2, n: tau2 + sigma2 / n, 1e-8 * sigma2, 1e4 * sigma2),
         "long memory": (lambda hurst, n: sigma2 * n ** (2 * hurst - 2), 0.5, 1.0),
     }
-    found = []
+    fits = []
     for name, (predict, least, most) in kinds.items():
-        value = _least(lambda p, predict=predict: _misfit(bins, [predict(p, b.length) for b in bins]), least, most)  # type: ignore[misc]
+        value = _minimise(lambda p, predict=predict: _misfit(bins, [predict(p, b.length) for b in bins]), least, most)  # type: ignore[misc]
         predicted = tuple(predict(value, each.length) for each in bins)
         parameter = math.sqrt(value) if name.startswith("drift") else value
-        found.append(Fit(name=name, parameter=parameter, variances=predicted, misfit=_misfit(bins, predicted)))
-    return tuple(sorted(found, key=lambda fit: fit.misfit))
+        fits.append(Fit(name=name, parameter=parameter, variances=predicted, misfit=_misfit(bins, predicted)))
+    return tuple(sorted(fits, key=lambda fit: fit.misfit))
 
 
 def _misfit(bins: Sequence[Bin], predicted: Sequence[float]) -> float:
@@ -204,7 +204,7 @@ def _misfit(bins: Sequence[Bin], predicted: Sequence[float]) -> float:
     )
 
 
-def _least(cost: Callable[[float], float], low: float, high: float) -> float:
+def _minimise(cost: Callable[[float], float], low: float, high: float) -> float:
     """Where a cost of one positive number is least, by golden section on its logarithm after a coarse look."""
     grid = [low * (high / low) ** (place / 60) for place in range(61)]
     best = min(range(61), key=lambda place: cost(grid[place]))

@@ -18,7 +18,7 @@ from legato.diagnostics.metrics.definitions import LENGTH_EDGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class MetricInputs:
     """What all topics look at, computed once."""
 
     signals: Signals
@@ -65,7 +65,7 @@ class Sight:
         return Histogram.of(values, self.counted if among is None else self.counted & among)
 
 
-def look(signals: Signals, outcome: Outcome) -> Sight:
+def metric_inputs(signals: Signals, outcome: Outcome) -> MetricInputs:
     sequences = signals.segments("sequence")
     lengths = sequences.size()
     counted = lengths > 0
@@ -73,7 +73,7 @@ def look(signals: Signals, outcome: Outcome) -> Sight:
         rows = torch.arange(len(signals.rollout), device=lengths.device)
         first = torch.full_like(rows, len(rows)).scatter_reduce(0, signals.rollout, rows, "amin")[signals.rollout]
         counted = counted & (first == rows).unsqueeze(1)
-    return Sight(
+    return MetricInputs(
         signals=signals,
         outcome=outcome,
         sequences=sequences,
@@ -86,6 +86,6 @@ def look(signals: Signals, outcome: Outcome) -> Sight:
     )
 
 
-def magnitudes(values: PerToken) -> Tensor:
+def largest_magnitudes(values: PerToken) -> Tensor:
     """[B, 1]: the largest |value| of each row, without room for the absolute values."""
     return torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))

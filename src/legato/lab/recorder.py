@@ -28,7 +28,7 @@ DEFAULT = Path(__file__).parent / "default.toml"
 Say = Callable[[str], None]
 
 
-def named(words: Sequence[str]) -> tuple[str, list[str]]:
+def split_target(words: Sequence[str]) -> tuple[str, list[str]]:
     """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
     targets, options = parted(words)
     if len(targets) > 1:
@@ -40,11 +40,11 @@ def named(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def target_of(words: Sequence[str]) -> Target:
     """What a command of the laboratory was pointed at."""
-    return find(*named(words))
+    return find(*split_target(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class ObservedUpdate:
     """One update as its objective saw it, in float64 on the CPU; its rows are responses that have a token."""
 
     step: int
@@ -78,19 +78,19 @@ class Observed:
         return self.log_ratios.sum(1) / self.lengths
 
 
-def observed(look: Look, step: int) -> Observed:
+def observe_update(update: Look, step: int) -> ObservedUpdate:
     """What can be kept of a look."""
-    signals = look.signals
+    signals = update.signals
     tokens = signals.mask.tokens.cpu()
     counted = tokens.any(1)
     new = signals.logprobs.detach().cpu()
     old = new if signals.old_logprobs is None else signals.old_logprobs.detach().cpu()
     advantages = signals.advantages.detach().cpu().double().expand(tokens.shape)
-    silent = (look.outcome.coefficients.detach().cpu() == 0) & tokens & (advantages != 0)
-    return Observed(
+    silent = (update.outcome.coefficients.detach().cpu() == 0) & tokens & (advantages != 0)
+    return ObservedUpdate(
         step=step,
-        index=look.update.index,
-        rows=look.rows[counted],
+        index=update.update.index,
+        rows=update.rows[counted],
         new=torch.where(tokens, new.double(), 0.0)[counted],
         old=torch.where(tokens, old.double(), 0.0)[counted],
         mask=tokens[counted],
@@ -102,18 +102,18 @@ def observed(look: Look, step: int) -> Observed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bed:
+class UpdateRecorder:
     """A policy in training whose updates are seen."""
 
     resolved: Resolved
     policy: Policy
     trainer: Trainer
-    seen: list[Observed] = field(default_factory=list)
+    observed: list[ObservedUpdate] = field(default_factory=list)
 
     def step(self) -> StepReport:
         """Train one step; what its updates saw is added to `seen`."""
         number = self.trainer.steps_done + 1
-        self.trainer.look = lambda look: self.seen.append(observed(look, number))
+        self.trainer.look = lambda look: self.observed.append(observe_update(look, number))
         try:
             return self.trainer.step()
         finally:
@@ -128,21 +128,21 @@ class Bed:
         return groups
 
 
-def make_bed(target: Target, say: Say, **training: Any) -> Bed:
-    """The bed of a target; `training` are options of that section that win over the configuration's."""
+def make_recorder(target: Target, say: Say, **training: Any) -> UpdateRecorder:
+    """The recorder of a target; `training` are options of that section that win over the configuration's."""
     policy, source = target.ready(say)
-    return bed_of(target.resolved, policy, source, **training)
+    return recorder_of(target.resolved, policy, source, **training)
 
 
-def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> Bed:
+def recorder_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> UpdateRecorder:
     """The same for a policy that is there."""
     # Responses without an advantage are not trained on, but their ratios are measured like all others.
-    given = {"skip_silent_rows": False, **training}
-    config = replace(resolved.config, training=replace(resolved.config.training, **given))
+    options = {"skip_silent_rows": False, **training}
+    config = replace(resolved.config, training=replace(resolved.config.training, **options))
     resolved = replace(resolved, config=config)
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
     reference = Reference.of(policy) if wire.wants_reference(resolved) else None
-    return Bed(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
+    return UpdateRecorder(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
 
 
 def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | None = None) -> tuple[Tensor, Tensor]:
@@ -162,16 +162,16 @@ def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | No
     return logprobs, entropy
 
 
-def facts(bed: Bed) -> dict[str, str]:
+def facts(recorder: UpdateRecorder) -> dict[str, str]:
     """What a page says of where an experiment ran."""
-    config = bed.resolved.config
+    config = recorder.resolved.config
     training = config.training
-    weights = str(bed.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    weights = str(recorder.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {
-        "model": bed.policy.name,
-        "weights": f"{weights} on {bed.policy.device.type}",
+        "model": recorder.policy.name,
+        "weights": f"{weights} on {recorder.policy.device.type}",
         "task": config.task.kind,
-        "algorithm": bed.resolved.algorithm.name,
+        "algorithm": recorder.resolved.algorithm.name,
         "lr": f"{training.lr:g}",
         "a step": f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt},"
         f" {count(training.updates_per_step * training.epochs_per_step, 'update')}",
