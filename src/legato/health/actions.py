@@ -1,7 +1,7 @@
-"""The health watch in a run: what it finds is told and recorded, and an alarm does what `health.action` says.
+"""The health watch in a run: reports and records findings, and does what `health.action` says at an alarm.
 
-It reads the metrics of a step when the step is over: plain numbers that are on the host already. What it remembers is in
-every checkpoint, so that a resumed run finds what the straight one finds; and it acts on alarms that nobody has acted on.
+It reads the metrics of a finished step, plain numbers that are already on the host. Every checkpoint stores its state, so a
+resumed run finds what an uninterrupted run finds and acts on alarms that nobody has acted on.
 """
 
 import time
@@ -22,12 +22,12 @@ from legato.records.directory import RunDirectory
 from legato.training.report import StepReport
 
 GO_ON = "continue"
-"""The file in a run directory whose appearance ends a pause."""
+"""The file in the run directory that ends a pause."""
 _LOOK_EVERY_SECONDS = 0.5
 
 
 def inapplicable_rules(algorithm: Algorithm) -> tuple[str, ...]:
-    """Rules that say nothing of an algorithm."""
+    """Return the names of the rules that have no meaning for an algorithm."""
     names = []
     if not algorithm.objective.ratio.reads_anchor:
         names.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
@@ -68,7 +68,7 @@ class HealthSettings:
 
 
 class Health:
-    """The watch of one run, with what it did so far."""
+    """The health watch of one run, and the recoveries it has made."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class Health:
         self.evidence = Evidence(directory, options.evidence_steps)
         self.directory, self.say = directory, say
         self.recoveries: list[dict[str, Any]] = []
-        """What was done about alarms, in order."""
+        """A record of each recovery, in order."""
         self.clip_scale = 1.0
         self.answered: set[str] = set()
         """Alarms from whose pause a person let the run go on."""
 
     def observe(self, report: StepReport) -> Finding | None:
-        """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
+        """Report and record the findings of a step, with evidence; return the gravest alarm that begins with it."""
         self.evidence.hold(report)
         findings = self.watch.observe(report.step, report.metrics)
         self.answered &= {*self.watch.active}
@@ -107,36 +107,36 @@ class Health:
         return alarm
 
     def evidence_folder(self, step: int) -> Path:
-        """Where the evidence of an alarm at this step is."""
+        """Return the evidence folder of an alarm at this step."""
         return self.directory.evidence_path(step, len(self.recoveries) + 1)
 
     def _healthy_before(self, step: int) -> int:
-        """The newest step a checkpoint may be of to count as healthy at this one."""
+        """Return the newest step whose checkpoint counts as healthy, seen from `step`."""
         signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
         return min([step, *signs]) - (MARGIN << len(self.recoveries))
 
     def _grave(self, name: str, step: int) -> bool:
-        """Whether a rule that holds is a sign of the trouble of now, and not of something that was always so."""
+        """Whether an active rule belongs to the present trouble. Notes and rules that have long held do not."""
         level = next(rule.level for rule in self.watch.rules if rule.name == name)
         return level != "note" and self.watch.since[name] > step - REST
 
     def checkpoints_to_keep(self, steps: Sequence[int], step: int) -> list[int]:
-        """Which checkpoints must stay: the newest that is healthy, where the run or a person may have to go back to it.
+        """Return the checkpoints that must not be purged: the newest healthy one, if the run may go back to it.
 
-        A run that ends or waits at an alarm saves the state it has then, which must not push that one out.
+        A run that ends or pauses at an alarm saves once more; that checkpoint must not displace the healthy one.
         """
         if self.options.action == "say":
             return []
         return self.checkpoints_by_health(steps, step)[:1]
 
     def checkpoints_by_health(self, steps: Sequence[int], step: int) -> list[int]:
-        """Checkpoints, given ascending, in the order in which to go back to them from a step: the newest healthy one first,
-        and those that are too new from the oldest on."""
+        """Order checkpoint steps (ascending) by how good they are to go back to from `step`: healthy ones from the newest
+        on, then the too new ones from the oldest on."""
         limit = self._healthy_before(step)
         return [*reversed([each for each in steps if each <= limit]), *(each for each in steps if each > limit)]
 
     def pause(self, interrupted: Callable[[], bool]) -> None:
-        """Wait until a person says how to go on."""
+        """Wait until a person creates the file `continue` or the run is interrupted."""
         file = self.directory.path / GO_ON
         file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
@@ -163,8 +163,8 @@ class Health:
             return
         self.watch.load(state["watch"])
         if self.options.action != "say":
-            # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
-            # silence and never be acted on.
+            # An alarm is reported once, when it begins. Without `renew`, an alarm that ended the run or was only reported
+            # so far would stay active in silence and never be acted on.
             self.answered = {*state.get("answered", ())}
             self.watch.renew(self.answered)
         self.recoveries, self.clip_scale = list(state["recoveries"]), float(state["clip_scale"])

@@ -1,9 +1,9 @@
-"""What an alarm leaves behind: the rollouts, tensors and metrics of the last steps, in a folder of the run.
+"""Evidence of an alarm: the rollouts, tensors and metrics of the last steps, in a folder of the run.
 
 evidence/step-000057/
   finding.json                  the rules that held, with values and sentences
   metrics.jsonl                 the steps before, as the run recorded them
-  rollouts-000057.jsonl.gz      what the policy wrote, a rollout a line
+  rollouts-000057.jsonl.gz      rollouts, one per line
   tensors-000057.safetensors    tokens, mask, group, rewards, advantages, log-probs of sampler and anchor; rows as above
   abandoned*                    after a recovery: what was recorded of the steps that were given up (`recovery.py`)
 """
@@ -26,9 +26,9 @@ from legato.records.rollouts import rollout_records
 from legato.training.report import StepReport
 
 METRICS_KEPT = 60
-"""Steps whose metrics are kept: as far back as the rules look."""
+"""Steps whose metrics are stored: as many as the rules look back."""
 MOST = 20
-"""Folders a run may have; a run that is in alarm for ever must not fill the disk."""
+"""Evidence folders of a run at most, so that a run in constant alarm does not fill the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,22 @@ class _Step:
 
 
 class Evidence:
-    """The last steps, held so that they can be written when something is wrong with them."""
+    """The last steps, held in memory so that an alarm can write them to disk."""
 
     def __init__(self, directory: RunDirectory, steps: int) -> None:
         self.directory = directory
         self._steps: deque[_Step] = deque(maxlen=steps)
 
     def hold(self, report: StepReport) -> None:
-        """Remember a step; the oldest is let go."""
+        """Hold a step and drop the oldest one."""
         if self._steps.maxlen:
             groups = tuple(_without_routes(group) for group in report.groups)
-            # On the host: several steps of tables are memory that the next step may need on the device.
+            # On the host: the next step may need the device memory that these tensors occupy.
             tensors = {name: tensor.detach().cpu() for name, tensor in report.tensors.items()}
             self._steps.append(_Step(report.step, groups, tensors))
 
     def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
-        """The folder, or None where the run wants none or has enough of them."""
+        """Write the held steps and return the folder; None if evidence is off or the run has enough folders."""
         if not self._steps.maxlen or (not folder.exists() and _count_entries(folder.parent) >= MOST):
             return None
         try:
@@ -71,7 +71,7 @@ class Evidence:
         return folder
 
     def _last_step_lines(self) -> list[bytes]:
-        """The last steps as the run recorded them, those from before it was resumed among them."""
+        """Return the lines of the last steps in metrics.jsonl, including steps before the run was resumed."""
         lines: list[bytes] = []
         for line in reversed(self.directory.metrics_file.after(0).splitlines()):
             if len(lines) == METRICS_KEPT:
@@ -81,12 +81,12 @@ class Evidence:
         return lines[::-1]
 
     def forget(self) -> None:
-        """The run goes on from somewhere else."""
+        """Drop the held steps: the run continues from another checkpoint."""
         self._steps.clear()
 
 
 def _without_routes(group: Group) -> Group:
-    """Routes are large and the tensors of a step do not need them."""
+    """Copy a group without its expert routes, which are large and not needed as evidence."""
     if all(member.rollout.routes is None for member in group.members):
         return group
     members = tuple(replace(member, rollout=replace(member.rollout, routes=None)) for member in group.members)

@@ -1,7 +1,6 @@
-"""A run in words: what stands out in its records, most important first. Standard library only.
+"""Explains a run in words: what stands out in its records, most important first. Standard library only.
 
-The rules are those of the watch, applied to the steps as they were recorded: the log of another trainer is explained by
-them too.
+It applies the rules of the health watch to recorded steps, so it also explains logs of other trainers.
 """
 
 import math
@@ -20,7 +19,7 @@ from legato.health.watch import Watch
 Record = Mapping[str, Any]
 
 STOPPED = "stopped by the health watch"
-"""How the reason begins of a run that an alarm ended."""
+"""Start of the recorded reason of a run that an alarm ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Diagnosis:
     causes: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
     first: int | None = None
-    """The step it began."""
+    """The step at which it began."""
     lasting: bool = False
     """Whether it still holds at the last step."""
 
@@ -60,9 +59,9 @@ def explain(
     checkpoints: Iterable[int] = (),
     lr: float | None = None,
 ) -> list[Diagnosis]:
-    """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
+    """Return findings of the rules, recoveries and a fall of held-out accuracy, most important first.
 
-    `run` is what a command would name, `checkpoints` the steps it could take, `lr` the learning rate it was configured with.
+    `run`: the name to print in commands; `checkpoints`: steps that can be exported; `lr`: the configured learning rate.
     """
     diagnoses = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
@@ -77,45 +76,45 @@ def explain(
 
 
 def _is_alarm_or_recovery(record: Record) -> bool:
-    """Whether the watch recorded that the run was lost, perhaps in steps that were given up since."""
+    """Whether a record is an alarm or a recovery, perhaps of steps that were given up since."""
     return record.get("kind") == "recovery" or (record.get("kind") == "finding" and record.get("level") == "alarm")
 
 
 def recoveries_of(records: Iterable[Record]) -> list[Record]:
-    """The records of recoveries."""
+    """Return the recovery records."""
     return [record for record in records if record.get("kind") == "recovery"]
 
 
 def lr_scale(records: Iterable[Record]) -> float:
-    """What recoveries left on the configured learning rate; a resumed run keeps it."""
+    """Return the factor that recoveries left on the configured learning rate; a resumed run keeps it."""
     return float(([1.0] + [record.get("lr_scale", 1.0) for record in recoveries_of(records)])[-1])
 
 
 def rank(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
-    """Alarms first; among equals what still holds, then what began first: the first sign is nearest to the cause."""
+    """Sort alarms first, then what still holds, then what began first: the first sign is nearest to the cause."""
     return sorted(diagnoses, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
 
 
 def steps_of(records: Iterable[Record]) -> list[Record]:
-    """The records of steps."""
+    """Return the step records."""
     return [record for record in records if record.get("kind", "step") == "step"]
 
 
 def rules_with_metrics(records: Iterable[Record]) -> list[str]:
-    """The rules whose numbers the steps have: what the others would say is not known."""
+    """Return the names of the rules whose metrics the steps contain."""
     keys = _rule_keys(steps_of(records))
     names = [rule.name for rule in RULES if rule.test != "together" and not keys.isdisjoint(rule.metrics)]
     return names + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in names]
 
 
 def _rule_keys(steps: Iterable[Record]) -> set[str]:
-    """What steps have, as rules name it."""
+    """Return the metric keys of steps as rules name them ("key@*" for per-update keys)."""
     keys = {key for record in steps for key in record}
     return keys | {f"{key.partition('@')[0]}@*" for key in keys if "@" in key}
 
 
 def rules_with_enough_steps(records: Sequence[Record], settled: int = 0) -> list[str]:
-    """Those of the rules judged that had steps enough to hold."""
+    """Return the names of the rules with metrics and with enough steps to hold."""
     keys, rules = [_rule_keys([record]) for record in steps_of(records)], {rule.name: rule for rule in RULES}
 
     def enough(rule: Rule) -> bool:
@@ -127,7 +126,7 @@ def rules_with_enough_steps(records: Sequence[Record], settled: int = 0) -> list
 
 
 def steps_needed(rule: Rule, settled: int = 0) -> int:
-    """The fewest steps after which a rule can hold, if a number is ill; `together`: see the rule it names."""
+    """Return the fewest steps after which a rule can hold. For `together`, ask for the rule it names."""
     if rule.test == "of-start":
         return rule.window + rule.of + rule.hits - 1
     if rule.test == "of-best":
@@ -138,7 +137,7 @@ def steps_needed(rule: Rule, settled: int = 0) -> int:
 
 
 def has_gaps(steps: Sequence[Record]) -> bool:
-    """Whether steps are missing between those recorded, as in a log of every tenth."""
+    """Whether steps are missing between the recorded ones, as in a log of every tenth step."""
     numbers = [int(record["step"]) for record in steps]
     return any(later - earlier > 1 for earlier, later in pairwise(numbers))
 
@@ -149,7 +148,7 @@ def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
     steps = steps_of(records)
     some = has_gaps(steps)
     last = 0
-    # Counted by row, which is by step where every step is recorded: windows are of what is there, and a sign has its row.
+    # Rows are counted in place of steps, so that windows of a sparse log span recorded rows.
     start = int(steps[0]["step"]) if steps else 0
     for row, record in enumerate(steps, start=start):
         last = int(record["step"])
@@ -189,7 +188,7 @@ def _diagnosis(episode: _Episode, steps: Sequence[Record], last: int, folder: st
 
 
 def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
-    """The metric, and those that tell its causes apart, before, since and at the end."""
+    """Describe the rule's metrics before, during and at the end of an episode, a line each."""
     looked_at = () if episode.rule.test in ("together", "not-finite") else (episode.metric,)
     lines = []
     for key in (*looked_at, *episode.rule.beside):
@@ -202,7 +201,7 @@ def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
 
 
 def _stopped_by_watch(records: Iterable[Record]) -> bool:
-    """Whether the watch ended the run; where it was resumed, that end is no longer on record."""
+    """Whether the watch ended the run. A resumed run has no such record any more."""
     ends = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
     return bool(ends) and ends[-1].startswith(STOPPED)
 
@@ -229,7 +228,7 @@ def _recoveries(records: Sequence[Record], lr: float | None, *, lost: bool) -> l
 
 
 def _suggest_final_settings(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
-    """What the run was changed to, where that says how to start the next one."""
+    """Suggest starting the next run with the settings that the recovered run ended with."""
     rate = f"a learning rate times {scale:g}" if lr is None else f"training.lr = {lr * scale:g} ({lr:g} x {scale:g})"
     changed = [rate] if scale != 1 else []
     changed += [f"bounds of the clip times {clip_scale:g}"] if clip_scale != 1 else []
@@ -239,7 +238,7 @@ def _suggest_final_settings(lr: float | None, scale: float, clip_scale: float) -
 
 
 def _suggest_lower_settings(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
-    """What the run was changed to did not save it: that is a bound, and no advice."""
+    """Suggest settings below those the run was lost with."""
     if lr is None:
         below = f"start with less than half of the learning rate times {scale:g}: with that it was lost"
     else:
@@ -287,7 +286,7 @@ def _held_out_collapse(records: Sequence[Record], run: str, checkpoints: set[int
 
 
 def _no_progress(records: Sequence[Record]) -> list[Diagnosis]:
-    """A reward that did not move."""
+    """Return a note if the reward did not move between the first and the last fifth of the steps."""
     rewards = [value for record in steps_of(records) if (value := _finite(record, "reward/mean")) is not None]
     fifth = len(rewards) // 5
     if fifth < 10:

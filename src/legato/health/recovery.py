@@ -1,7 +1,7 @@
-"""Recovery: back to a healthy checkpoint, then on with something changed.
+"""Recovery: go back to a healthy checkpoint and continue with changed settings.
 
-A deterministic trainer that is only rolled back repeats what it was rolled back from, so a recovery always changes
-something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
+A deterministic trainer that is only rolled back would repeat its failure, so a recovery always changes something: the
+learning rate, the clip or the problems. Weights keep their address: loaded values are copied into them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from legato.training.step import Trainer
 
 @runtime_checkable
 class RunningRun(Protocol):
-    """What a recovery reads and changes of the run it rolls back (`run/execute.py`)."""
+    """The parts of a run that a recovery reads and changes (`run/execute.py`)."""
 
     policy: Policy
     trainer: Trainer
@@ -39,11 +39,11 @@ class RunningRun(Protocol):
 
 
 class NoRecoveryError(Exception):
-    """Why a run cannot recover; the sentence that ends it."""
+    """The run cannot recover. The message is the reason with which the run ends."""
 
 
 def recover(execution: RunningRun, alarm: Finding) -> None:
-    """Roll the run back and change what `health.*` says; NoRecoveryError where that is not possible."""
+    """Roll the run back and change the settings that `health.*` names. NoRecoveryError if that is impossible."""
     health, trainer, directory = execution.health, execution.trainer, execution.directory
     options = health.options
     if len(health.recoveries) >= options.recoveries:
@@ -55,7 +55,7 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
     earlier = list(health.recoveries)
     state = checkpoint.read_memory(folder)
     evidence = health.evidence_folder(alarm.step)
-    # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
+    # Checkpoints first: a run that is killed here must not resume from a checkpoint newer than its metrics.
     best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
     _set_aside_later_records(directory, int(state["metrics_position"]), int(state["trainer"]["steps_done"]), evidence)
     restore(execution, folder, state)
@@ -79,12 +79,12 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
         {"kind": "recovery", **recovery, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
     )
     health.say(words + ("" if best is None else f"; the best checkpoint, which is newer, stays as {best}"))
-    # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
+    # Save the changed settings: a run that is killed now resumes into its recovery and not into its collapse.
     execution.save_again()
 
 
 def restore(execution: RunningRun, folder: Path, state: dict[str, Any]) -> None:
-    """Take a checkpoint into the objects of a run that is going on."""
+    """Load a checkpoint into the objects of a running run."""
     take_weights(execution.policy, folder / "model", execution.trust_remote_code)
     checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, state)
     execution.trainer.load_sampler(checkpoint.sampler_state(folder))
@@ -95,7 +95,7 @@ def restore(execution: RunningRun, folder: Path, state: dict[str, Any]) -> None:
 def _find_healthy_checkpoint(
     directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]
 ) -> Path:
-    """The first candidate that is whole and was not in alarm itself."""
+    """Return the first candidate folder that is whole and was not itself saved during an alarm."""
     for step in candidates:
         folder = directory.checkpoint_path(step)
         try:
@@ -108,7 +108,7 @@ def _find_healthy_checkpoint(
 
 
 def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
-    """Whether an alarm held when a checkpoint was saved: what is resumed from it would only go on in it."""
+    """Whether an alarm held when the checkpoint was saved. A run resumed from it would still be in alarm."""
     state = checkpoint.read_memory(folder).get("health")
     if not state:
         return False
@@ -118,7 +118,7 @@ def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
 
 
 def _set_aside_later_records(directory: RunDirectory, position: int, step: int, folder: Path) -> None:
-    """What was written after a step leaves the record, so that a step stands there once; the evidence has it."""
+    """Move metrics and rollouts after `step` to the evidence folder, or delete them, so that each step is recorded once."""
     if folder.is_dir():
         (folder / "abandoned.jsonl").write_bytes(directory.metrics_file.after(position))
     directory.metrics_file.truncate(position)

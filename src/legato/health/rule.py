@@ -1,11 +1,11 @@
-"""What a rule of the health watch is; the rules, thresholds and all, are in `rules.toml`. Standard library only."""
+"""The classes of rules and findings of the health watch; the rules are in `rules.toml`. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["note", "warning", "alarm"]
 LEVELS: tuple[Level, ...] = ("note", "warning", "alarm")
-"""A note is worth knowing, a warning worth a look, an alarm says that the run is lost if nothing is done."""
+"""note: worth knowing. warning: worth a look. alarm: the run is lost if nothing is done."""
 
 Test = Literal["above", "below", "times", "share", "rises", "falls", "of-best", "of-start", "not-finite", "together"]
 
@@ -13,10 +13,10 @@ AVERAGING = ("rises", "falls", "of-best", "of-start")
 """Tests of the mean of the last `of` steps; the others count the steps that pass among them."""
 
 COMPARING = ("times", "share", "rises", "falls", "of-best", "of-start")
-"""Tests against what was before."""
+"""Tests that compare with earlier steps."""
 
 LATER = tuple(test for test in COMPARING if test != "of-start")
-"""Those that begin when the learning rate has warmed up."""
+"""Comparing tests that begin after learning-rate warm-up."""
 
 TESTS: dict[str, str] = {
     "above": "above the threshold",
@@ -34,7 +34,7 @@ TESTS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that can be wrong with a run."""
+    """One test of a run's metrics, with its advice."""
 
     name: str
     family: str
@@ -69,7 +69,7 @@ class Rule:
 
     @property
     def test_in_words(self) -> str:
-        """Metric and test, for people."""
+        """The metric and the test as a sentence."""
         if self.test == "together":
             return f"`{self.metrics[0]}` and a warning of another family within {self.window} steps"
         looked_at = " or ".join(f"`{metric}`" for metric in self.metrics)

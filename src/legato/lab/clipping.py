@@ -24,7 +24,7 @@ _DILUTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """What an arm came to, over its seeds."""
+    """Results of an arm over its seeds."""
 
     arm: Arm
     courses: tuple[Course, ...]
@@ -53,7 +53,7 @@ def clipping(
     parallel: int,
     say: Say,
 ) -> Account:
-    """Train all arms (or go on where that was stopped), look at each, and tell."""
+    """Train all arms (or continue a stopped sweep), measure each, and return the report."""
     listed = arms(epsilons)
     results = train_arms(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
     measured = [_arm_result(arm, results, folder, seeds, say) for arm in listed]
@@ -80,7 +80,7 @@ def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Seque
 
 
 def account(measured: Sequence[ArmResult], results: Mapping[str, Any]) -> Account:
-    """The page of a sweep."""
+    """Build the report of a sweep."""
     sweep = [each for each in measured if each.arm.name.startswith("sequence-")]
     steps = max((run["steps"] for run in results["runs"]), default=0)
     return Account(

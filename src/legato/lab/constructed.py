@@ -1,4 +1,4 @@
-"""Failure modes made to order, each beside what is expected of it: plain functions of numbers, no model."""
+"""Constructed failure modes with known answers: plain functions of numbers, no model."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Quintile:
 
 
 def quintiles(log_s: Tensor, advantages: Tensor, lengths: Tensor, share: float = SHARE) -> list[Quintile]:
-    """Clip rates by length of two bands that clip the same share in all; responses without an advantage are left out."""
+    """Return clip rates by length of two bands that clip the same share overall. Responses with A = 0 are left out."""
     moved = advantages != 0
     log_s, advantages, lengths = log_s[moved].double(), advantages[moved].double(), lengths[moved].double()
     signed = advantages.sign() * log_s
@@ -54,7 +54,7 @@ def quintiles(log_s: Tensor, advantages: Tensor, lengths: Tensor, share: float =
 
 
 def heterogeneous_lengths(count: int = 20_000, deviation: float = 0.015, seed: int = 0) -> list[Quintile]:
-    """Log-normal lengths (median 1,000, sigma 1) and independent tokens."""
+    """Return clip rates for log-normal lengths (median 1,000, sigma 1) and independent tokens."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(3, count, generator=generator, dtype=torch.float64)
     lengths = (draw[0] + math.log(1000)).exp().clamp(21, 32000).round()
@@ -99,7 +99,7 @@ class Correlated:
 
 
 def correlated_tokens(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: float = 0.02) -> list[Correlated]:
-    """Every kind of correlation with the same gap: all clip the same, since only the variance of log s matters."""
+    """Measure clipping under each kind of correlation with the same gap. All clip alike: only Var(log s) matters."""
     bound = math.log1p(calibrated_width(SHARE, sigma, 1.0, length))
     results = []
     for process in processes(gap, length).values():
@@ -133,7 +133,7 @@ NORMAL_QUANTILE = _NORMAL.inv_cdf(0.9995)
 def heavy_tails(
     rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: float = 0.02, seed: int = 0
 ) -> list[Heavy]:
-    """Responses of several lengths; a variance of such tokens itself scatters much."""
+    """Measure log s of heavy-tailed tokens at several lengths. The variance itself scatters much."""
     generator = torch.Generator().manual_seed(seed)
     results = []
     for length in lengths:
@@ -152,6 +152,6 @@ def heavy_tails(
 
 
 def student(rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """[rows, length] of t(3) with variance 1: a normal over the root of a chi-square with three degrees of freedom."""
+    """Draw t(3) values with variance 1, [rows, length]: a normal over the root of a chi-square of three degrees."""
     draws = torch.randn(4, rows, length, generator=generator, dtype=torch.float64)
     return draws[0] / draws[1:].square().sum(0).sqrt()

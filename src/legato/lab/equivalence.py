@@ -43,7 +43,7 @@ class Pair:
 
 
 def equivalence(target: Target, *, steps: int, say: Say) -> Account:
-    """Train `steps` steps with eyes on every update, and compare responses under the first and the last policy."""
+    """Train `steps` steps, record every update, and compare responses under the first and the last policy."""
     recorder = make_recorder(target, say, steps=steps)
     prompts = max(8, recorder.resolved.config.training.prompts_per_step)
     first = recorder.groups(prompts)
@@ -78,7 +78,7 @@ def _pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tup
 
 
 def _point(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the updates of this step showed: the identity in the precision of training, and where the policy stands."""
+    """Measure the identity in the updates of a step, in training precision and float64, and the policy's entropy."""
     updates = [each for each in observed if each.step == number]
     exact = [likelihoods(each.new, each.old, each.mask) for each in updates]
     live = [likelihoods(each.new.to(each.precision), each.old.to(each.precision), each.mask) for each in updates]
@@ -98,7 +98,7 @@ def _point(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str
 def _since(
     policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor], number: int, steps: int
 ) -> dict[str, float]:
-    """The first responses under the policy of now; some twenty times over the run, since it costs a pass."""
+    """Score the first responses under the current policy, about twenty times over the run: each costs a forward pass."""
     if number % max(1, steps // 20) and number not in (1, steps):
         return {}
     values = likelihoods(channels_of(policy, groups)[0], at_start[0], tokens)
@@ -110,7 +110,7 @@ def _since(
 
 
 def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Likelihoods) -> dict[str, dict[str, float]]:
-    """Start and end of what can be meant by "the perplexity fell"."""
+    """Return entropy and perplexity at start and end, for each set of responses they can be measured on."""
     own = [point for point in course if point["responses"]]
     count = max(1, min(10, len(own) // 4))
     own_old, own_new = own[:count], own[-count:]
@@ -143,7 +143,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
 
 
 def breaks(pair: Pair) -> dict[str, float]:
-    """The largest relative error of PPL_old / PPL_new beside the exact s, for each way to compute it."""
+    """Return the largest relative error of PPL_old / PPL_new against s, for each way to compute it."""
     exact = likelihoods(pair.new, pair.old, pair.mask)
     s = exact.s
 
@@ -211,7 +211,7 @@ def _account(
 
 
 def _changes(ends: Mapping[str, float]) -> list[Check]:
-    """Beside the published totals; nothing is promised of them on another model."""
+    """Show the changes beside the published totals, without judging them: the model is another."""
     return [
         Check(
             what=f"change of {word} from the first to the last policy, on what the last writes",

@@ -51,7 +51,7 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
 
 
 def _measure(way: Shift) -> dict[str, Any]:
-    """What of the failures the training as configured shows."""
+    """Measure the failure modes in the training as configured."""
     later = [each for each in way.observed if each.index > 0] or list(way.observed)
     ratios, mask, _ = stack_updates(later)
     lengths = mask.sum(1)

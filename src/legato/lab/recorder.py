@@ -1,4 +1,4 @@
-"""What an experiment stands on: the user's policy and task made ready, a trainer, and eyes on every update."""
+"""A trainer for experiments: the user's policy and task, with every update recorded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 def split_target(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
+    """Split the words of a command into the target (recipe, run or model; else the default) and the options."""
     targets, options = parted(words)
     if len(targets) > 1:
         raise InputError(
@@ -39,30 +39,30 @@ def split_target(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """What a command of the laboratory was pointed at."""
+    """Return the target of a `legato lab` command."""
     return find(*split_target(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedUpdate:
-    """One update as its objective saw it, in float64 on the CPU; its rows are responses that have a token."""
+    """One update as its objective saw it, in float64 on the CPU. Rows are the n responses that have a token."""
 
     step: int
     index: int
     """k: the number of the update within its step, from 0."""
     rows: Tensor
-    """Which rows of the step they are."""
+    """[n]: their row numbers within the step."""
     new: Tensor
     old: Tensor
     mask: Tensor
     advantages: Tensor
-    """[n]: of a response, its mean where it varies."""
+    """[n]: the mean advantage of each response."""
     clipped: Tensor
-    """[n] bool: the response has an advantage and no coefficient."""
+    """[n] bool: the response has an advantage and all its coefficients are 0."""
     clipped_tokens: Tensor
-    """[n]: how many of its tokens the trust region left without one."""
+    """[n]: number of tokens with an advantage and coefficient 0."""
     precision: torch.dtype
-    """In which they were trained."""
+    """The dtype of the log-probs in training."""
 
     @property
     def log_ratios(self) -> Tensor:
@@ -79,7 +79,7 @@ class ObservedUpdate:
 
 
 def observe_update(update: Look, step: int) -> ObservedUpdate:
-    """What can be kept of a look."""
+    """Copy the numbers of an update to the CPU."""
     signals = update.signals
     tokens = signals.mask.tokens.cpu()
     counted = tokens.any(1)
@@ -103,7 +103,7 @@ def observe_update(update: Look, step: int) -> ObservedUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class UpdateRecorder:
-    """A policy in training whose updates are seen."""
+    """A trainer that records every update."""
 
     resolved: Resolved
     policy: Policy
@@ -111,7 +111,7 @@ class UpdateRecorder:
     observed: list[ObservedUpdate] = field(default_factory=list)
 
     def step(self) -> StepReport:
-        """Train one step; what its updates saw is added to `seen`."""
+        """Train one step and append its updates to `observed`."""
         number = self.trainer.steps_done + 1
         self.trainer.look = lambda look: self.observed.append(observe_update(look, number))
         try:
@@ -120,7 +120,7 @@ class UpdateRecorder:
             self.trainer.look = None
 
     def groups(self, prompts: int) -> list[Group]:
-        """Fresh responses of the policy as it is, on problems that training comes to later."""
+        """Sample responses of the current policy on the next problems."""
         groups, tally = self.trainer.collector.next(prompts)
         if not groups:
             reasons = "; ".join(tally.reasons) or "no group had two scored responses"
@@ -129,13 +129,13 @@ class UpdateRecorder:
 
 
 def make_recorder(target: Target, say: Say, **training: Any) -> UpdateRecorder:
-    """The recorder of a target; `training` are options of that section that win over the configuration's."""
+    """Return the recorder of a target. `training` overrides options of that section."""
     policy, source = target.ready(say)
     return recorder_of(target.resolved, policy, source, **training)
 
 
 def recorder_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> UpdateRecorder:
-    """The same for a policy that is there."""
+    """Return the recorder of a loaded policy. `training` overrides options of that section."""
     # Responses without an advantage are not trained on, but their ratios are measured like all others.
     options = {"skip_silent_rows": False, **training}
     config = replace(resolved.config, training=replace(resolved.config.training, **options))
@@ -146,7 +146,7 @@ def recorder_of(resolved: Resolved, policy: Policy, source: Any, **training: Any
 
 
 def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | None = None) -> tuple[Tensor, Tensor]:
-    """[B, T] log-probs and entropies of responses under the policy as it is, float64; at another temperature if given."""
+    """Score responses under the current policy: log-probs and entropies [B, T], float64, at `temperature` if given."""
     batch = collate(groups, policy.dtype)
     texts = batch.texts
     if temperature is not None:
@@ -163,7 +163,7 @@ def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | No
 
 
 def facts(recorder: UpdateRecorder) -> dict[str, str]:
-    """What a page says of where an experiment ran."""
+    """Return model, task and settings of an experiment, to show on its page."""
     config = recorder.resolved.config
     training = config.training
     weights = str(recorder.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""A step of a run done again: the newest checkpoint before it is taken up and trained on, with eyes on every update.
+"""Repeats a step of a run from the newest checkpoint before it, and records every update.
 
-On a CPU a run repeats to the bit, so the responses are those the run stored; where they are not, that is told.
+On a CPU a run repeats to the bit, so the responses equal the stored ones; the note says if they do not.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ from legato.training.report import StepReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step of a run, seen."""
+    """One repeated step of a run with its updates."""
 
     recorder: UpdateRecorder
     step: int
     report: StepReport
     observed: tuple[ObservedUpdate, ...]
     note: str
-    """Whether it is what the run did."""
+    """Whether the responses equal those the run stored."""
 
     def rollouts(self) -> list[Rollout]:
-        """In the order of rows and of the stored rollouts."""
+        """Return the rollouts in the order of rows and of stored rollouts."""
         return [member.rollout for group in self.report.groups for member in group.members]
 
     def group_of(self) -> torch.Tensor:
-        """[B]: which group each row belongs to."""
+        """Return the group number of each row, [B]."""
         return collate(self.report.groups).texts.group
 
 
 def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> ReplayedStep:
-    """Step `step` of a run again; without it the step that comes after its newest checkpoint."""
+    """Repeat step `step` of a run; by default the step after its newest checkpoint."""
     directory = RunDirectory.open(path)
     checkpoints = directory.checkpoint_steps()
     if not checkpoints:
@@ -72,7 +72,7 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
 
 
 def restore_recorder(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> UpdateRecorder:
-    """The trainer of a run as the checkpoint of a step has it."""
+    """Return the trainer of a run restored from the checkpoint of a step."""
     target = find(str(directory.path), words, step)
     policy, source = target.ready()
     recorder = recorder_of(

@@ -1,4 +1,4 @@
-"""Large policy shifts on a real policy: the learning rate times ten, or many updates a step, beside training as it is."""
+"""Large policy shifts on a real policy: ten times the learning rate, or many updates a step, beside normal training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FASTER, MANY = 10.0, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movement:
-    """What one update of a step saw of the policy's movement, over several steps."""
+    """How far the policy had moved at one update of a step, over several steps."""
 
     index: int
     responses: int
@@ -33,7 +33,7 @@ class Movement:
 
 
 def movements(observed: Sequence[ObservedUpdate]) -> list[Movement]:
-    """Update by update, the first included: there nothing has moved."""
+    """Summarise the movement by update within the step. At the first update nothing has moved."""
     by_update = []
     for index in sorted({each.index for each in observed}):
         updates = [each for each in observed if each.index == index]
@@ -52,7 +52,7 @@ def movements(observed: Sequence[ObservedUpdate]) -> list[Movement]:
 
 
 def clipped_share(observed: Sequence[ObservedUpdate]) -> float:
-    """Responses clipped as a whole among those with an advantage."""
+    """Return the share of responses clipped as a whole, among those with an advantage."""
     counted = torch.cat([each.advantages != 0 for each in observed])
     clipped: Tensor = torch.cat([each.clipped for each in observed])
     return float(clipped[counted].double().mean()) if bool(counted.any()) else float("nan")
@@ -60,7 +60,7 @@ def clipped_share(observed: Sequence[ObservedUpdate]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """One way to train."""
+    """The result of one way to train."""
 
     name: str
     changes: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Shift:
 
 
 def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: Say) -> list[Shift]:
-    """Each way from the same weights on the same problems, and the weights put back."""
+    """Train each way from the same weights on the same problems; the weights are restored afterwards."""
     training = resolved.config.training
     # Whole groups are dealt to updates: as many updates need as many prompts.
     prompts = max(training.prompts_per_step, MANY)

@@ -1,4 +1,4 @@
-"""One response through an algorithm, token by token: ratios, what is clipped, coefficients; and the strip that shows it."""
+"""One response under an algorithm, token by token: ratios, clipping, coefficients; and the HTML strip that shows them."""
 
 import html
 import math
@@ -48,7 +48,7 @@ class Walk:
 
 
 def walk_tokens(rows: Rows, name: str | Algorithm) -> list[Walk]:
-    """Every response of a group under an algorithm of the clipped kind, its band as published."""
+    """Compute ratios, clipping and coefficients of each token of each response under a clipping algorithm."""
     value = algorithm(name)
     outcome = loss(
         value,
@@ -83,7 +83,7 @@ def walk_tokens(rows: Rows, name: str | Algorithm) -> list[Walk]:
 
 
 def strips(walks: Sequence[Walk]) -> str:
-    """Lines of tokens as HTML: green pushed up, red pushed down, stronger with the weight; struck through: clipped."""
+    """Return token strips as HTML: green pushed up, red pushed down, stronger with the weight; struck through: clipped."""
     lines = []
     for walk in walks:
         cells = []

@@ -1,4 +1,4 @@
-"""The sweep of the clip: arms over epsilon through `legato compare`, all from one start, and what each run tells."""
+"""The clip sweep: arms over epsilon through `legato compare`, all from the same weights, and the results of each run."""
 
 import json
 import math
@@ -28,7 +28,7 @@ EPSILONS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 0.2)
 TOKEN_EPSILONS = (3e-4, 1e-2, 0.2)
 """The same bands on token ratios: what granularity does."""
 LOOK = 6
-"""Steps that are looked at after a run has ended."""
+"""Further steps that are recorded after a run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Arm:
 
 
 def arms(epsilons: Sequence[float]) -> list[Arm]:
-    """GSPO as published, each epsilon on the sequence ratio, some on the token ratio; the last of those is GRPO."""
+    """Return the arms: published GSPO, each epsilon on the sequence ratio, some on the token ratio (the last is GRPO)."""
     listed = [Arm(name="gspo", algorithm="gspo", low=3e-4, high=4e-4)]
     listed += [Arm(name=f"sequence-{e:g}", algorithm="gspo", low=e, high=e) for e in epsilons]
     listed += [Arm(name=f"token-{e:g}" if e != 0.2 else "grpo", algorithm="grpo", low=e, high=e) for e in TOKEN_EPSILONS]
@@ -55,7 +55,7 @@ def arms(epsilons: Sequence[float]) -> list[Arm]:
 
 
 def read_epsilons(text: str) -> list[float]:
-    """`1e-4,1e-3`, ascending; ValueError where one is no half-width."""
+    """Parse `1e-4,1e-3` into ascending half-widths; InputError if one is not in (0, 1)."""
     try:
         widths = sorted({float(word) for word in text.split(",")})
     except ValueError:
@@ -75,7 +75,7 @@ def train_arms(
     parallel: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Train every arm with every seed; what is finished in `folder` is not done again. Returns compare.json's content."""
+    """Train every arm with every seed and return the content of compare.json. Finished runs in `folder` are reused."""
     definition = define_comparison(words, listed, folder=folder, seeds=seeds, steps=steps, say=say)
     compared = compare(definition, folder=folder / "sweep", machine=Machine(parallel=parallel), say=say)
     if compared.exit_code:
@@ -86,7 +86,7 @@ def train_arms(
 def define_comparison(
     words: Sequence[str], listed: Sequence[Arm], *, folder: Path, seeds: Sequence[int], steps: int | None, say: Say
 ) -> Definition:
-    """The comparison of the arms."""
+    """Define the comparison of the arms."""
     recipes, options = prepare_start(words, folder, say)
     if steps is not None:
         options["training.steps"] = steps
@@ -96,7 +96,7 @@ def define_comparison(
 
 
 def prepare_start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...], dict[str, Any]]:
-    """Recipes and options with which every run begins at the same weights; a warm-up is done once and kept."""
+    """Return recipes and options that start every run from the same weights. A warm-up is done once and saved."""
     name, words_given = split_target(words)
     options: dict[str, Any] = dict(read_word(word) for word in words_given)
     target = find(name, words_given)
@@ -118,7 +118,7 @@ def prepare_start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[P
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What the records of one run say of its clip and of its training."""
+    """Clipping and training results of one run."""
 
     clipped: float
     """Of responses with an advantage, over the updates after the first of each step."""
@@ -143,7 +143,7 @@ class Course:
 
 
 def course(records: Sequence[Mapping[str, Any]], arm: Arm) -> Course:
-    """From the lines of metrics.jsonl."""
+    """Compute the results of a run from the records of metrics.jsonl."""
     steps = [record for record in records if record.get("kind") == "step"]
     indices = sorted({int(key.rpartition("@")[2]) for record in steps for key in record if "@" in key})
     by_update = tuple(_mean(steps, f"clip/sequences@{index}") for index in indices)
@@ -183,7 +183,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 def inspect_run(run: Path, file: Path, say: Say) -> dict[str, Any]:
-    """Some steps more of a finished run, seen response by response; kept in a file, so that it is done once."""
+    """Train a few more steps of a finished run and measure clipping by length. The result is cached in `file`."""
     if file.is_file():
         result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return result

@@ -1,4 +1,4 @@
-"""The synthetic study of correlation: tokens made to order, so that every explanation shows its slope and its gap."""
+"""The synthetic study of correlation: slope and gap of each explanation on generated tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ def gap_error(rows: int) -> float:
 
 
 def slope_error(rows: int, lengths: Sequence[int]) -> float:
-    """The standard error of the slope that these errors leave."""
+    """Return the standard error of the slope of log variance over log length."""
     x = torch.tensor(lengths, dtype=torch.float64).log()
     return gap_error(rows) / float((x - x.mean()).square().sum().sqrt())
 
 
 def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Simulated]:
-    """Every explanation at every length, each length with responses of its own."""
+    """Simulate every explanation at every length."""
     results = []
     sizes = torch.tensor(lengths, dtype=torch.float64)
     for process in processes(GAP, AT).values():

@@ -24,7 +24,7 @@ _NAMES = {"short-range correlation": "kappa", "drift between responses": "tau", 
 
 
 def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Account:
-    """Both studies; without a target the synthetic one alone."""
+    """Run the synthetic study and, with a target, the measured one; return the report."""
     say(f"the synthetic study: {rows:,} responses of each length and explanation")
     simulated = synthetic.study(rows)
     recorder, overall, by_index = None, None, list[tuple[int, Spread]]()
@@ -54,13 +54,13 @@ def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Accou
 
 
 def measure_spread(updates: Sequence[ObservedUpdate]) -> Spread:
-    """The spread over some updates; each is a batch whose mean is removed."""
+    """Measure the spread of log s over updates. The mean of each update is removed."""
     ratios, mask, batch = stack_updates(updates)
     return spread(ratios, mask, batch)
 
 
 def stack_updates(updates: Sequence[ObservedUpdate]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-ratios [n, T], mask, and which update each response is of."""
+    """Stack updates: log-ratios [n, T], mask [n, T], and the update of each response [n]."""
     width = max(each.mask.shape[1] for each in updates)
     ratios = torch.cat([pad(each.log_ratios, (0, width - each.mask.shape[1])) for each in updates])
     mask = torch.cat([pad(each.mask, (0, width - each.mask.shape[1])) for each in updates])
@@ -69,7 +69,7 @@ def stack_updates(updates: Sequence[ObservedUpdate]) -> tuple[Tensor, Tensor, Te
 
 
 def checks(simulated: Sequence[Simulated], rows: int) -> list[Check]:
-    """The synthetic study beside the closed forms; four standard errors are allowed."""
+    """Compare the synthetic study with the closed forms, within four standard errors."""
     results = []
     allowed = 4 * synthetic.slope_error(rows, simulated[0].lengths)
     for each in simulated:

@@ -26,7 +26,7 @@ LOW, HIGH = 3e-4, 4e-4
 
 
 def examples() -> Account:
-    """The worked examples: two outliers, the group of four, what a band allows the product."""
+    """Return the report of the worked examples: two outliers, the group of four, the range of products."""
     long, four = outliers(), group()
     walks = {rows.title: [walk for name in PAIR for walk in walk_tokens(rows, name)] for rows in (long, four)}
     token, sequence = walk_tokens(long, "grpo"), walk_tokens(long, "gspo")
@@ -69,7 +69,7 @@ def _with_sample_deviation() -> float:
 
 
 def inside_from(ratios: Sequence[float], low: float, high: float) -> int:
-    """The fewest tokens at which a response whose other tokens have not moved is inside the band."""
+    """Return the fewest tokens at which a response is inside the band if only these tokens moved."""
     total = math.fsum(map(math.log, ratios))
     bound = math.log1p(-low) if total < 0 else math.log1p(high)
     return math.floor(total / bound) + 1 if total else 1
@@ -205,7 +205,7 @@ def _figures(rows: Rows, name: str, row: int) -> list[Figure]:
 
 
 def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence[str], say: Say) -> Account:
-    """A rollout of a run, as the run's own trainer saw it in its update."""
+    """Return the report of one rollout of a run, as the run's trainer saw it in its update."""
     again = replay(path, step, words, say)
     row = _choose_row(again, rollout)
     look = next((each for each in again.observed if row in each.rows.tolist()), None)
@@ -244,7 +244,7 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
 
 
 def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
-    """The row asked for; else the one with an advantage whose tokens moved the furthest."""
+    """Return the requested row; by default the row with an advantage whose tokens moved the furthest."""
     if rollout is not None:
         count = len(again.rollouts())
         if not 0 <= rollout < count:
@@ -259,7 +259,7 @@ def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
 
 
 def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, int]:
-    """The group of a row as its update saw it, and the place of the row in it."""
+    """Return the group of a row as its update saw it, and the position of the row in the group."""
     groups, rollouts = again.group_of(), again.rollouts()
     member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
     words = []

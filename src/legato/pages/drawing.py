@@ -53,8 +53,8 @@ class _Scale:
 
 def draw_svg(figure: Figure) -> str:
     """The figure as the text of an SVG file, title and legend included."""
-    named = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
-    legend = _legend(named if figure.layout.get("showlegend", len(named) > 1) else [])
+    in_legend = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
+    legend = _legend(in_legend if figure.layout.get("showlegend", len(in_legend) > 1) else [])
     top = 44 + _LINE * legend[1]
     x = _scale("x", figure, _LEFT, WIDTH - _RIGHT)
     y = _scale("y", figure, HEIGHT - _BOTTOM, top)

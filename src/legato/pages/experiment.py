@@ -1,4 +1,4 @@
-"""The account of an experiment: what was expected, what was measured and how they differ; as page, text, data and figures.
+"""The report of an experiment: expected and measured values, as page, text, data and figures.
 
 NAME.html            one file, offline
 NAME.md              the same as text that can be pasted
@@ -38,9 +38,9 @@ class Check:
     expected: Value
     measured: Value
     tolerance: float | None = None
-    """How far they may differ; None: nothing was promised, the difference is told and not judged."""
+    """Largest difference allowed; None: the difference is shown and not judged."""
     relative: bool = False
-    """Whether the difference is told, and the tolerance meant, as a share of what was expected."""
+    """Whether difference and tolerance are shares of the expected value."""
     source: str = ""
     """Where the expectation comes from."""
 
@@ -73,7 +73,7 @@ class Sheet:
     """A table with its numbers in full; the first column names the rows."""
 
     name: str
-    """Of its file."""
+    """Name of its CSV file."""
     title: str
     note: str
     headings: tuple[str, ...]
@@ -83,7 +83,7 @@ class Sheet:
     digits: int = 3
 
     def table(self) -> Table:
-        """As words."""
+        """Return the table with formatted cells."""
         rows = tuple(
             tuple(self._word(heading, value) for heading, value in zip(self.headings, row, strict=True)) for row in self.rows
         )
@@ -101,7 +101,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Everything a page tells of one experiment."""
+    """The content of the page of one experiment."""
 
     name: str
     title: str
@@ -109,7 +109,7 @@ class Account:
     """What was done, in a paragraph."""
     facts: Mapping[str, str]
     sentences: Sequence[str]
-    """What came of it, most important first."""
+    """The results, most important first."""
     checks: Sequence[Check] = ()
     sheets: Sequence[Sheet] = ()
     figures: Sequence[Figure] = ()
@@ -119,7 +119,7 @@ class Account:
     """HTML of the experiment's own, escaped already."""
 
     def check_table(self) -> Table | None:
-        """The expectations as a table."""
+        """Return expectations and measurements as a table; None without any."""
         if not self.checks:
             return None
         rows = tuple(
@@ -149,7 +149,7 @@ def _format_value(value: Value) -> str:
 
 
 def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
-    """Write all of it; what was written, the page first."""
+    """Write page, text, data, tables and figures; return the files, the page first."""
     try:
         for name in ("tables", "figures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
 
 
 def content(account: Account) -> dict[str, Any]:
-    """What NAME.json holds."""
+    """Return the content of NAME.json."""
     return {
         "experiment": account.name,
         "title": account.title,
@@ -214,7 +214,7 @@ def content(account: Account) -> dict[str, Any]:
 
 
 def read(stored: Mapping[str, Any]) -> Account:
-    """The account that NAME.json holds, without its figures."""
+    """Read an account back from the content of NAME.json, without its figures."""
     fields = ("what", "expected", "measured", "tolerance", "relative", "source")
     return Account(
         name=stored["experiment"],
@@ -263,7 +263,7 @@ def tables_as_text(tables: Sequence[Table], level: int = 2) -> list[str]:
 
 
 def file_stem(title: str) -> str:
-    """A title as the name of a file."""
+    """Turn a title into a file name without extension."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 

@@ -1,4 +1,4 @@
-"""The figures of a run."""
+"""The figures of a run's report."""
 
 import html
 import re
@@ -30,7 +30,7 @@ from legato.pages.traces import (
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
-    """All that the records allow; what was not measured has no figure."""
+    """Return all figures that the records allow."""
     steps = [record for record in records if record.get("kind") == "step"]
     drawn = (
         _accuracy(steps, evaluations(records)),
@@ -142,7 +142,7 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
 
 
 def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
-    """Tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
+    """Clip fractions of tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
     series = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
     data = [
         line(fractions.steps, [value or None for value in fractions.average], name, colour)
@@ -155,7 +155,7 @@ def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
 
 
 def _clip_band(steps: Sequence[Record]) -> Figure | None:
-    """Of a clip whose band adapts, whatever its name: the course of its bounds."""
+    """The bounds of an adaptive clip band over steps."""
     if not any("clip/beyond_positive" in step for step in steps):  # measured only where a band adapts
         return None
     noise = next((key for step in steps for key in step if key.startswith("state/") and key.endswith(".noise")), "")
@@ -176,7 +176,7 @@ def _clip_band(steps: Sequence[Record]) -> Figure | None:
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
-    """A line for each update within the step; one for all where they are not told apart."""
+    """Return a line for each update within the step, or one line if updates are not recorded separately."""
     pattern = re.compile(re.escape(key) + r"@(\d+)")
     indices = {int(match.group(1)) for record in steps for name in record if (match := pattern.fullmatch(name))}
     data = [
@@ -188,7 +188,7 @@ def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
 
 
 def _experts(steps: Sequence[Record]) -> Figure | None:
-    """Of a mixture of experts."""
+    """Share of experts that changed, for a mixture of experts."""
     if all(number(record, "router/flip_mean") is None for record in steps):
         return None
     data = _by_update(steps, "router/flip_mean") + average_line(
@@ -296,5 +296,5 @@ def _warm_up(records: Sequence[Record]) -> Figure | None:
 
 
 def _component_name(key: str) -> str:
-    """The part of a key after its topic. Plotly reads tags in names, and a component may be called anything."""
+    """Return the part of a key after its topic, escaped: Plotly reads tags in names."""
     return html.escape(legible(key.partition("/")[2], one_line=True))

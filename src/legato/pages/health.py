@@ -1,4 +1,4 @@
-"""What the health watch found in a run, and what was done about it, as text: for the report and for the live page."""
+"""Findings and recoveries of the health watch as text, for the report and the dashboard."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _SEVERAL = {"alarm": "alarms", "warning": "warnings", "recovery": "recoveries"}
 
 
 def finding_row(record: Record) -> dict[str, Any] | None:
-    """A line of health.jsonl; None where it is none of ours. What was done is a note: the alarm before it is graver."""
+    """Return a record of health.jsonl as fields to show; None if it is malformed. A recovery counts as a note."""
     recovery = record.get("kind") == "recovery"
     level = "note" if recovery else record.get("level")
     if level not in LEVELS:
@@ -29,12 +29,12 @@ def finding_row(record: Record) -> dict[str, Any] | None:
 
 
 def health_words(records: Sequence[Record]) -> str:
-    """The same in a few words."""
+    """Count the alarms, warnings and recoveries among records, in words."""
     return count_findings([found for record in records if (found := finding_row(record)) is not None])
 
 
 def count_findings(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many alarms, warnings and recoveries there are."""
+    """Count alarms, warnings and recoveries, in words."""
     what = [each["what"] for each in rows]
     counts = {word: what.count(word) for word in _SEVERAL}
     words = [f"{count} {word if count == 1 else _SEVERAL[word]}" for word, count in counts.items() if count]
@@ -42,7 +42,7 @@ def count_findings(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def health_section(records: Sequence[Record]) -> str:
-    """Findings and recoveries in the order in which they happened."""
+    """Return the HTML section of findings and recoveries, in order."""
     found = [_line(each) for record in records if (each := finding_row(record)) is not None]
     if not found:
         inside = "<p>No rule of the health watch held. <code>legato doctor</code> explains a run in more words.</p>"

@@ -1,4 +1,4 @@
-"""`report.html`: a run in one file that opens offline, asks nothing of any server and runs nothing that a run names."""
+"""Writes `report.html`: a run in one offline file that loads nothing and runs no code from the run."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _LONGEST_TEXT = 4000
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Write `report.html` from what the directory holds; what is missing is left out."""
+    """Write `report.html` from the records in the run directory. Missing parts are left out."""
     records, health = directory.metrics(), directory.health.read()
     run = summarise(records, directory.name)
     start = next((record for record in records if record.get("kind") == "start"), {})
@@ -56,7 +56,7 @@ def _steps(records: Sequence[Record]) -> list[Record]:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 42 s, 3 min 05 s, 2 h 10 min."""
+    """Format seconds for people: 42 s, 3 min 05 s, 2 h 10 min."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 def verdict(before: Interval | None, after: Interval | None) -> str:
-    """What happened between two measurements, no more than the intervals allow."""
+    """Say how accuracy changed between two measurements, as far as their intervals allow."""
     if before is None or after is None:
         return "measured once"
     if after.low > before.high:
@@ -193,7 +193,7 @@ def _probes(records: Sequence[Record]) -> str:
 
 
 def probe_words(record: Record, band: Record) -> str:
-    """What a probe measured, and what that means for the clip band of a step record."""
+    """Describe the result of a probe, and what it means for the clip band of the step record `band`."""
     if isinstance(record.get("words"), str):
         return str(record["words"])
     step, count = number(record, "step"), number(record, "responses")
@@ -267,10 +267,10 @@ def _percent(interval: Interval) -> str:
 
 
 def _safe(text: str) -> str:
-    """For one line of HTML."""
+    """Escape text for one line of HTML."""
     return html.escape(legible(text, one_line=True))
 
 
 def _text(value: Any) -> str:
-    """For a block of HTML."""
+    """Escape and shorten text for a block of HTML."""
     return html.escape(shorten(legible("" if value is None else str(value)), _LONGEST_TEXT))

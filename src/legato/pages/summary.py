@@ -1,4 +1,4 @@
-"""A run in a few numbers: before and after, how long it took, the best it was, and what it wrote."""
+"""A run in a few numbers: accuracy before, after and at best, duration, and sample rollouts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What the report's head and the end screen say."""
+    """The numbers in the report's head and on the end screen."""
 
     name: str
     model: str
@@ -59,12 +59,12 @@ class Samples:
 
 
 def summary(directory: RunDirectory) -> Summary:
-    """The run so far."""
+    """Summarise the run so far."""
     return summarise(directory.metrics(), directory.name)
 
 
 def summarise(records: Sequence[Record], name: str) -> Summary:
-    """The same from the records of metrics.jsonl."""
+    """Summarise a run from the records of metrics.jsonl."""
     start = next((record for record in records if record.get("kind") == "start"), {})
     steps = [record for record in records if record.get("kind") == "step"]
     ends = [record for record in records if record.get("kind") == "end"]
@@ -87,7 +87,7 @@ def summarise(records: Sequence[Record], name: str) -> Summary:
 
 
 def evaluations(records: Sequence[Record]) -> list[Evaluation]:
-    """All evaluations that measured something, in order."""
+    """Return all evaluations with an accuracy, in order."""
     measured = []
     for record in records:
         if record.get("kind") != "evaluation":
@@ -101,13 +101,13 @@ def evaluations(records: Sequence[Record]) -> list[Evaluation]:
 
 
 def wilson_interval(share: float, trials: float) -> Interval:
-    """A share with its Wilson interval."""
+    """Return a share with its Wilson interval."""
     low, high = intervals.wilson_interval(share * trials, trials)
     return Interval(value=share, low=low, high=high)
 
 
 def number(record: Record, key: str) -> float | None:
-    """A finite number of a record, or None: whatever else stands there is not drawn."""
+    """Return a value of a record if it is a finite number, else None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -119,7 +119,7 @@ def number(record: Record, key: str) -> float | None:
 
 
 def samples(directory: RunDirectory, count: int = 3) -> Samples:
-    """At most `count` rollouts of different prompts from either end of the run, in stored order: nothing is picked."""
+    """Return up to `count` rollouts of different prompts from the first and the last stored step, in stored order."""
     steps = directory.rollout_steps()
     first = _first_by_prompt(directory.read_rollouts(steps[0])) if steps else {}
     last = _first_by_prompt(directory.read_rollouts(steps[-1])) if len(steps) > 1 else {}

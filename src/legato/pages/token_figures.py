@@ -1,4 +1,4 @@
-"""Figures of what was measured at the tokens of stored rollouts: ratios, their spread against length, one response."""
+"""Figures of the token ratios in stored rollouts: distribution, variance against length, one response."""
 
 import html
 import math
@@ -15,16 +15,16 @@ from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
 _STEPS_READ = 10
-"""The last steps with stored rollouts: a long run has hundreds."""
+"""Only the last steps with stored rollouts are read: a long run has hundreds."""
 _FEWEST = 8
-"""Responses of like length whose variance means something."""
+"""Fewest responses of similar length for a variance."""
 _STRIP = 60
-"""Tokens of the one response that is drawn."""
+"""Tokens drawn of the one response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredResponse:
-    """A response whose ratios an update saw after the policy had moved."""
+    """A response whose ratios were measured after the policy had moved."""
 
     step: int
     record: Record
@@ -32,7 +32,7 @@ class MeasuredResponse:
 
     @property
     def update(self) -> tuple[int, float | None]:
-        """Which update saw it: its step, and its number there."""
+        """The step and the number of the update that measured it."""
         return self.step, number(self.record["details"], "update")
 
     @property
@@ -42,7 +42,7 @@ class MeasuredResponse:
 
 
 def measured_responses(directory: RunDirectory) -> list[MeasuredResponse]:
-    """Of the last steps; what cannot be read is left out."""
+    """Read the measured responses of the last steps. Unreadable files are left out."""
     responses = []
     try:
         steps = directory.rollout_steps()[-_STEPS_READ:]
@@ -68,7 +68,7 @@ def _measured_response(record: Record, step: int) -> MeasuredResponse | None:
 
 
 def token_figures(directory: RunDirectory, steps: Sequence[Record]) -> list[Figure]:
-    """What the stored rollouts allow."""
+    """Return the figures that the stored rollouts allow."""
     responses = measured_responses(directory)
     if not responses:
         return []
@@ -103,7 +103,7 @@ def _histograms(responses: Sequence[MeasuredResponse], band: Record) -> Figure |
 
 
 def _outline(values: Sequence[float], edges: Sequence[float], name: str, colour: str) -> Trace:
-    """A histogram as a filled line: two of them can be seen through each other."""
+    """Return a histogram as a filled line, so that two can overlap visibly."""
     counts = [0] * (len(edges) - 1)
     for value in values:
         place = math.floor((math.log10(value) - edges[0]) * 8)
@@ -122,7 +122,7 @@ def _outline(values: Sequence[float], edges: Sequence[float], name: str, colour:
 
 
 def _variance(responses: Sequence[MeasuredResponse]) -> Figure | None:
-    """Var(log s) by length, beside what independent tokens would give."""
+    """Draw Var(log s) by length beside the variance of independent tokens."""
     groups: dict[int, list[MeasuredResponse]] = {}
     for each in responses:
         groups.setdefault(round(4 * math.log2(len(each.log_ratios))), []).append(each)
@@ -179,7 +179,7 @@ def _length(members: Sequence[MeasuredResponse]) -> float:
 
 
 def _spread(members: Sequence[MeasuredResponse], updates: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
-    """Variance around the mean of each one's update, and its degrees of freedom: a mean of n takes 1 / n from each."""
+    """Return the variance around the mean of each response's update, and its degrees of freedom."""
     around = [(each.log_s, updates[each.update]) for each in members]
     freedom = len(members) - math.fsum(1 / len(mine) for _, mine in around)
     squares = math.fsum((value - math.fsum(mine) / len(mine)) ** 2 for value, mine in around)
@@ -202,7 +202,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _typical_response(responses: Sequence[MeasuredResponse]) -> MeasuredResponse:
-    """Of the newest step, a typical response and no outlier: the one at the upper quartile of how far its tokens moved."""
+    """Return the response of the newest step at the upper quartile of the largest token movement: typical, no outlier."""
     newest = [each for each in responses if each.step == responses[-1].step]
     sizes = [max(map(abs, each.log_ratios)) for each in newest]
     wanted = quantile(sorted(sizes), 0.75)
@@ -210,7 +210,7 @@ def _typical_response(responses: Sequence[MeasuredResponse]) -> MeasuredResponse
 
 
 def strip(chosen: MeasuredResponse, band: Record) -> Figure | None:
-    """A response token by token: its log-ratios, which of them had no gradient, and log s."""
+    """Draw one response token by token: log-ratios, tokens without a gradient, and log s."""
     details = chosen.record["details"]
     pieces = [html.escape(piece(str(each))) for each in details["pieces"]][:_STRIP]
     values = [number({"": value}, "") for value in details["log_ratios"]][:_STRIP]

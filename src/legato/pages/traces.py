@@ -1,4 +1,4 @@
-"""The pieces of figures: plotly's plain dictionaries, SVG traces only, colours that read on light and on dark."""
+"""Building blocks of figures: plain plotly dictionaries, SVG traces only, colours for light and dark pages."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One picture with what to see in it."""
+    """One figure with its caption."""
 
     title: str
     caption: str
@@ -32,7 +32,7 @@ def average_line(records: Sequence[Record], key: str, name: str, colour: str) ->
 
 
 def line_with_band(quantity: Curve, name: str, colour: str) -> list[Trace]:
-    """The moving average in its band, and the values themselves faintly."""
+    """Return traces of a moving average with its band, and the values themselves faintly."""
     if quantity.window == 1:
         return [line(quantity.steps, quantity.values, name, colour)]
     raw = line(quantity.steps, quantity.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
@@ -83,7 +83,7 @@ def figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], 
 
 
 def band_edges(record: Record, direction: str, *, sizes: bool = False) -> list[dict[str, Any]]:
-    """The clip band of a step in log-ratios, as dashed lines at places on the axis "x" or "y"; `sizes`: without sign."""
+    """Return the clip band of a step as dashed lines at log-ratios on axis "x" or "y"; `sizes`: without sign."""
     low, high = number(record, "clip/band_low"), number(record, "clip/band_high")
     bounds = [math.log1p(-low) if low is not None and low < 1 else None, math.log1p(high) if high is not None else None]
     other = "y" if direction == "x" else "x"

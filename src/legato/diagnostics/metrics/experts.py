@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts did in an update: flips, their correlation with the ratios, entropy, load."""
+"""Router metrics of a mixture of experts: flips, their correlation with the ratios, entropy, load."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from legato.diagnostics.metrics.routing import shared_experts
 
 
 def routing(inputs: MetricInputs) -> dict[str, Piece]:
-    """All that is known of the routers; nothing for a dense policy."""
+    """Return the router metrics; empty for a dense policy."""
     router = inputs.signals.router
     if router is None:
         return {}
@@ -31,7 +31,7 @@ def _known_tokens(inputs: MetricInputs, known: Tensor | None) -> Tensor:
 
 
 def _flips(prefix: str, before: Tensor, after: Tensor, where: Tensor, pieces: dict[str, Piece]) -> Tensor:
-    """Measures of how two choices differ; [B, T] the flip rate of each token, mean over the layers, 0 where not `where`."""
+    """Add how two expert choices differ to `pieces`; return the flip rate [B, T], mean over layers, 0 outside `where`."""
     layers, active = before.shape[-2:]
     dropped = torch.where(where.unsqueeze(-1), active - shared_experts(before, after), 0).float()
     count = where.sum(dtype=torch.float64)
@@ -55,7 +55,7 @@ def _correlations(inputs: MetricInputs, flips: Tensor, pieces: dict[str, Piece])
 
 
 def _correlation(x: Tensor, y: Tensor, count: Tensor) -> Correlation:
-    """Of values that are 0 where they do not count."""
+    """Correlate x and y, which are 0 where they do not count."""
     x, y = x.reshape(-1).double(), y.reshape(-1).double()
     return Correlation(count, x.sum(), y.sum(), x.dot(x), y.dot(y), x.dot(y))
 

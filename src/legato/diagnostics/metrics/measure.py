@@ -1,6 +1,6 @@
-"""Measuring what an objective decided: signals and trace in, pieces that combine out.
+"""Computes the metrics of an update from its signals and outcome, as pieces that can be combined over calls.
 
-Each topic is one function. Keys, formulas and ranges stand in `metrics.py`; here is only how the pieces are computed.
+Each topic is one function. `definitions.py` defines keys, formulas and ranges.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ LIMIT = 20.0
 
 
 def measure(signals: Signals, outcome: Outcome) -> Sums:
-    """All metrics that the given signals allow."""
+    """Return all metrics that the signals allow."""
     with torch.no_grad():
         if outcome.coefficients.numel() == 0:
-            return Sums(_losses(outcome))  # a rank short of rows has nothing to measure
+            return Sums(_losses(outcome))  # a rank without rows has nothing to measure
         inputs = metric_inputs(signals, outcome)
         pieces = _losses(outcome)
         for topic in _TOPICS:
@@ -96,7 +96,7 @@ def _drift(inputs: MetricInputs) -> dict[str, Piece]:
 
 
 def _token_log_ratio(inputs: MetricInputs) -> tuple[PerToken, Tensor]:
-    """new - old per token, and the largest of it. The objective's own is used where its limit has not cut it."""
+    """Return new - old per token and its largest magnitude. Reuses the objective's log-ratio if no limit cut it."""
     log_ratio = inputs.trace.tokens
     if log_ratio is not None and log_ratio.device.type == "cpu":
         largest = largest_magnitudes(log_ratio).amax()
@@ -107,13 +107,13 @@ def _token_log_ratio(inputs: MetricInputs) -> tuple[PerToken, Tensor]:
 
 
 def _squares(values: PerToken) -> Tensor:
-    """The sum of squares, without room for the squares."""
+    """Return the sum of squares without allocating the squares."""
     norms: Tensor = torch.linalg.vector_norm(values, dim=1)
     return norms.double().square().sum()
 
 
 def _clipping(inputs: MetricInputs) -> dict[str, Piece]:
-    """What the trust region left without a gradient, with the right denominators."""
+    """Share of tokens and responses that the trust region left without a gradient."""
     trace, mask, advantages = inputs.trace, inputs.signals.mask, inputs.signals.advantages
     if not trace.bounded:
         return {}
@@ -121,7 +121,7 @@ def _clipping(inputs: MetricInputs) -> dict[str, Piece]:
     free = torch.eq(trace.log_value, trace.log_ratio, out=place)
     for factor in (trace.selected, None if trace.tokens_clipped is None else ~trace.tokens_clipped):
         free = free if factor is None else free * factor
-    # In its own memory: what stands outside the mask is not asked for again.
+    # Summed in place: values outside the mask are not read again.
     free_rows = _sum_inside_mask(free, inputs) if _is_one_outside_mask(trace) else mask.sum(free, free)
     pieces: dict[str, Piece] = {"clip/tokens": Mean(inputs.tokens - free_rows.sum(dtype=torch.float64), inputs.tokens)}
     for word, among in (("positive", advantages > 0), ("negative", advantages < 0)):
@@ -163,10 +163,10 @@ def _band(inputs: MetricInputs) -> dict[str, Piece]:
 
 
 def _adaptive_band(inputs: MetricInputs, lower: Tensor, upper: Tensor) -> dict[str, Piece]:
-    """What a band that adapts follows: each response, turn or token is one ratio, and pulls by the sign of its A."""
+    """Statistics that an adaptive band follows. Each response, turn or token is one ratio; the sign of A picks its side."""
     log_ratio, advantages = inputs.trace.log_ratio, inputs.signals.advantages
     if inputs.signals.keep is not None:
-        # What a filter drops cannot pull, and may have been left out of the update beforehand.
+        # Filtered tokens do not count, and may have been left out of the update beforehand.
         advantages = advantages * inputs.signals.keep
     if log_ratio.shape[1] == 1:
         weights = inputs.counted.to(log_ratio.dtype)
@@ -186,14 +186,14 @@ def _adaptive_band(inputs: MetricInputs, lower: Tensor, upper: Tensor) -> dict[s
 
 
 def _is_one_outside_mask(trace: Trace) -> bool:
-    """Whether "inside the band" and "not clipped" are certainly 1 outside the mask, and may be summed unselected."""
+    """Whether "inside the band" and "not clipped" are always 1 outside the mask, so that sums need no selection."""
     low, high = trace.band or (1.0, -1.0)
     plain = not isinstance(low, Tensor) and not isinstance(high, Tensor) and low <= 0 <= high
     return plain and trace.zero_outside and trace.selected is None and trace.tokens_clipped is None
 
 
 def _sum_inside_mask(values: Spread, inputs: MetricInputs) -> Tensor:
-    """[B, 1]: the sum over the tokens of 0/1 values that are 1 outside the mask."""
+    """Sum 0/1 values over tokens, [B, 1], where the values are 1 outside the mask."""
     if values.shape[1] == 1:
         return inputs.signals.mask.sum(values)
     return values.sum(1, keepdim=True) - (values.shape[1] - inputs.signals.mask.lengths)
@@ -273,7 +273,7 @@ def _reference(inputs: MetricInputs) -> dict[str, Piece]:
 
 
 def _channels(inputs: MetricInputs) -> dict[str, Piece]:
-    """Entropy, values and router shift, where they were given."""
+    """Entropy, values and router shift, if the signals have them."""
     signals, pieces = inputs.signals, dict[str, Piece]()
     if signals.entropy is not None:
         pieces["entropy/mean"] = inputs.token_mean(signals.entropy.detach())

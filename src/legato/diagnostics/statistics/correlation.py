@@ -1,7 +1,7 @@
-"""Token log-ratios made to order: five ways in which the tokens of a response are not independent.
+"""Synthetic token log-ratios: five ways in which the tokens of a response can be dependent.
 
 Each has the token variance sigma^2 and a closed form for its gap, Var(log s) / (sigma^2 / L). At one length all of them can
-explain the same gap; against length they part (`variance.py`).
+explain the same gap; they differ over length (`variance.py`).
 """
 
 import math
@@ -18,16 +18,16 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """How the tokens of a response hang together."""
+    """One model of the dependence between the tokens of a response."""
 
     name: str
     gap: Callable[[int], float]
-    """Of responses of a length."""
+    """The gap of responses of a given length."""
     unit: Callable[[int, int, torch.Generator], Tensor]
     """[rows, length] of token deviation 1, float64."""
 
     def tokens(self, rows: int, length: int, sigma: float, generator: torch.Generator) -> Tensor:
-        """Log-ratios of so many responses of one length."""
+        """Draw log-ratios [rows, length] with token deviation sigma."""
         return sigma * self.unit(rows, length, generator)
 
 
