@@ -63,7 +63,7 @@ def keep(folder: Path, name: str) -> None:
         shutil.copy(folder / "figures" / f"{file_stem(title)}.svg", FIGURES / f"lab-{name}-{file_stem(title)}.svg")
 
 
-def stored() -> dict[str, dict[str, Any]]:
+def load_results() -> dict[str, dict[str, Any]]:
     """What has been measured, by experiment."""
     paths = {name: RESULTS / f"lab-{name}.json" for name in COMMANDS}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}

@@ -123,7 +123,7 @@ def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
     assert folder.runs() == []
     directory.write_config("[training]\nseed = 3\nsteps = 9\n")
     append(directory, range(1, 4))
-    folder._looked = 0.0
+    folder._searched_at = 0.0
     (run,) = folder.runs()
     row = run.row()
     assert (row["step"], row["running"], row["state"]) == (3, True, "running")

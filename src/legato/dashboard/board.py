@@ -89,22 +89,22 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
     """What the health watch found in these runs, the gravest first, then the newest; with what its rule says of causes."""
     rules = {rule.name: rule for rule in RULES}
-    found = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for run in map(folder.run, names):
         command = f"legato doctor {shlex.quote(legible(str(run.directory.path), one_line=True))}"
         for each in run.read_health():
             # What was done about a finding bears the name of its rule too; the causes are told once.
             rule = None if each["what"] == "recovery" else rules.get(each["rule"])
             causes, tries = ((), ()) if rule is None else (rule.causes, rule.tries)
-            found.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
-    return sorted(found, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
+            rows.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
+    return sorted(rows, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
 
 
 def configs(folder: Folder, names: Sequence[str]) -> dict[str, Any]:
     """The options in which runs differ, and how many they share."""
-    found = {name: folder.run(name).options() for name in names}
-    paths = sorted({path for options in found.values() for path in options})
-    rows = [{"path": path, "values": [_value(found[name], path) for name in names]} for path in paths]
+    by_name = {name: folder.run(name).options() for name in names}
+    paths = sorted({path for options in by_name.values() for path in options})
+    rows = [{"path": path, "values": [_value(by_name[name], path) for name in names]} for path in paths]
     differ = [row for row in rows if len(set(row["values"])) > 1]
     return {"runs": list(names), "differ": differ, "same": [row for row in rows if row not in differ]}
 

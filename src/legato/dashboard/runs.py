@@ -60,7 +60,7 @@ class Run:
     lock: threading.RLock = field(default_factory=threading.RLock)
     summary: dict[str, Any] = field(default_factory=dict)
     summary_stamp: tuple[int, int, int] = (-1, -1, -1)
-    """Sizes and time of change when `told` was made."""
+    """Sizes and time of change when `summary` was made."""
     wanted: bool = False
 
     @classmethod
@@ -159,7 +159,7 @@ class Run:
                 self.findings = [] if again else self.findings
                 if not lines:
                     return self.findings
-                self.findings += [found for line in lines if (found := finding_row(parse_metrics(line) or {})) is not None]
+                self.findings += [row for line in lines if (row := finding_row(parse_metrics(line) or {})) is not None]
 
     # What the curves show
 
@@ -203,7 +203,7 @@ class Folder:
         if not path.is_dir():
             raise InputError(f"{path} is not a folder; `legato dashboard FOLDER` takes a folder of runs, or a run")
         self.path = path
-        self.found: dict[str, Run] = {}
+        self.known_runs: dict[str, Run] = {}
         self._searched_at = 0.0
         self.answering = 0
         """Number of requests being answered."""
@@ -215,18 +215,18 @@ class Folder:
         with self._lock:
             if time.monotonic() - self._searched_at > 1:
                 paths = dict.fromkeys(_directories(self.path, _DEEPEST))
-                known = {run.directory.path: run for run in self.found.values()}
+                known = {run.directory.path: run for run in self.known_runs.values()}
                 runs = [known.get(path) or Run.of(self.path, path) for path in paths]
-                self.found = {run.name: run for run in runs}
+                self.known_runs = {run.name: run for run in runs}
                 self._searched_at = time.monotonic()
-            return list(self.found.values())
+            return list(self.known_runs.values())
 
     def run(self, name: str) -> Run:
         """Return a run by name. Names are looked up and never turned into paths."""
-        run = self.found.get(name)
+        run = self.known_runs.get(name)
         if run is None:
             self.runs()
-            run = self.found.get(name)
+            run = self.known_runs.get(name)
         if run is None:
             raise InputError(f"no run is called {name!r} in {self.path}")
         return run
@@ -240,7 +240,7 @@ class Folder:
 
     def _read_all(self) -> None:
         stuck = set[str]()  # files that are there and cannot be read
-        while behind := [run for run in list(self.found.values()) if run.behind and run.name not in stuck]:
+        while behind := [run for run in list(self.known_runs.values()) if run.behind and run.name not in stuck]:
             for run in behind:
                 while run.behind and run.read(_SLICE):
                     # Whoever waits for an answer comes first: what is read here can be shown a second later.

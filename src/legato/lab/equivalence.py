@@ -298,7 +298,7 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
     # Errors of exactly 0 have no place on a logarithmic axis.
     shown = {name: max(error, 1e-17) for name, error in broken.items()}
     colours = [GREEN if error < 1e-6 else RED for error in shown.values()]
-    made = [
+    drawn = [
         figure(
             "s and the quotient of perplexities",
             "A point a response, after one step of training; the line is equality.",
@@ -330,4 +330,4 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
             {"yaxis": {"title": {"text": "nats a token"}, "rangemode": "tozero"}},
         ),
     ]  # fmt: skip
-    return [each for each in made if each is not None]
+    return [each for each in drawn if each is not None]

@@ -24,28 +24,28 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
     lengths, hidden = constructed.heterogeneous_lengths(), HIDDEN
     related, tails = constructed.correlated_tokens(), constructed.heavy_tails()
     ways: list[Shift] = []
-    told: dict[str, str] = {"constructed": "without a model"}
+    described: dict[str, str] = {"constructed": "without a model"}
     if target is not None:
         policy, source = target.ready(say)
         ways = shifts(target.resolved, policy, source, steps=steps, say=say)
-        told = facts(recorder_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
-        told.pop("a step")
-    seen = _measure(ways[0]) if ways else None
+        described = facts(recorder_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
+        described.pop("a step")
+    measured = _measure(ways[0]) if ways else None
     sheets = [_lengths_sheet(lengths), _hidden_sheet(), _related_sheet(related), _tails_sheet(tails)]
     sentences = _sentences(lengths, related, tails)
-    if seen is not None:
-        sheets = [*_shift_sheets(ways), _measured_lengths(seen["quintiles"]), *sheets]
-        sentences = [*_measured_sentences(ways, seen), *sentences]
+    if measured is not None:
+        sheets = [*_shift_sheets(ways), _measured_lengths(measured["quintiles"]), *sheets]
+        sentences = [*_measured_sentences(ways, measured), *sentences]
     return Account(
         name="failure",
         title="Where a mean over tokens misleads",
         about="Length heterogeneity, large shifts hidden in a mean, correlated tokens, large policy shifts and heavy tails:"
         " each is constructed with a known answer, and measured in the training of the model where one is given.",
-        facts=told,
+        facts=described,
         sentences=sentences,
         checks=_checks(lengths, related, tails),
         sheets=sheets,
-        figures=_figures(lengths, related, tails, ways, seen),
+        figures=_figures(lengths, related, tails, ways, measured),
         data={"hidden": [{"tokens": h.length, "shifted": h.shifted, "log_s": h.log_s} for h in hidden]},
     )
 
@@ -74,7 +74,7 @@ def _measure(way: Shift) -> dict[str, Any]:
 
 def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: Sequence[Heavy]) -> list[Check]:
     printed = {(4096, 1): 0.99878004, (32768, 1): 0.99984742, (4096, 8): 0.99028190}
-    found = [
+    checks = [
         Check(what=f"lengths, quintile {number + 1}: {word}", expected=expected, measured=measured, tolerance=0.02)
         for number, quintile in enumerate(lengths)
         for word, expected, measured in (
@@ -82,7 +82,7 @@ def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: S
             ("band c / sqrt(L)", constructed.FAIR_QUINTILES[number], quintile.by_length),
         )
     ]
-    found += [
+    checks += [
         Check(what=f"hidden: s of {h.shifted} token(s) at lw = -5 among {h.length:,}", expected=printed[key],
               measured=math.exp(h.log_s), tolerance=5e-9)
         for h in HIDDEN
@@ -90,16 +90,16 @@ def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: S
     ]  # fmt: skip
     # Four standard errors of a share of 4,000.
     error = 4 * math.sqrt(0.3 * 0.7 / 4000)
-    found += [
+    checks += [
         Check(what=f"correlated: clipped, {each.process}", expected=each.expected, measured=each.clipped, tolerance=error,
               source="1 - Phi(z / sqrt(gap))")
         for each in related
     ]  # fmt: skip
-    found += [
+    checks += [
         Check(what=f"heavy tails: gap at {each.length} tokens", expected=1.0, measured=each.gap, tolerance=0.15)
         for each in tails
     ]
-    return found
+    return checks
 
 
 def _sentences(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: Sequence[Heavy]) -> list[str]:

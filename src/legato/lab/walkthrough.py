@@ -266,7 +266,7 @@ def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, in
     for each in look.rows[member].tolist():
         written = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
         words.append(tuple(text for text, own in zip(written, rollouts[each].mask.tolist(), strict=True) if own))
-    found = Rows(
+    members = Rows(
         title="the group",
         old=look.old[member],
         new=look.new[member],
@@ -274,4 +274,4 @@ def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, in
         advantages=look.advantages[member],
         words=tuple(words),
     )
-    return found, look.rows[member].tolist().index(row)
+    return members, look.rows[member].tolist().index(row)

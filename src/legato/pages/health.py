@@ -30,7 +30,7 @@ def finding_row(record: Record) -> dict[str, Any] | None:
 
 def health_words(records: Sequence[Record]) -> str:
     """Count the alarms, warnings and recoveries among records, in words."""
-    return count_findings([found for record in records if (found := finding_row(record)) is not None])
+    return count_findings([row for record in records if (row := finding_row(record)) is not None])
 
 
 def count_findings(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -43,11 +43,11 @@ def count_findings(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def health_section(records: Sequence[Record]) -> str:
     """Return the HTML section of findings and recoveries, in order."""
-    found = [_line(each) for record in records if (each := finding_row(record)) is not None]
-    if not found:
+    lines = [_line(each) for record in records if (each := finding_row(record)) is not None]
+    if not lines:
         inside = "<p>No rule of the health watch held. <code>legato doctor</code> explains a run in more words.</p>"
     else:
-        inside = f"<ul>{''.join(f'<li>{line}</li>' for line in found)}</ul>"
+        inside = f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
     return f'<section><h2>Health</h2><div class="card">{inside}</div></section>'
 
 

@@ -97,14 +97,14 @@ Rows = tuple[Sequence[str], list[list[str]]]
 """Headings, and cells row by row."""
 
 
-def gaps(found: Found) -> Rows:
+def gaps(samplers: Found) -> Rows:
     """Distribution of le per token and of log Geo per response, divergences and effective sizes."""
     headings = (
         *("sampler", "mean", "sd", "p01", "p99", "max |.|", "response sd", "response max |.|"),
         *("k1", "k3", "chi2 token", "chi2 response", "ESS/N token", "ESS/N response"),
     )
     rows = []
-    for name, each in found.items():
+    for name, each in samplers.items():
         token, response, divergence = each["token_gap"], each["response_gap"], each["divergence"]
         numbers = [token[key] for key in ("mean", "deviation", "p01", "p99")]
         numbers += [each["token_size"]["greatest"], response["deviation"], each["response_size"]["greatest"]]
@@ -114,11 +114,11 @@ def gaps(found: Found) -> Rows:
     return headings, rows
 
 
-def floor_rows(found: Found) -> Rows:
+def floor_rows(samplers: Found) -> Rows:
     """The noise floor of log s."""
     headings = ("sampler", "rms |log s|", "max |log s|", "of what is clipped", "a third of the band", "clipped", "anchor")
     rows = []
-    for name, each in found.items():
+    for name, each in samplers.items():
         floor = each["floor"]
         third = None if floor["band"] is None else floor["band"] / 3
         word = {True: "sampler is safe", False: "recompute", None: "no band"}[floor["safe"]]

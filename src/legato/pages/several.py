@@ -49,18 +49,18 @@ def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def arms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Names of runs by arm. An arm is called by its algorithm and by where it differs from the other arms."""
     alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, found in options.items():
-        settings = tuple(sorted((path, repr(value)) for path, value in found.items() if path not in OF_A_RUN))
+    for name, config in options.items():
+        settings = tuple(sorted((path, repr(value)) for path, value in config.items() if path not in OF_A_RUN))
         alike.setdefault(settings, []).append(name)
     values: dict[str, set[str | None]] = {}
     for path in {path for settings in alike for path, _ in settings}:
         values[path] = {dict(settings).get(path) for settings in alike}
     by_label: dict[str, list[str]] = {}
     for settings, names in alike.items():
-        found = options[names[0]]
+        config = options[names[0]]
         # What an algorithm brings with it needs no saying: its name says it.
         differs = [p for p, _ in settings if len(values[p]) > 1 and not p.startswith("algorithm.")]
-        words = [str(found.get("algorithm.name", names[0])), *(f"{path}={found[path]}" for path in differs)]
+        words = [str(config.get("algorithm.name", names[0])), *(f"{path}={config[path]}" for path in differs)]
         label = ", ".join(words)
         by_label[label if label not in by_label else f"{label} ({names[0]})"] = names
     return by_label
@@ -118,7 +118,7 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
             data = _above_zero(data)
         caption = "Mean over seeds, and its 95 % interval where there are several."
         drawn.append(figure(title, caption, data, layout, wide=not drawn))
-    phases = {arm: found for arm, seeds in runs.items() if (found := _phases(seeds))}
+    phases = {arm: seconds for arm, seeds in runs.items() if (seconds := _phases(seeds))}
     caption = (
         "Seconds of a step by where they go, mean over steps and seeds. Replaying routes shows under anchor and update."
     )

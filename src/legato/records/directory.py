@@ -179,7 +179,7 @@ class RunDirectory:
         """Read all records of metrics.jsonl."""
         return self.metrics_file.read()
 
-    def given(self) -> list[str]:
+    def python_parts(self) -> list[str]:
         """Names of the parts passed as Python objects (model, problems, reward), which the configuration cannot hold."""
         return [str(name) for name in self._start().get("given") or ()]
 

@@ -60,7 +60,9 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
             folder, warnings = checkpoint.latest(path / "checkpoints")
         else:
             folder, warnings = find_checkpoint(directory, step), []
-        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.given()))
+        return Target(
+            resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.python_parts())
+        )
     if means_a_folder(name) and not path.expanduser().exists():
         raise InputError(
             f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"

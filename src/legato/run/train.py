@@ -287,7 +287,7 @@ def _newest(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Pa
     try:
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
     except InputError as error:
-        raise InputError(f"{error}; {begin_again(directory.path, resolved, directory.given())}") from None
+        raise InputError(f"{error}; {begin_again(directory.path, resolved, directory.python_parts())}") from None
     for warning in warnings:
         watcher.message(warning)
     return folder
