@@ -30,18 +30,18 @@ SHOWN = (0.0, 0.25, 0.5, 1.0)
 """At which parts of a run its band is told."""
 
 
-def stored() -> dict[str, Any]:
+def load_results() -> dict[str, Any]:
     """What has been kept so far."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    return found
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return results
 
 
-def kept(folder: Path, machine: str) -> dict[str, Any]:
+def summarise(folder: Path, machine: str) -> dict[str, Any]:
     """The content of a compare.json without its curves, and of every run that counts its band and what it clipped."""
-    found = moe.kept(json.loads((folder / "compare.json").read_text()), machine)
-    for run in found["runs"]:
+    summary = moe.summarise(json.loads((folder / "compare.json").read_text()), machine)
+    for run in summary["runs"]:
         run["band"] = _band(folder / "runs" / run["name"] / "metrics.jsonl") if run["score"] is not None else None
-    return found
+    return summary
 
 
 def _band(path: Path) -> dict[str, Any]:
@@ -96,17 +96,17 @@ def experiment_page(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(found: Mapping[str, Any]) -> list[str]:
+def _section(comparison: Mapping[str, Any]) -> list[str]:
     from legato.pages.comparison_tables import sentences, tables
 
-    lines = [f"{', '.join(f'`{recipe}`' for recipe in found['recipes'])} on {found['on']}.", ""]
-    lines += [f"- {sentence}" for sentence in sentences(found)]
-    for table in tables(found):
+    lines = [f"{', '.join(f'`{recipe}`' for recipe in comparison['recipes'])} on {comparison['on']}.", ""]
+    lines += [f"- {sentence}" for sentence in sentences(comparison)]
+    for table in tables(comparison):
         if table.title != "Runs that did not end well" or any(row[1] not in ("waiting", "stopped") for row in table.rows):
             lines += ["", f"**{table.title}.** {table.note}", "", *markdown(table.headings, table.rows)]
-    counted = {seed for point in found["points"] for seed in point["seeds"]}
-    runs = [run for run in found["runs"] if run["band"] and run["seed"] in counted]
-    return lines + _bands(found["arms"], runs) + moe.curves(found["arms"], runs)
+    counted = {seed for point in comparison["points"] for seed in point["seeds"]}
+    runs = [run for run in comparison["runs"] if run["band"] and run["seed"] in counted]
+    return lines + _bands(comparison["arms"], runs) + moe.curves(comparison["arms"], runs)
 
 
 def _bands(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {}
-    results[asked.bed] = kept(asked.comparison, asked.machine)
+    results[asked.bed] = summarise(asked.comparison, asked.machine)
     asked.output.write_text(json.dumps(results) + "\n")
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from legato.pages.experiment import named, read, tables_as_text
+from legato.pages.experiment import file_stem, read, tables_as_text
 
 RESULTS = Path(__file__).parent / "results"
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -60,10 +60,10 @@ def keep(folder: Path, name: str) -> None:
     stored["data"] = {}
     (RESULTS / f"lab-{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
     for title in SHOWN.get(name, ()):
-        shutil.copy(folder / "figures" / f"{named(title)}.svg", FIGURES / f"lab-{name}-{named(title)}.svg")
+        shutil.copy(folder / "figures" / f"{file_stem(title)}.svg", FIGURES / f"lab-{name}-{file_stem(title)}.svg")
 
 
-def stored() -> dict[str, dict[str, Any]]:
+def load_results() -> dict[str, dict[str, Any]]:
     """What has been measured, by experiment."""
     paths = {name: RESULTS / f"lab-{name}.json" for name in COMMANDS}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
@@ -87,7 +87,7 @@ def experiment_page(found: dict[str, dict[str, Any]]) -> str:
         sheets = [sheet.table() for sheet in account.sheets if sheet.name not in LEFT_OUT]
         lines += tables_as_text([*([] if first is None else [first]), *sheets], level=3)
         for title in SHOWN.get(name, ()):
-            lines += ["", f"![{title}](../figures/lab-{name}-{named(title)}.svg)"]
+            lines += ["", f"![{title}](../figures/lab-{name}-{file_stem(title)}.svg)"]
     return "\n".join(lines) + "\n"
 
 

@@ -36,7 +36,7 @@ DIGITS, CORRUPTED, STEPS, UPDATES, LR = 3, 0.7, 40, 4, 8e-4
 KEPT = ("clip/sequences@0", "clip/sequences", "mismatch/k3", "gradient/norm")
 
 
-def warmed(seed: int) -> Any:
+def warm_up(seed: int) -> Any:
     """A policy that knows the answers and often says others."""
     import torch
 
@@ -48,15 +48,15 @@ def warmed(seed: int) -> Any:
     words, source = policy.tokenizer, random.Random(f"warm {seed}")
 
     def examples(step: int) -> list[Any]:
-        found = []
+        pairs = []
         for _ in range(80):
             text = f"{source.randrange(10**DIGITS):0{DIGITS}d}"
             label = list(text[::-1])
             if source.random() < CORRUPTED:
                 label[source.randrange(DIGITS)] = source.choice("0123456789")
-            said = [*words("".join(label))["input_ids"], words.eos_token_id]
-            found.append((torch.tensor(words(f"{text}=")["input_ids"]), torch.tensor(said)))
-        return found
+            answer = [*words("".join(label))["input_ids"], words.eos_token_id]
+            pairs.append((torch.tensor(words(f"{text}=")["input_ids"]), torch.tensor(answer)))
+        return pairs
 
     supervise(policy, examples, WarmUp(steps=160, lr=4e-3))
     return policy
@@ -67,7 +67,7 @@ def right(rollout: Any) -> float:
     return float(rollout.text == rollout.problem.answer)
 
 
-def trained(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
+def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
     """One run from the given weights: accuracy by step, and means over its steps."""
     import legato
     from legato.records.directory import RunDirectory
@@ -137,9 +137,9 @@ def experiment_page(result: dict[str, Any]) -> str:
     from legato.pages.mismatch import floor_rows, gaps, share
 
     measured = result["measured"]
-    found = measured["samplers"]
-    names = [name for name in found["none"]["corrections"] if not name.endswith("uncapped")]
-    cut = [[name, *(share(each["corrections"][name]["cut"]) for each in found.values())] for name in names]
+    samplers = measured["samplers"]
+    names = [name for name in samplers["none"]["corrections"] if not name.endswith("uncapped")]
+    cut = [[name, *(share(each["corrections"][name]["cut"]) for each in samplers.values())] for name in names]
     seeds = sorted({seed for ways in result["learning"].values() for done in ways.values() for seed in done})
     before = [result["learning"]["none"]["recompute"][seed]["accuracy"]["0"] for seed in seeds]
     lines = [
@@ -151,18 +151,19 @@ def experiment_page(result: dict[str, Any]) -> str:
         "## The gap",
         "",
         f"`legato mismatch recipes/tiny.toml --prompts {measured['prompts']}`: the tiny model after its warm-up,"
-        f" {found['none']['responses']} responses of {found['none']['tokens'] / found['none']['responses']:.1f} tokens each"
-        f" in the mean, the same problems and seeds for all; `stale` at lr {measured['lr']:g}.",
+        f" {samplers['none']['responses']} responses of"
+        f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens each in the mean, the same problems"
+        f" and seeds for all; `stale` at lr {measured['lr']:g}.",
         "",
-        *markdown(*gaps(found)),
+        *markdown(*gaps(samplers)),
         "",
         "The noise of log s beside GSPO's published band:",
         "",
-        *markdown(*floor_rows(found)),
+        *markdown(*floor_rows(samplers)),
         "",
         "The share of weights that each correction cuts at its published threshold:",
         "",
-        *markdown(("correction", *found), cut),
+        *markdown(("correction", *samplers), cut),
         "",
         "## Whether training still learns",
         "",
@@ -259,9 +260,9 @@ def main() -> None:
                 done = result["learning"].setdefault(sampler, {}).setdefault(way, {})
                 if str(seed) in done or time.time() > until:
                     continue
-                policy = policy or warmed(seed)
+                policy = policy or warm_up(seed)
                 with tempfile.TemporaryDirectory() as folder:
-                    done[str(seed)] = trained(policy, sampler, way, seed, Path(folder))
+                    done[str(seed)] = train(policy, sampler, way, seed, Path(folder))
                 print(seed, sampler, way, done[str(seed)], flush=True)
                 store()
 

@@ -40,13 +40,13 @@ MEASURES = {
 SHARES = {"router/flip_mean", "last", "router/any_flip", "router/mismatch_flip_mean", "router/floored"}
 
 
-def stored() -> dict[str, Any]:
+def load_results() -> dict[str, Any]:
     """What has been kept so far; a machine with a GPU is not everywhere."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    return found
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return results
 
 
-def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
+def summarise(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """The content of a compare.json without the curves that the page does not show."""
     runs = [{key: run[key] for key in KEPT} for run in comparison["runs"]]
     for run in runs:
@@ -58,24 +58,24 @@ def kept(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
 def figures(results: Mapping[str, Any]) -> dict[str, str]:
     """Path to text: for each bed its curves and what flips by depth."""
     from legato.pages.comparison_figures import ARMS, learning
-    from legato.pages.drawing import drawn
+    from legato.pages.drawing import draw_svg
     from legato.pages.traces import figure, line, shares
 
-    made = {}
-    for bed, found in results.items():
-        colours = dict(zip(found["arms"], ARMS, strict=False))
+    files = {}
+    for bed, comparison in results.items():
+        colours = dict(zip(comparison["arms"], ARMS, strict=False))
         depths = []
         for arm, colour in colours.items():
-            flips = _by_depth(arm, found["runs"])
+            flips = _by_depth(arm, comparison["runs"])
             depths += [line([float(layer) for layer in flips], list(flips.values()), arm, colour)]
         layout = shares("experts changed", whole=False) | {"xaxis": {"title": {"text": "layer"}}}
         for name, made_of in {
-            "learning": learning(found["runs"], colours, "", wide=False),
+            "learning": learning(comparison["runs"], colours, "", wide=False),
             "depth": figure("Experts changed by depth", "", depths, layout),
         }.items():
             if made_of is not None:
-                made[f"docs/figures/moe-{bed}-{name}.svg"] = drawn(made_of)
-    return made
+                files[f"docs/figures/moe-{bed}-{name}.svg"] = draw_svg(made_of)
+    return files
 
 
 def _by_depth(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -85,7 +85,7 @@ def _by_depth(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         for key, value in (run["routing"] or {}).items():
             if run["arm"] == arm and key.startswith("router/flip_layer") and value is not None:
                 layers.setdefault(int(key.removeprefix("router/flip_layer")), []).append(value)
-    return {layer: sum(found) / len(found) for layer, found in sorted(layers.items())}
+    return {layer: sum(rates) / len(rates) for layer, rates in sorted(layers.items())}
 
 
 def experiment_page(results: Mapping[str, Any]) -> str:
@@ -131,19 +131,19 @@ def experiment_page(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(found: Mapping[str, Any]) -> list[str]:
+def _section(comparison: Mapping[str, Any]) -> list[str]:
     from legato.pages.comparison_tables import sentences, tables
 
-    arms = "; ".join(f"`{arm}`: {changes(found['changes'][arm])}" for arm in found["arms"])
-    lines = [f"{', '.join(f'`{recipe}`' for recipe in found['recipes'])} on {found['on']}. {arms}.", ""]
-    lines += [f"- {sentence}" for sentence in sentences(found)]
-    for table in tables(found):
+    arms = "; ".join(f"`{arm}`: {changes(comparison['changes'][arm])}" for arm in comparison["arms"])
+    lines = [f"{', '.join(f'`{recipe}`' for recipe in comparison['recipes'])} on {comparison['on']}. {arms}.", ""]
+    lines += [f"- {sentence}" for sentence in sentences(comparison)]
+    for table in tables(comparison):
         lines += ["", f"**{table.title}.** {table.note}", "", *markdown(table.headings, table.rows)]
-    for point in found["points"]:
-        here = [run for run in found["runs"] if run["point"] == point["point"] and run["routing"]]
+    for point in comparison["points"]:
+        here = [run for run in comparison["runs"] if run["point"] == point["point"] and run["routing"]]
         if here:
-            lines += _routing(found["arms"], here)
-        lines += curves(found["arms"], [run for run in found["runs"] if run["point"] == point["point"]])
+            lines += _routing(comparison["arms"], here)
+        lines += curves(comparison["arms"], [run for run in comparison["runs"] if run["point"] == point["point"]])
     return lines
 
 
@@ -154,7 +154,10 @@ def changes(options: Mapping[str, Any]) -> str:
 def _routing(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Means over steps and seeds: what flipped and how far ratios went."""
     by_arm = {arm: [_with_last(run["routing"]) for run in runs if run["arm"] == arm] for arm in arms}
-    rows = [[arm, *(_cell(key, [each.get(key) for each in found]) for key in MEASURES)] for arm, found in by_arm.items()]
+    rows = [
+        [arm, *(_cell(key, [each.get(key) for each in runs_of_arm]) for key in MEASURES)]
+        for arm, runs_of_arm in by_arm.items()
+    ]
     return [
         "",
         "**Routers and ratios.** Means over steps and seeds; correlations are over tokens and over responses.",
@@ -184,11 +187,11 @@ def curves(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     for step in steps:
         cells = [str(step)]
         for arm in arms:
-            found = [
+            values = [
                 each["sampled"] for run in runs if run["arm"] == arm for each in run["evaluations"] if each["step"] == step
             ]
-            mean = sum(found) / len(found) if found else None
-            cells.append("-" if mean is None else f"{mean:.1%} ({min(found):.1%} to {max(found):.1%})")
+            mean = sum(values) / len(values) if values else None
+            cells.append("-" if mean is None else f"{mean:.1%} ({min(values):.1%} to {max(values):.1%})")
         rows.append(cells)
     title = "**Learning.** Sampled accuracy on held-out problems by step: mean over seeds, lowest and highest."
     return ["", title, "", *markdown(("step", *arms), rows)] if rows else []
@@ -202,7 +205,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {}
-    results[asked.bed] = kept(json.loads((asked.comparison / "compare.json").read_text()), asked.machine)
+    results[asked.bed] = summarise(json.loads((asked.comparison / "compare.json").read_text()), asked.machine)
     asked.output.write_text(json.dumps(results) + "\n")
 
 

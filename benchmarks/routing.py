@@ -175,16 +175,16 @@ def seconds(run: Callable[[], None], device: str) -> float:
     return time.perf_counter() - started
 
 
-def timed(sides: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
+def time_sides(sides: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
     """Seconds of each side, which take turns, each round in another order."""
     for run in sides.values():
         run()
         run()
-    names, found = list(sides), {name: list[float]() for name in sides}
+    names, times = list(sides), {name: list[float]() for name in sides}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(seconds(sides[name], device))
-    return found
+            times[name].append(seconds(sides[name], device))
+    return times
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -192,12 +192,12 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     least and most of the medians of five parts of them. Neighbours in time share what else the machine does."""
     base = times[next(iter(times))]
     rows: dict[str, Any] = {}
-    for name, found in times.items():
-        more = [mine / other - 1 for mine, other in zip(found, base, strict=True)]
+    for name, seconds_taken in times.items():
+        more = [mine / other - 1 for mine, other in zip(seconds_taken, base, strict=True)]
         fifth = max(1, len(more) // 5)
         parts = [statistics.median(more[i : i + fifth]) for i in range(0, fifth * 5, fifth)]
         rows[name] = {
-            "milliseconds": 1000 * statistics.median(found),
+            "milliseconds": 1000 * statistics.median(seconds_taken),
             "more": statistics.median(more),
             "more_by_parts": [min(parts), max(parts)],
         }
@@ -219,7 +219,7 @@ def memory(policy: Policy, tables: Tables, work: Work) -> dict[str, float]:
     }
 
 
-def measured(rounds: int, device: str) -> dict[str, Any]:
+def measure(rounds: int, device: str) -> dict[str, Any]:
     rows = []
     for bed, work in [(one, work) for one in BEDS[device] for work in one.works]:
         loading = Loading(device=device, tiny=TinyShape(experts=8, experts_per_token=2))
@@ -230,8 +230,8 @@ def measured(rounds: int, device: str) -> dict[str, Any]:
             {
                 "bed": bed.name,
                 "work": {name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "tokens")},
-                "update": summary(timed(sides, count, device)),
-                "engine": summary(timed(engine_sides(policy, work), count if device == "cpu" else 5, device)),
+                "update": summary(time_sides(sides, count, device)),
+                "engine": summary(time_sides(engine_sides(policy, work), count if device == "cpu" else 5, device)),
                 "memory": memory(policy, tables, work),
             }
         )
@@ -259,8 +259,8 @@ def routing_section(results: dict[str, Any]) -> str:
         for name, found in row["update"].items():
             target, more = TARGETS.get(name), _percent(found)
             verdict = "" if target is None else "met" if found["more"] <= target else "missed"
-            said = "" if target is None else f"{100 * target:.0f} %"
-            lines.append(f"| {words} | {name} | {found['milliseconds']:.1f} | {more} | {said} | {verdict} |")
+            target_words = "" if target is None else f"{100 * target:.0f} %"
+            lines.append(f"| {words} | {name} | {found['milliseconds']:.1f} | {more} | {target_words} | {verdict} |")
     lines += ["", "| mixture | responses | engine | call, ms | more than without |", "|---|---|---|---|---|"]
     for row in results["rows"]:
         words = f"{row.get('bed', TINY.name)} | {row['work']['tokens']} tokens"
@@ -279,11 +279,11 @@ def routing_section(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _percent(found: dict[str, Any]) -> str:
-    if found["more"] == 0:
+def _percent(row: dict[str, Any]) -> str:
+    if row["more"] == 0:
         return "-"
-    low, high = found["more_by_parts"]
-    return f"{100 * found['more']:+.1f} % ({100 * low:+.1f} .. {100 * high:+.1f})"
+    low, high = row["more_by_parts"]
+    return f"{100 * row['more']:+.1f} % ({100 * low:+.1f} .. {100 * high:+.1f})"
 
 
 def main() -> None:
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="default under benchmarks/results, by device")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    results = measured(5 if asked.quick else asked.rounds, asked.device)
+    results = measure(5 if asked.quick else asked.rounds, asked.device)
     print(routing_section(results))
     if not asked.quick:
         (asked.output or RESULTS[asked.device]).write_text(json.dumps(results, indent=1) + "\n")

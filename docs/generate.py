@@ -11,10 +11,10 @@ from benchmarks.gpu import smollm2 as smollm2_gpu
 from benchmarks.gpu.figures import figures
 from benchmarks.health import page as health_page
 from benchmarks.objectives import RESULTS, performance_page
-from benchmarks.peers.page import document, stored
+from benchmarks.peers.page import document, load_results
 from benchmarks.routing import routing_section
 from benchmarks.step.page import engine_section, step_section
-from benchmarks.step.page import stored as measured
+from benchmarks.step.page import load_results as measured
 from legato import parts
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.cautions import cautions
@@ -40,16 +40,16 @@ def pages() -> dict[str, str]:
         "docs/performance.md": performance(),
         "docs/experiments/smollm2.md": smollm2_gpu.experiment_page(json.loads(smollm2_gpu.RESULTS.read_text())),
         "docs/experiments/mismatch.md": mismatch.experiment_page(json.loads(mismatch.RESULTS.read_text())),
-        "docs/experiments/lab.md": laboratory.experiment_page(laboratory.stored()),
-        "docs/experiments/health.md": health_page.experiment_page(health_page.stored()),
+        "docs/experiments/lab.md": laboratory.experiment_page(laboratory.load_results()),
+        "docs/experiments/health.md": health_page.experiment_page(health_page.load_results()),
         "docs/health.md": rules.document(),
-        "docs/experiments/moe.md": moe.experiment_page(moe.stored()),
-        "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.stored()),
+        "docs/experiments/moe.md": moe.experiment_page(moe.load_results()),
+        "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.load_results()),
         "docs/parts.md": parts_page(),
-        "docs/peers.md": document(stored()),
+        "docs/peers.md": document(load_results()),
         "README.md": _with_table((ROOT / "README.md").read_text()),
-        **moe.figures(moe.stored()),
-        **figures((gpu_page.stored() or {"sections": {}})["sections"]),
+        **moe.figures(moe.load_results()),
+        **figures((gpu_page.load_results() or {"sections": {}})["sections"]),
     }
 
 
@@ -60,7 +60,7 @@ def performance() -> str:
         found = measured(name)
         if found is not None:
             sections.append(section(found).rstrip("\n") + "\n\n")
-    on_gpu = gpu_page.stored()
+    on_gpu = gpu_page.load_results()
     if on_gpu is not None:
         sections.append(gpu_page.gpu_section(on_gpu))
     routed = measured("routing-gpu")

@@ -109,7 +109,7 @@ class _Numbers:
         return [""] * len(rows)
 
 
-def loaded(model: Model, count: int) -> tuple[Policy, Tensor]:
+def load_model(model: Model, count: int) -> tuple[Policy, Tensor]:
     """The policy and the prompts [count, P]."""
     if model.shape is None:
         policy = load_policy("tiny", Loading(device="cpu"))
@@ -124,7 +124,7 @@ def loaded(model: Model, count: int) -> tuple[Policy, Tensor]:
     return Policy(model=built, tokenizer=_Numbers(), name=model.label), prompts
 
 
-def by_engine(engine: LocalEngine, prompts: Tensor, work: Work, temperature: float = 1.0, seed: int = 0) -> Any:
+def run_engine(engine: LocalEngine, prompts: Tensor, work: Work, temperature: float = 1.0, seed: int = 0) -> Any:
     """The engine's responses, a list a prompt."""
     requests = [
         Request(prompt=prompt, seeds=tuple(seed + number * work.samples + k for k in range(work.samples)))
@@ -137,7 +137,7 @@ def by_engine(engine: LocalEngine, prompts: Tensor, work: Work, temperature: flo
     return found
 
 
-def by_generate(policy: Policy, prompts: Tensor, work: Work, temperature: float = 1.0) -> Tensor:
+def run_generate(policy: Policy, prompts: Tensor, work: Work, temperature: float = 1.0) -> Tensor:
     """[rows, T]"""
     sampled: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with torch.no_grad():
@@ -154,7 +154,7 @@ def by_generate(policy: Policy, prompts: Tensor, work: Work, temperature: float 
     return found[:, prompts.shape[1] :]
 
 
-def by_vllm(vllm: Vllm, prompts: Tensor, work: Work, temperature: float = 1.0) -> dict[str, Any]:
+def run_vllm(vllm: Vllm, prompts: Tensor, work: Work, temperature: float = 1.0) -> dict[str, Any]:
     found = vllm.ask(prompts.tolist(), samples=work.samples, tokens=work.tokens, temperature=temperature)
     assert [len(row) for row in found["rows"]] == [work.tokens] * len(prompts) * work.samples
     return found
@@ -163,15 +163,15 @@ def by_vllm(vllm: Vllm, prompts: Tensor, work: Work, temperature: float = 1.0) -
 def check(policy: Policy, prompts: Tensor, tokens: int, vllm: Vllm | None) -> dict[str, float]:
     """The shares of greedy responses that are equal, by side; the engine's log-probs are held to a plain forward."""
     engine, alone = LocalEngine(policy), Work(prompts=len(prompts), samples=1, tokens=tokens)
-    rows = torch.stack([row[0].tokens for row in by_engine(engine, prompts, alone, temperature=0.0)])
-    others = {"generate": by_generate(policy, prompts, alone, temperature=0.0)}
+    rows = torch.stack([row[0].tokens for row in run_engine(engine, prompts, alone, temperature=0.0)])
+    others = {"generate": run_generate(policy, prompts, alone, temperature=0.0)}
     if vllm is not None:
-        others["vllm"] = torch.tensor(by_vllm(vllm, prompts, alone, temperature=0.0)["rows"])
+        others["vllm"] = torch.tensor(run_vllm(vllm, prompts, alone, temperature=0.0)["rows"])
     equal = {side: (rows == other).all(1).double().mean().item() for side, other in others.items()}
     # A tie in float32 may fall either way and everything after it is another text.
     for side, share in equal.items():
         assert share >= 0.9, f"greedy responses of engine and {side} differ in {100 * (1 - share):.0f} % of the rows"
-    drawn = by_engine(engine, prompts[:4], Work(prompts=4, samples=2, tokens=tokens))
+    drawn = run_engine(engine, prompts[:4], Work(prompts=4, samples=2, tokens=tokens))
     for prompt, responses in zip(prompts, drawn, strict=False):
         for response in responses:
             with torch.no_grad():
@@ -189,17 +189,17 @@ def sides(policy: Policy, prompts: Tensor, work: Work, vllm: Vllm | None, parts:
 
     def without_copies(turn: int) -> Any:
         with patch.object(unrolled, "MOST_BYTES", 0):
-            return by_engine(engine, prompts, work, seed=turn * 10**6)
+            return run_engine(engine, prompts, work, seed=turn * 10**6)
 
     found: dict[str, Callable[[int], Any]] = {
-        "generate": lambda _: by_generate(policy, prompts, work),
-        "engine": lambda turn: by_engine(engine, prompts, work, seed=turn * 10**6),
+        "generate": lambda _: run_generate(policy, prompts, work),
+        "engine": lambda turn: run_engine(engine, prompts, work, seed=turn * 10**6),
     }
     if vllm is not None:
-        found["vllm"] = lambda _: by_vllm(vllm, prompts, work)
+        found["vllm"] = lambda _: run_vllm(vllm, prompts, work)
     if parts:
         found["without copies"] = without_copies
-        found["own forward"] = lambda turn: by_engine(plain, prompts, work, seed=turn * 10**6)
+        found["own forward"] = lambda turn: run_engine(plain, prompts, work, seed=turn * 10**6)
     return found
 
 
@@ -223,7 +223,7 @@ def rows_of(name: str, *, quick: bool, missing: dict[str, str]) -> list[dict[str
     """One model: checked, then all sides in turn, with one thread and with two."""
     model = MODELS[name]
     works = tuple(Work(prompts=2, samples=w.samples, tokens=8) for w in model.works[:1]) if quick else model.works
-    policy, prompts = loaded(model, max(work.prompts for work in works))
+    policy, prompts = load_model(model, max(work.prompts for work in works))
     rows = [
         {
             "model": model.label,

@@ -73,7 +73,7 @@ class Vllm:
         self.words.close()
 
 
-def served(folder: Path, threads: int) -> None:
+def serve(folder: Path, threads: int) -> None:
     # What the libraries print goes elsewhere: standard output carries the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -107,4 +107,4 @@ def served(folder: Path, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    served(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -115,9 +115,9 @@ def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
             told = [len(response.tokens) for response in rows]
             assert told == lengths, f"{sum(told)} tokens came instead of {sum(lengths)}"
 
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         before = bench.held()
-        with bench.peak(found, before), ending_at(lengths, bench.device) if uneven else nullcontext():
+        with bench.peak(measured, before), ending_at(lengths, bench.device) if uneven else nullcontext():
             seconds = _best(bench, call, call, MOST_SECONDS)
         floor = floor_seconds(bench, policy.body, lengths, shared=shared)
         return {
@@ -127,7 +127,7 @@ def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
             "fused": getattr(engine, "fused", False),
             "uneven": uneven,
             "notes": list(policy.notes),
-            **found,
+            **measured,
             **_rates(sum(lengths), seconds, floor),
             "steps": max(lengths),
         }
@@ -171,7 +171,7 @@ def generate_part(*, static: bool, uneven: bool) -> Part:
         def call(new: int = max(lengths)) -> None:
             prompts = next(drawn).to(bench.device)
             with torch.no_grad():
-                found = made.generate(
+                measured = made.generate(
                     input_ids=prompts,
                     attention_mask=torch.ones_like(prompts),
                     max_new_tokens=new,
@@ -184,16 +184,16 @@ def generate_part(*, static: bool, uneven: bool) -> Part:
                     pad_token_id=0,
                     **options,
                 )
-            assert found.shape == (count * samples, prompts.shape[1] + new)
+            assert measured.shape == (count * samples, prompts.shape[1] + new)
 
-        found: dict[str, Any] = {}
-        with bench.peak(found):
+        measured: dict[str, Any] = {}
+        with bench.peak(measured):
             # A static cache is compiled for its length; without one a few tokens are warm-up enough.
             first = call if static else lambda: call(4)
             seconds = _best(bench, call, first, MOST_SECONDS_RAGGED if uneven else MOST_SECONDS)
         side = "`generate`, static cache, compiled" if static else "`generate`, dynamic cache"
         floor = floor_seconds(bench, made, lengths, shared=False)
-        return {"side": side, "shape": "0.6B", "uneven": uneven, **found, **_rates(sum(lengths), seconds, floor)}
+        return {"side": side, "shape": "0.6B", "uneven": uneven, **measured, **_rates(sum(lengths), seconds, floor)}
 
     return part
 

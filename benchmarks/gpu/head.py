@@ -56,26 +56,26 @@ class OurHead:
         self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
-    def runs(self, given: Sequences) -> list[Sequences]:
+    def runs(self, batch: Sequences) -> list[Sequences]:
         """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once, as packs are."""
-        if id(given) not in self._cut:
-            parts = self.policy._parts(_as_pack(given.counts))
-            self._cut[id(given)] = (given, [cut(given, part.start, part.stop) for part in parts])
-        return self._cut[id(given)][1]
+        if id(batch) not in self._cut:
+            parts = self.policy._parts(_as_pack(batch.counts))
+            self._cut[id(batch)] = (batch, [cut(batch, part.start, part.stop) for part in parts])
+        return self._cut[id(batch)][1]
 
     @torch.no_grad()
-    def score(self, given: Sequences) -> Tensor:
+    def score(self, batch: Sequences) -> Tensor:
         """As `Policy.score`: in one go where the head holds no logits, in runs elsewhere."""
-        whole = self.head.never_holds_logits(given.hidden)
-        found = [self._scored(part, part.hidden)[0] for part in ([given] if whole else self.runs(given))]
-        return torch.cat(found)
+        whole = self.head.never_holds_logits(batch.hidden)
+        results = [self._scored(part, part.hidden)[0] for part in ([batch] if whole else self.runs(batch))]
+        return torch.cat(results)
 
-    def learn(self, given: Sequences) -> Tensor:
+    def learn(self, batch: Sequences) -> Tensor:
         """As `Policy.accumulate_gradient`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
         gradients = []
-        for part in self.runs(given):
+        for part in self.runs(batch):
             leaf = part.hidden.detach().requires_grad_()
-            loss = sequence_loss(part, self._scored(part, leaf)[0]) * (len(part.counts) / len(given.counts))
+            loss = sequence_loss(part, self._scored(part, leaf)[0]) * (len(part.counts) / len(batch.counts))
             loss.backward()  # type: ignore[no-untyped-call]
             assert leaf.grad is not None
             gradients.append(leaf.grad)
@@ -149,40 +149,40 @@ def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
     return tuple(scaled)
 
 
-def cut(given: Sequences, first: int, last: int) -> Sequences:
+def cut(batch: Sequences, first: int, last: int) -> Sequences:
     """The sequences from one number to another."""
-    here = slice(sum(given.counts[:first]), sum(given.counts[:last]))
+    here = slice(sum(batch.counts[:first]), sum(batch.counts[:last]))
     return Sequences(
-        hidden=given.hidden[here],
-        weight=given.weight,
-        targets=given.targets[here],
-        owner=given.owner[here] - first,
-        counts=given.counts[first:last],
-        lengths=given.lengths[first:last],
-        old=given.old[here],
-        advantages=given.advantages[first:last],
-        temperature=given.temperature,
-        temperatures=given.temperatures[here],
+        hidden=batch.hidden[here],
+        weight=batch.weight,
+        targets=batch.targets[here],
+        owner=batch.owner[here] - first,
+        counts=batch.counts[first:last],
+        lengths=batch.lengths[first:last],
+        old=batch.old[here],
+        advantages=batch.advantages[first:last],
+        temperature=batch.temperature,
+        temperatures=batch.temperatures[here],
     )
 
 
-def exact(given: Sequences, tokens: int) -> Tensor:
+def exact(batch: Sequences, tokens: int) -> Tensor:
     """Log-probs of the first tokens in float64, a slice of the vocabulary at a time."""
-    states = given.hidden[:tokens].double()
-    slices = [states @ part.double().t() / given.temperature for part in given.weight.detach().split(16384)]
+    states = batch.hidden[:tokens].double()
+    slices = [states @ part.double().t() / batch.temperature for part in batch.weight.detach().split(16384)]
     logits = torch.cat(slices, 1)
-    return logits.log_softmax(1).gather(1, given.targets[:tokens, None]).squeeze(1)
+    return logits.log_softmax(1).gather(1, batch.targets[:tokens, None]).squeeze(1)
 
 
 def scorers(bench: Bench, ours: OurHead) -> dict[str, Any]:
     """Every head that returns log-probs, ours first; in place of one that cannot be had, its reason."""
-    found: dict[str, Any] = {"Legato": ours.score}
+    results: dict[str, Any] = {"Legato": ours.score}
     for name, build in SCORERS.items():
         try:
-            found[name] = bench.wanted(name) and build()
+            results[name] = bench.wanted(name) and build()
         except Exception as error:
-            found[name] = words(error)
-    return found
+            results[name] = words(error)
+    return results
 
 
 def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
@@ -191,42 +191,42 @@ def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
         ours = OurHead(bench, hidden, vocabulary)
-        given = sequences(bench, (tokens, hidden, vocabulary), temperature, ours.weight)
-        truth = exact(given, min(GATE_TOKENS, tokens))
+        batch = sequences(bench, (tokens, hidden, vocabulary), temperature, ours.weight)
+        truth = exact(batch, min(GATE_TOKENS, tokens))
         errors: dict[str, float] = {}
         calls: dict[str, Callable[[], Any]] = {}
         failed: dict[str, Any] = {}
         for name, scorer in scorers(bench, ours).items():
             try:
-                errors[name] = _gate_forward(scorer, given, truth)
-                calls[name] = _quietly(scorer, given)
+                errors[name] = _gate_forward(scorer, batch, truth)
+                calls[name] = _quietly(scorer, batch)
             except Exception as error:
                 failed[name] = {"error": words(error)}
         out = torch.empty(tokens, vocabulary, device=bench.device, dtype=bench.dtype)
-        calls["bare product"] = lambda: torch.mm(given.hidden, given.weight.detach().t(), out=out)
-        found = bench.interleaved(calls, **_rounds(bench, size))
+        calls["bare product"] = lambda: torch.mm(batch.hidden, batch.weight.detach().t(), out=out)
+        results = bench.interleaved(calls, **_rounds(bench, size))
         for name, error in errors.items():
-            found[name]["max_error"] = error
-        return {"size": [tokens, hidden, vocabulary], "temperature": temperature, "heads": {**found, **failed}}
+            results[name]["max_error"] = error
+        return {"size": [tokens, hidden, vocabulary], "temperature": temperature, "heads": {**results, **failed}}
 
     return part
 
 
-def _gate_forward(scorer: Scorer | str, given: Sequences, truth: Tensor) -> float:
+def _gate_forward(scorer: Scorer | str, batch: Sequences, truth: Tensor) -> float:
     """The largest error of the first tokens' log-probs against float64; too large a one is an error."""
     if isinstance(scorer, str):
         raise RuntimeError(scorer)
     with torch.no_grad():
-        found = float((scorer(given)[: len(truth)].double() - truth).abs().max())
-    if not found <= LARGEST_ERROR:
-        raise ValueError(f"its log-probs are off by {found:.2g} against float64; not timed")
-    return found
+        results = float((scorer(batch)[: len(truth)].double() - truth).abs().max())
+    if not results <= LARGEST_ERROR:
+        raise ValueError(f"its log-probs are off by {results:.2g} against float64; not timed")
+    return results
 
 
-def _quietly(scorer: Scorer, given: Sequences) -> Callable[[], Any]:
+def _quietly(scorer: Scorer, batch: Sequences) -> Callable[[], Any]:
     def call() -> None:
         with torch.no_grad():
-            scorer(given)
+            scorer(batch)
 
     return call
 
@@ -244,23 +244,23 @@ def _rounds(bench: Bench, size: tuple[int, int, int]) -> dict[str, Any]:
 
 def learners(bench: Bench, ours: OurHead) -> dict[str, Any]:
     """Every head as a function from sequences to the gradient at the hidden states."""
-    found: dict[str, Any] = {"Legato": ours.learn}
+    results: dict[str, Any] = {"Legato": ours.learn}
     for name, build in {**SCORERS, **LOSSES}.items():
         try:
             made = bench.wanted(name) and build()
         except Exception as error:
-            found[name] = words(error)
+            results[name] = words(error)
             continue
-        found[name] = _learner(made, returns_loss=name in LOSSES)
-    return found
+        results[name] = _learner(made, returns_loss=name in LOSSES)
+    return results
 
 
 def _learner(made: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Callable[[Sequences], Tensor]:
-    def call(given: Sequences) -> Tensor:
-        leaf = given.hidden.detach().requires_grad_()
-        inside = Sequences(**{**{name: getattr(given, name) for name in Sequences.__slots__}, "hidden": leaf})
-        found = made(inside)
-        loss = found if returns_loss else sequence_loss(inside, found)
+    def call(batch: Sequences) -> Tensor:
+        leaf = batch.hidden.detach().requires_grad_()
+        inside = Sequences(**{**{name: getattr(batch, name) for name in Sequences.__slots__}, "hidden": leaf})
+        results = made(inside)
+        loss = results if returns_loss else sequence_loss(inside, results)
         loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return leaf.grad
@@ -268,33 +268,33 @@ def _learner(made: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Call
     return call
 
 
-def evened(given: Sequences) -> Sequences:
+def evened(batch: Sequences) -> Sequences:
     """The same tokens as sequences of one length, for heads that take rectangles: no padding is charged to them."""
-    rows, columns = given.even()
-    owner = torch.arange(rows, device=given.owner.device).repeat_interleave(columns)
-    kept = {name: getattr(given, name) for name in Sequences.__slots__}
+    rows, columns = batch.even()
+    owner = torch.arange(rows, device=batch.owner.device).repeat_interleave(columns)
+    kept = {name: getattr(batch, name) for name in Sequences.__slots__}
     tokens = rows * columns
     kept |= {name: kept[name][:tokens] for name in ("hidden", "targets", "old", "temperatures")}
-    lengths = torch.full_like(given.lengths, columns)
+    lengths = torch.full_like(batch.lengths, columns)
     return Sequences(**{**kept, "owner": owner, "counts": (columns,) * rows, "lengths": lengths})
 
 
-def _gate_gradient(learner: Any, given: Sequences) -> tuple[float, float]:
+def _gate_gradient(learner: Any, batch: Sequences) -> tuple[float, float]:
     """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences."""
     if isinstance(learner, str):
         raise RuntimeError(learner)
-    given.weight.grad = None
-    found = learner(given).double()
-    ours = given.weight.grad
+    batch.weight.grad = None
+    results = learner(batch).double()
+    ours = batch.weight.grad
     assert ours is not None
-    leaf, matrix = (x.detach().double().requires_grad_() for x in (given.hidden, given.weight))
-    logprobs = (leaf @ matrix.t() / given.temperature).log_softmax(1).gather(1, given.targets[:, None]).squeeze(1)
-    sums = torch.zeros(len(given.counts), device=leaf.device, dtype=torch.float64)
-    ratio = (sums.index_add(0, given.owner, logprobs - given.old.double()) / given.lengths).exp()
-    (-(ratio * given.advantages.double()).mean()).backward()
+    leaf, matrix = (x.detach().double().requires_grad_() for x in (batch.hidden, batch.weight))
+    logprobs = (leaf @ matrix.t() / batch.temperature).log_softmax(1).gather(1, batch.targets[:, None]).squeeze(1)
+    sums = torch.zeros(len(batch.counts), device=leaf.device, dtype=torch.float64)
+    ratio = (sums.index_add(0, batch.owner, logprobs - batch.old.double()) / batch.lengths).exp()
+    (-(ratio * batch.advantages.double()).mean()).backward()
     assert leaf.grad is not None and matrix.grad is not None
-    cosines = (_cosine(found, leaf.grad), _cosine(ours.double(), matrix.grad))
-    given.weight.grad = None
+    cosines = (_cosine(results, leaf.grad), _cosine(ours.double(), matrix.grad))
+    batch.weight.grad = None
     if not min(cosines) >= SMALLEST_COSINE:
         raise ValueError(f"its gradients have cosines {cosines[0]:.4f} and {cosines[1]:.4f} with float64; not timed")
     return cosines
@@ -310,8 +310,8 @@ def backward_part(size: tuple[int, int, int]) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
         ours = OurHead(bench, hidden, vocabulary)
-        given = sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
-        few = cut(given, 0, 3)
+        batch = sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
+        few = cut(batch, 0, 3)
         calls: dict[str, Callable[[], Any]] = {}
         cosines: dict[str, tuple[float, float]] = {}
         failed: dict[str, Any] = {}
@@ -319,34 +319,34 @@ def backward_part(size: tuple[int, int, int]) -> Part:
             even = name in LOSSES
             try:
                 cosines[name] = _gate_gradient(learner, evened(few) if even else few)
-                calls[name] = _freshly(learner, evened(given) if even else given)
+                calls[name] = _freshly(learner, evened(batch) if even else batch)
             except Exception as error:
                 failed[name] = {"error": words(error)}
             bench.free()
-        calls["three bare products"] = bare_products(bench, given)
-        found = bench.interleaved(calls, **_rounds(bench, size))
+        calls["three bare products"] = bare_products(bench, batch)
+        results = bench.interleaved(calls, **_rounds(bench, size))
         gradients = hidden * (tokens * bench.dtype.itemsize + 4 * vocabulary) / GIB
         for name, pair in cosines.items():
-            found[name]["cosines"] = pair
-            if "peak_gib" in found[name]:
-                found[name]["extra_gib"] = found[name]["peak_gib"] - gradients
-        return {"size": [tokens, hidden, vocabulary], "gradients_gib": gradients, "heads": {**found, **failed}}
+            results[name]["cosines"] = pair
+            if "peak_gib" in results[name]:
+                results[name]["extra_gib"] = results[name]["peak_gib"] - gradients
+        return {"size": [tokens, hidden, vocabulary], "gradients_gib": gradients, "heads": {**results, **failed}}
 
     return part
 
 
-def _freshly(learner: Callable[[Sequences], Tensor], given: Sequences) -> Callable[[], Any]:
+def _freshly(learner: Callable[[Sequences], Tensor], batch: Sequences) -> Callable[[], Any]:
     def call() -> None:
-        learner(given)
+        learner(batch)
         # Not kept until the next call: its memory would count as held before.
-        given.weight.grad = None
+        batch.weight.grad = None
 
     return call
 
 
-def bare_products(bench: Bench, given: Sequences) -> Callable[[], Any]:
+def bare_products(bench: Bench, batch: Sequences) -> Callable[[], Any]:
     """X W^T, dL W and dL^T X, each into memory that is there."""
-    hidden, weight = given.hidden, given.weight.detach()
+    hidden, weight = batch.hidden, batch.weight.detach()
     logits = torch.empty(len(hidden), len(weight), device=bench.device, dtype=bench.dtype)
     towards, matrix = torch.empty_like(hidden), torch.empty_like(weight)
 
@@ -358,22 +358,22 @@ def bare_products(bench: Bench, given: Sequences) -> Callable[[], Any]:
     return call
 
 
-def only_active(given: Sequences) -> Sequences:
+def only_active(batch: Sequences) -> Sequences:
     """The sequences with an advantage."""
-    lives = [number for number, value in enumerate(given.advantages.tolist()) if value]
-    tokens = (given.advantages != 0)[given.owner]
-    counts = tuple(given.counts[number] for number in lives)
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(given.owner.device)
+    lives = [number for number, value in enumerate(batch.advantages.tolist()) if value]
+    tokens = (batch.advantages != 0)[batch.owner]
+    counts = tuple(batch.counts[number] for number in lives)
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(batch.owner.device)
     return replace(
-        given,
-        hidden=given.hidden[tokens].contiguous(),
-        targets=given.targets[tokens],
+        batch,
+        hidden=batch.hidden[tokens].contiguous(),
+        targets=batch.targets[tokens],
         owner=owner,
         counts=counts,
-        lengths=given.lengths[lives],
-        old=given.old[tokens],
-        advantages=given.advantages[lives],
-        temperatures=given.temperatures[tokens],
+        lengths=batch.lengths[lives],
+        old=batch.old[tokens],
+        advantages=batch.advantages[lives],
+        temperatures=batch.temperatures[tokens],
     )
 
 
@@ -384,11 +384,11 @@ def active_part(bench: Bench) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {}
     share = {}
     for active in ACTIVE:
-        given = sequences(bench, size, 1.0, ours.weight, active)
-        alive = (given.advantages != 0)[given.owner]
+        batch = sequences(bench, size, 1.0, ours.weight, active)
+        alive = (batch.advantages != 0)[batch.owner]
         share[f"{active:g}"] = float(alive.double().mean())
-        calls[f"{active:g}"] = _freshly(ours.learn, only_active(given))
-    calls["forward"] = _quietly(ours.score, given)
+        calls[f"{active:g}"] = _freshly(ours.learn, only_active(batch))
+    calls["forward"] = _quietly(ours.score, batch)
     rounds = _rounds(bench, BOLD) if bench.tiny else {"warm": 5, "samples": 15, "seconds": 20.0}
     return {"size": list(size), "active_tokens": share, "calls": bench.interleaved(calls, **rounds)}
 

@@ -36,8 +36,8 @@ def our_part(bench: Bench) -> dict[str, Any]:
     gpu_update.drop(bench)
     before = bench.held()
     policy = work.policy(bench, SHAPE)
-    given = work.fixed_work(bench.tiny)
-    trainer = gpu_update.fixed_trainer(policy, given, [])
+    workload = work.fixed_work(bench.tiny)
+    trainer = gpu_update.fixed_trainer(policy, workload, [])
     # A gradient of 0 for all: the moments are there from now on, and no weight has moved.
     trainer.optimizer.step()
     prompt, response, group = (16, 64, 2) if bench.tiny else (PROMPT, RESPONSE, GROUP)
@@ -59,13 +59,13 @@ def trl_part(bench: Bench) -> dict[str, Any]:
     """Its loss forward and backward on rows of the same length, in the strong setting, with Liger's layers."""
     gpu_update.drop(bench)
     before = bench.held()
-    given = work.fixed_work(bench.tiny)
+    workload = work.fixed_work(bench.tiny)
     prompt, response = (16, 64) if bench.tiny else (PROMPT, RESPONSE)
     points = []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), gpu_trl.patches_undone():
         warnings.simplefilter("ignore")
         trainer = gpu_trl.trainer_of(
-            bench, SHAPE, given, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=bench.cuda
+            bench, SHAPE, workload, folder, strong=True, micro=4 if bench.tiny else 8, steps=1, liger=bench.cuda
         )
         if bench.cuda:
             from transformers.integrations.liger import apply_liger_kernel

@@ -38,7 +38,7 @@ def lengths_of(bench: Bench) -> tuple[int, ...]:
     return (8, 16) if bench.tiny else LENGTHS
 
 
-def sampled(bench: Bench, policy: Any) -> tuple[Tensor, Tensor, Tensor]:
+def sample_lengths(bench: Bench, policy: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Prompts [G, P], tokens [B, T] and the engine's log-probs of them."""
     count, samples, length = (2, 2, 4) if bench.tiny else (PROMPTS, SAMPLES, PROMPT)
     source = torch.Generator().manual_seed(1)
@@ -80,7 +80,7 @@ def gap(first: Tensor, second: Tensor) -> dict[str, float]:
     }
 
 
-def scored(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
+def score(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
     """[B, T] log-probs without a gradient, as the anchor is computed."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
     for rows in parts:
@@ -88,7 +88,7 @@ def scored(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
     return table
 
 
-def learned(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
+def learn(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
     """[B, T] log-probs as an update computes them. Nothing goes backward, so nothing is learnt."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
     for rows in parts:
@@ -126,18 +126,18 @@ def rounded_logits() -> Iterator[None]:
 def numerics_part(bench: Bench) -> dict[str, Any]:
     gpu_update.drop(bench)
     policy = work.policy(bench, "0.6B")
-    prompts, tokens, engine = sampled(bench, policy)
+    prompts, tokens, engine = sample_lengths(bench, policy)
     table: dict[str, Any] = {}
     for length in lengths_of(bench):
         texts = texts_of(prompts, tokens[:, :length])
         together = gpu_saved.cut(texts, 64 if bench.tiny else TOKENS_PER_PACK)
         alone = [torch.tensor([row]) for row in range(len(tokens))]
-        base = scored(policy, texts, together)
+        base = score(policy, texts, together)
         with rounded_logits():
-            rounded = [scored(policy, texts, parts) for parts in (together, alone)]
+            rounded = [score(policy, texts, parts) for parts in (together, alone)]
         table[str(length)] = {
-            "same path": gap(learned(policy, texts, together), base),
-            "different packs": gap(scored(policy, texts, alone), base),
+            "same path": gap(learn(policy, texts, together), base),
+            "different packs": gap(score(policy, texts, alone), base),
             "engine": gap(base, engine[:, :length]),
             "16-bit logits, different packs": gap(rounded[1], rounded[0]),
             "16-bit logits, engine": gap(rounded[0], engine[:, :length]),
@@ -150,13 +150,13 @@ def trl_part(bench: Bench) -> dict[str, Any]:
     """TRL's path on the same texts. Its weights are those of our policy: the same seed made them."""
     gpu_update.drop(bench)
     policy = work.policy(bench, "0.6B")
-    prompts, tokens, _ = sampled(bench, policy)
+    prompts, tokens, _ = sample_lengths(bench, policy)
     del policy
     bench.free()
-    given, table = work.fixed_work(bench.tiny), dict[str, Any]()
+    workload, table = work.fixed_work(bench.tiny), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = gpu_trl.trainer_of(bench, "0.6B", given, folder, strong=True, micro=4, steps=1, liger=False)
+        trainer = gpu_trl.trainer_of(bench, "0.6B", workload, folder, strong=True, micro=4, steps=1, liger=False)
         for length in lengths_of(bench):
             try:
                 found: dict[str, Any] = trl_gap(bench, trainer, prompts, tokens[:, :length])

@@ -24,10 +24,10 @@ TITLES = {
 Parts = dict[str, Any]
 
 
-def stored() -> dict[str, Any] | None:
+def load_results() -> dict[str, Any] | None:
     """None where no GPU has been measured yet."""
-    found: dict[str, Any] | None = json.loads(RESULTS.read_text()) if RESULTS.is_file() else None
-    return found
+    result: dict[str, Any] | None = json.loads(RESULTS.read_text()) if RESULTS.is_file() else None
+    return result
 
 
 def rows(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
@@ -63,20 +63,20 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
             continue
         base = part["heads"].get(bare, {}).get("seconds")
         table = []
-        for head, found in sorted(part["heads"].items(), key=lambda item: item[1].get("seconds", 1e9)):
-            if "seconds" not in found:
+        for head, result in sorted(part["heads"].items(), key=lambda item: item[1].get("seconds", 1e9)):
+            if "seconds" not in result:
                 continue
-            accuracy = f"{found['max_error']:.1e}" if "max_error" in found else "-"
+            accuracy = f"{result['max_error']:.1e}" if "max_error" in result else "-"
             if backward:
-                accuracy = ", ".join(f"{1 - cosine:.0e}" for cosine in found["cosines"]) if "cosines" in found else "-"
+                accuracy = ", ".join(f"{1 - cosine:.0e}" for cosine in result["cosines"]) if "cosines" in result else "-"
             table.append(
                 (
                     head,
-                    f"{1e3 * found['seconds']:.2f} ({1e3 * found['p20']:.2f} to {1e3 * found['p80']:.2f})",
-                    number(found["seconds"] / base if base else None),
-                    number(found.get("extra_gib" if backward else "peak_gib")),
+                    f"{1e3 * result['seconds']:.2f} ({1e3 * result['p20']:.2f} to {1e3 * result['p80']:.2f})",
+                    number(result["seconds"] / base if base else None),
+                    number(result.get("extra_gib" if backward else "peak_gib")),
                     accuracy,
-                    str(found["count"]),
+                    str(result["count"]),
                 )
             )
         what = "1 - cosine of dX, dW" if backward else "largest error"
@@ -87,7 +87,9 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
             "",
             *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | samples", table),
         ]
-        lines += [f"- {head}: not measured. {found['error']}" for head, found in part["heads"].items() if "error" in found]
+        lines += [
+            f"- {head}: not measured. {result['error']}" for head, result in part["heads"].items() if "error" in result
+        ]
     return lines
 
 
@@ -107,29 +109,29 @@ def _active(parts: Parts) -> list[str]:
 
 def _updates(parts: Parts) -> list[str]:
     table = []
-    for name, found in in_order(parts):
-        if "seconds" not in found:
+    for name, result in in_order(parts):
+        if "seconds" not in result:
             continue
-        seconds = found["seconds"]
-        clipped = found.get("clipped", 0.0)
+        seconds = result["seconds"]
+        clipped = result.get("clipped", 0.0)
         clipped = sum(clipped) / max(1, len(clipped)) if isinstance(clipped, list) else clipped
         table.append(
             (
                 name
                 + (
-                    f" (micro-batch {found['micro']}{', Liger layers' if found['liger'] else ''})"
-                    if "micro" in found
+                    f" (micro-batch {result['micro']}{', Liger layers' if result['liger'] else ''})"
+                    if "micro" in result
                     else ""
                 ),
                 *(f"{seconds[key]:.2f}" for key in ("anchor", "update", "phase")),
-                f"{found['useful_per_second']:,.0f}",
-                f"{found['mfu_updates']:.0%}",
-                f"{found['mfu_phase']:.0%}",
-                number(found.get("peak_gib"), "{:.1f}"),
-                number(found.get("static_gib"), "{:.1f}"),
+                f"{result['useful_per_second']:,.0f}",
+                f"{result['mfu_updates']:.0%}",
+                f"{result['mfu_phase']:.0%}",
+                number(result.get("peak_gib"), "{:.1f}"),
+                number(result.get("static_gib"), "{:.1f}"),
                 f"{clipped:.0%}",
-                number(found.get("skipped_rows"), "{:.0%}"),
-                str(len(found["samples"])),
+                number(result.get("skipped_rows"), "{:.0%}"),
+                str(len(result["samples"])),
             )
         )
     header = (
@@ -137,7 +139,7 @@ def _updates(parts: Parts) -> list[str]:
         " peak, GiB | held between steps, GiB | clipped | rows skipped | steps"
     )
     lines = rows(header, table)
-    lines += [f"- {name}: {note}." for name, found in parts.items() for note in found.get("notes", [])]
+    lines += [f"- {name}: {note}." for name, result in parts.items() for note in result.get("notes", [])]
     return lines + ablation(parts)
 
 
@@ -147,11 +149,11 @@ def ablation(parts: Parts) -> list[str]:
     if not base:
         return []
     table = []
-    for name, found in parts.items():
-        if not name.startswith("0.6B Legato, ") or "seconds" not in found:
+    for name, result in parts.items():
+        if not name.startswith("0.6B Legato, ") or "seconds" not in result:
             continue
-        phase = found["seconds"]["phase"]
-        memory = number(found["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
+        phase = result["seconds"]["phase"]
+        memory = number(result["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
         table.append((name.removeprefix("0.6B Legato, "), f"{phase:.2f}", f"{phase / base:.2f}", memory))
     for first, second in (("0.6B 40 % silent, skipping off", "0.6B 40 % silent, defaults"),):
         if all("seconds" in parts.get(name, {}) for name in (first, second)):
@@ -163,22 +165,22 @@ def ablation(parts: Parts) -> list[str]:
 
 def _shared(parts: Parts) -> list[str]:
     table = []
-    for found in parts.values():
-        if "ideal" not in found or "seconds" not in found["shared"] or "seconds" not in found["apart"]:
+    for result in parts.values():
+        if "ideal" not in result or "seconds" not in result["shared"] or "seconds" not in result["apart"]:
             continue
-        times = found["apart"]["seconds"] / found["shared"]["seconds"]
-        possible = possible_gain(found["prompt"], found["response"], found["group"])
+        times = result["apart"]["seconds"] / result["shared"]["seconds"]
+        possible = possible_gain(result["prompt"], result["response"], result["group"])
         table.append(
             (
-                *(str(found[key]) for key in ("prompt", "response", "group")),
-                f"{1e3 * found['shared']['seconds']:.1f}",
-                f"{1e3 * found['apart']['seconds']:.1f}",
+                *(str(result[key]) for key in ("prompt", "response", "group")),
+                f"{1e3 * result['shared']['seconds']:.1f}",
+                f"{1e3 * result['apart']['seconds']:.1f}",
                 f"{times:.2f}",
-                f"{found['ideal']:.2f}",
-                f"{times / found['ideal']:.2f}",
+                f"{result['ideal']:.2f}",
+                f"{times / result['ideal']:.2f}",
                 f"{possible:.2f}",
                 f"{times / possible:.2f}",
-                f"{found['logprob_gap']:.1e}",
+                f"{result['logprob_gap']:.1e}",
             )
         )
     header = (
@@ -190,35 +192,35 @@ def _shared(parts: Parts) -> list[str]:
 
 def _skipped(parts: Parts) -> list[str]:
     table = []
-    for name, found in parts.items():
-        if "seconds" not in found:
+    for name, result in parts.items():
+        if "seconds" not in result:
             continue
         kind, way = name.split(", ")
         base = parts.get(f"{kind}, {'one pass' if kind.startswith('clipped') else 'skipping off'}", {}).get("seconds", {})
-        gone = found["token_share"]
+        gone = result["token_share"]
         clipped = kind.startswith("clipped")
         predicted = {"one pass": 1.0 if clipped else 1 - gone, "two passes": (4 - 3 * gone) / 3, "skipping off": 1.0}
         cost = {**predicted, "gradient checkpointing": 4 / 3}[way]
-        measured = found["seconds"]["update"] / base["update"] if base else None
-        table.append((kind, f"{gone:.0%}", way, f"{found['seconds']['update']:.2f}", number(measured), f"{cost:.2f}"))
+        measured = result["seconds"]["update"] / base["update"] if base else None
+        table.append((kind, f"{gone:.0%}", way, f"{result['seconds']['update']:.2f}", number(measured), f"{cost:.2f}"))
     return rows("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
 
 
 def _decode(parts: Parts) -> list[str]:
     table = []
-    for name, found in parts.items():
-        if "seconds" not in found:
+    for name, result in parts.items():
+        if "seconds" not in result:
             continue
         table.append(
             (
                 name,
-                f"{found['tokens_per_second']:,.0f}",
-                f"{found['seconds']:.2f}",
-                f"{found['floor_seconds']:.2f}",
-                f"{found['of_roofline']:.0%}",
-                number(found.get("peak_gib"), "{:.1f}"),
-                f"{found['first_seconds']:.1f}",
-                str(len(found["samples"])),
+                f"{result['tokens_per_second']:,.0f}",
+                f"{result['seconds']:.2f}",
+                f"{result['floor_seconds']:.2f}",
+                f"{result['of_roofline']:.0%}",
+                number(result.get("peak_gib"), "{:.1f}"),
+                f"{result['first_seconds']:.1f}",
+                str(len(result["samples"])),
             )
         )
     header = (
@@ -230,18 +232,18 @@ def _decode(parts: Parts) -> list[str]:
 def _step(parts: Parts) -> list[str]:
     table = []
     base = parts.get("TRL defaults", {}).get("seconds", {}).get("step")
-    for found in parts.values():
-        if "seconds" not in found:
+    for result in parts.values():
+        if "seconds" not in result:
             continue
-        seconds = found["seconds"]
+        seconds = result["seconds"]
         table.append(
             (
-                found["side"],
+                result["side"],
                 f"{seconds['step']:.2f}",
                 number(base / seconds["step"] if base else None, "{:.1f}x"),
                 *(f"{seconds[key]:.2f}" for key in ("rollouts", "anchor", "update")),
-                number(found.get("peak_gib"), "{:.1f}"),
-                found.get("anchor") or "recompute",
+                number(result.get("peak_gib"), "{:.1f}"),
+                result.get("anchor") or "recompute",
             )
         )
     header = "side | step, s | against TRL defaults | rollouts, s | old log-probs, s | updates, s | peak, GiB | anchor"
@@ -255,14 +257,14 @@ def _step(parts: Parts) -> list[str]:
 def _numerics(parts: Parts) -> list[str]:
     merged: dict[str, dict[str, Any]] = {}
     for part in parts.values():
-        for length, found in part.get("lengths", {}).items():
-            merged.setdefault(length, {}).update(found)
-    ways = list(dict.fromkeys(way for found in merged.values() for way in found))
+        for length, result in part.get("lengths", {}).items():
+            merged.setdefault(length, {}).update(result)
+    ways = list(dict.fromkeys(way for result in merged.values() for way in result))
     table = []
-    for length, found in merged.items():
+    for length, result in merged.items():
         cells = [length]
         for way in ways:
-            gap = found.get(way)
+            gap = result.get(way)
             cells.append("-" if gap is None or "error" in gap else f"{gap['max']:.1e}, {gap['clipped']:.1%}")
         table.append(cells)
     return [
@@ -274,13 +276,13 @@ def _numerics(parts: Parts) -> list[str]:
 
 def _memory(parts: Parts) -> list[str]:
     table = []
-    for found in parts.values():
-        if "points" not in found:
+    for result in parts.values():
+        if "points" not in result:
             continue
-        points = ", ".join(f"{tokens}: {gib:.1f}" for tokens, gib in found["points"])
-        fits = [number(found["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
-        fits.append(number(over(found["fits_tokens"]["80"], found.get("tokens_per_response")), "{:.0f}"))
-        table.append((found["side"], points, f"{found['gib_per_thousand_tokens']:.2f}", *fits))
+        points = ", ".join(f"{tokens}: {gib:.1f}" for tokens, gib in result["points"])
+        fits = [number(result["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
+        fits.append(number(over(result["fits_tokens"]["80"], result.get("tokens_per_response")), "{:.0f}"))
+        table.append((result["side"], points, f"{result['gib_per_thousand_tokens']:.2f}", *fits))
     header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
     words = (
         "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
@@ -305,9 +307,9 @@ def body(section: str, parts: Parts) -> list[str]:
     return [*made, *_failed(parts), *_runs(parts)]
 
 
-def section_table(section: str, found: dict[str, Any]) -> str:
+def section_table(section: str, result: dict[str, Any]) -> str:
     """One section as it is printed at the end of a command."""
-    return "\n".join([f"### {TITLES[section]}", "", *body(section, found["parts"])])
+    return "\n".join([f"### {TITLES[section]}", "", *body(section, result["parts"])])
 
 
 NOTES = {

@@ -46,32 +46,32 @@ class Sequences:
         return len(self.counts), len(self.owner) // len(self.counts)
 
 
-def sequence_loss(given: Sequences, logprobs: Tensor) -> Tensor:
+def sequence_loss(batch: Sequences, logprobs: Tensor) -> Tensor:
     """GSPO over whole sequences, as a user of a head that returns log-probs writes it."""
-    sums = torch.zeros(len(given.counts), device=logprobs.device, dtype=torch.float32)
-    ratio = (sums.index_add(0, given.owner, logprobs.float() - given.old) / given.lengths).exp()
+    sums = torch.zeros(len(batch.counts), device=logprobs.device, dtype=torch.float32)
+    ratio = (sums.index_add(0, batch.owner, logprobs.float() - batch.old) / batch.lengths).exp()
     clipped = ratio.clamp(1 - WIDE, 1 + WIDE)
-    return -torch.minimum(ratio * given.advantages, clipped * given.advantages).mean()
+    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
 
 
 Scorer = Callable[[Sequences], Tensor]
 """Log-probs [N], differentiable."""
 
 
-def plain(given: Sequences) -> Tensor:
+def plain(batch: Sequences) -> Tensor:
     """Logits of the layer kept, float32 log-softmax of them."""
-    logits = (given.hidden @ given.weight.t()).float() / given.temperature
-    return logits.log_softmax(-1).gather(1, given.targets.unsqueeze(1)).squeeze(1)
+    logits = (batch.hidden @ batch.weight.t()).float() / batch.temperature
+    return logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
 
 
 def trl_chunked() -> Scorer:
     function = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
 
-    def call(given: Sequences) -> Tensor:
-        found: Tensor = function.apply(
-            given.hidden, given.weight, None, given.targets, given.temperature, TRL_CHUNK, None, 1.0, ("entropy",)
+    def call(batch: Sequences) -> Tensor:
+        logprobs: Tensor = function.apply(
+            batch.hidden, batch.weight, None, batch.targets, batch.temperature, TRL_CHUNK, None, 1.0, ("entropy",)
         )[0]
-        return found
+        return logprobs
 
     return call
 
@@ -79,10 +79,10 @@ def trl_chunked() -> Scorer:
 def trl_on_logits() -> Scorer:
     function = import_module("trl.trainer.utils").selective_log_softmax_and_entropy
 
-    def call(given: Sequences) -> Tensor:
-        logits = given.hidden @ given.weight.t()
-        found: Tensor = function(logits, given.targets, entropy_requires_grad=False, temperature=given.temperature)[0]
-        return found
+    def call(batch: Sequences) -> Tensor:
+        logits = batch.hidden @ batch.weight.t()
+        logprobs: Tensor = function(logits, batch.targets, entropy_requires_grad=False, temperature=batch.temperature)[0]
+        return logprobs
 
     return call
 
@@ -111,9 +111,9 @@ def _verl(name: str) -> Any:
 def verl_triton() -> Scorer:
     function = _verl("kernel.linear_cross_entropy").linear_cross_entropy
 
-    def call(given: Sequences) -> Tensor:
-        found: Tensor = function(given.hidden, given.weight, given.targets, given.temperature, "none")[0]
-        return found
+    def call(batch: Sequences) -> Tensor:
+        logprobs: Tensor = function(batch.hidden, batch.weight, batch.targets, batch.temperature, "none")[0]
+        return logprobs
 
     return call
 
@@ -121,9 +121,9 @@ def verl_triton() -> Scorer:
 def verl_torch() -> Scorer:
     function = _verl("experimental.torch_functional").FusedLinearForPPOFunction
 
-    def call(given: Sequences) -> Tensor:
-        found: Tensor = function.apply(given.hidden, given.weight, given.targets, given.temperature, 512)[0]
-        return found
+    def call(batch: Sequences) -> Tensor:
+        logprobs: Tensor = function.apply(batch.hidden, batch.weight, batch.targets, batch.temperature, 512)[0]
+        return logprobs
 
     return call
 
@@ -131,11 +131,11 @@ def verl_torch() -> Scorer:
 def cce() -> Scorer:
     function = import_module("cut_cross_entropy").linear_cross_entropy
 
-    def call(given: Sequences) -> Tensor:
-        if given.temperature != 1.0:
+    def call(batch: Sequences) -> Tensor:
+        if batch.temperature != 1.0:
             raise ValueError("cut-cross-entropy has no temperature")
-        found: Tensor = -function(given.hidden, given.weight, given.targets, reduction="none")
-        return found
+        logprobs: Tensor = -function(batch.hidden, batch.weight, batch.targets, reduction="none")
+        return logprobs
 
     return call
 
@@ -159,32 +159,32 @@ def liger_grpo() -> Callable[[Sequences], Tensor]:
     build = import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
     made: dict[str, Any] = {}
 
-    def call(given: Sequences) -> Tensor:
-        rows, columns = given.even()
+    def call(batch: Sequences) -> Tensor:
+        rows, columns = batch.even()
         if not made:
             made["loss"] = build(
                 **_grpo_arguments(),
                 use_ref_model=False,
                 epsilon_low=WIDE,
                 epsilon_high=WIDE,
-                temperature=given.temperature,
-                compiled=given.hidden.is_cuda,
+                temperature=batch.temperature,
+                compiled=batch.hidden.is_cuda,
             )
         arguments = (
-            given.hidden.view(rows, columns, -1),
-            given.weight,
-            given.targets.view(rows, columns),
-            torch.ones(rows, columns, device=given.hidden.device),
-            given.advantages,
+            batch.hidden.view(rows, columns, -1),
+            batch.weight,
+            batch.targets.view(rows, columns),
+            torch.ones(rows, columns, device=batch.hidden.device),
+            batch.advantages,
         )
         try:
-            found: Tensor = made["loss"](*arguments, old_per_token_logps=given.old.view(rows, columns))[0]
+            logprobs: Tensor = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
         except Exception:  # whatever a compiler raises
             if not made["loss"].compiled:
                 raise
             made["loss"].compiled = False
-            found = made["loss"](*arguments, old_per_token_logps=given.old.view(rows, columns))[0]
-        return found
+            logprobs = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+        return logprobs
 
     return call
 
@@ -193,23 +193,23 @@ def liger_triton() -> Callable[[Sequences], Tensor]:
     """Its Triton GRPO loss on logits; it wants one column of logits more than tokens."""
     function = import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
-    def call(given: Sequences) -> Tensor:
-        rows, columns = given.even()
-        states = torch.nn.functional.pad(given.hidden.view(rows, columns, -1), (0, 0, 0, 1))
-        found: Tensor = function(
-            states @ given.weight.t(),
-            given.old.view(rows, columns),
+    def call(batch: Sequences) -> Tensor:
+        rows, columns = batch.even()
+        states = torch.nn.functional.pad(batch.hidden.view(rows, columns, -1), (0, 0, 0, 1))
+        logprobs: Tensor = function(
+            states @ batch.weight.t(),
+            batch.old.view(rows, columns),
             None,
-            given.targets.view(rows, columns),
-            given.advantages,
+            batch.targets.view(rows, columns),
+            batch.advantages,
             completion_mask=torch.ones(rows, columns, device=states.device),
-            temperature=given.temperature,
+            temperature=batch.temperature,
             eps_low=WIDE,
             eps_high=WIDE,
             reduce=True,
             **_grpo_arguments(),
         )[0]
-        return found
+        return logprobs
 
     return call
 

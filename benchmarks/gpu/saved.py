@@ -85,11 +85,11 @@ def shared_part(prompt: int, group: int) -> Part:
     return part
 
 
-def _forced(given: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
+def _forced(workload: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
     """Old log-probs that clip this share of the rows, and the share of tokens that is. The others lie outside the band on
     the side on which nothing is clipped, so that the passes decide the same whatever the rounding."""
     found, row, gone = list[list[list[float]]](), 0, 0
-    for rewards, group in zip(given.rewards, exact, strict=True):
+    for rewards, group in zip(workload.rewards, exact, strict=True):
         mean = statistics.mean(rewards)
         shifted = []
         for reward, logprobs in zip(rewards, group, strict=True):
@@ -100,7 +100,7 @@ def _forced(given: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple
             shifted.append([value - sign * FAR for value in logprobs])
             row += 1
         found.append(shifted)
-    return found, gone / given.useful
+    return found, gone / workload.useful
 
 
 def clipped_part(share: float, name: str) -> Part:
@@ -110,11 +110,11 @@ def clipped_part(share: float, name: str) -> Part:
         built, given, exact = _still(bench)
         old, tokens = _forced(given, exact, share)
         trainer = built.trainer
-        kept, trainer.source.runner.engine = trainer.source.runner.engine, gpu_update.scripted(given, old)
+        kept, trainer.source.runner.engine = trainer.source.runner.engine, gpu_update.script_rollouts(given, old)
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
-                found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+                found = gpu_update.measure(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
         finally:
             trainer.source.runner.engine = kept
         return {"share": share, "token_share": tokens, "passes": name, **found}
@@ -132,11 +132,14 @@ def silent_part(share: float, name: str) -> Part:
         old, _ = _forced(given, exact, 0.0)
         tokens = sum(sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row))
         kept = trainer.source.runner.engine, trainer.source.judge
-        trainer.source.runner.engine, trainer.source.judge = gpu_update.scripted(given, old), gpu_update.tabled(table)
+        trainer.source.runner.engine, trainer.source.judge = (
+            gpu_update.script_rollouts(given, old),
+            gpu_update.table_reward(table),
+        )
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
-                found = gpu_update.measured(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+                found = gpu_update.measure(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
         finally:
             trainer.source.runner.engine, trainer.source.judge = kept
         return {"share": share, "token_share": tokens / given.useful, "passes": name, **found}
@@ -149,12 +152,12 @@ _exact: dict[int, gpu_update.Logprobs] = {}
 
 def _still(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
     """The trainer of B4 with a learning rate of 0, so that the forced shares stay what they are; packs as in B5."""
-    built, given = gpu_update.ours(bench, "0.6B", 0.0, lr=0.0), work.fixed_work(bench.tiny)
+    built, workload = gpu_update.ours(bench, "0.6B", 0.0, lr=0.0), work.fixed_work(bench.tiny)
     built.trainer.settings = replace(built.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
     if id(built) not in _exact:
         _exact.clear()
-        _exact[id(built)] = gpu_update.scored(built.trainer.policy, given)
-    return built, given, _exact[id(built)]
+        _exact[id(built)] = gpu_update.scored(built.trainer.policy, workload)
+    return built, workload, _exact[id(built)]
 
 
 B5: dict[str, Part] = {f"prompt {p}, group {g}": shared_part(p, g) for p in (128, 512, 2048) for g in (8, 16)}

@@ -24,26 +24,35 @@ FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.
 
 
 def trainer_of(
-    bench: Bench, shape: str, given: Work, folder: str, *, strong: bool, micro: int, steps: int, liger: bool, **options: Any
+    bench: Bench,
+    shape: str,
+    workload: Work,
+    folder: str,
+    *,
+    strong: bool,
+    micro: int,
+    steps: int,
+    liger: bool,
+    **options: Any,
 ) -> Any:
     """Its trainer on the fixed rollouts; with `prompts` in the options it writes the responses itself, by `generate`."""
     import datasets
     import trl
 
-    prompts, samples = len(given.prompts), len(given.rewards[0])
+    prompts, samples = len(workload.prompts), len(workload.rewards[0])
     texts: list[str] | None = options.pop("prompts", None)
-    longest = options.pop("tokens", max(len(row) for group in given.responses for row in group))
+    longest = options.pop("tokens", max(len(row) for group in workload.responses for row in group))
 
     def fixed(asked: list[str], _: Any) -> dict[str, Any]:
         rows = [(int(text), row % samples) for row, text in enumerate(asked)]
         return {
-            "prompt_ids": [list(given.prompts[number]) for number, _ in rows],
-            "completion_ids": [list(given.responses[number][sample]) for number, sample in rows],
-            "logprobs": [[0.0] * len(given.responses[number][sample]) for number, sample in rows],
+            "prompt_ids": [list(workload.prompts[number]) for number, _ in rows],
+            "completion_ids": [list(workload.responses[number][sample]) for number, sample in rows],
+            "logprobs": [[0.0] * len(workload.responses[number][sample]) for number, sample in rows],
         }
 
-    def tabled(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-        return [given.rewards[prompt][row % samples] for row, prompt in enumerate(number)]
+    def table_reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+        return [workload.rewards[prompt][row % samples] for row, prompt in enumerate(number)]
 
     rows = prompts * samples // work.UPDATES
     numbers = [number % prompts for number in range(prompts * steps)]
@@ -52,7 +61,7 @@ def trainer_of(
         warnings.simplefilter("ignore")
         trainer = trl.GRPOTrainer(
             model=made,
-            reward_funcs=tabled,
+            reward_funcs=table_reward,
             processing_class=work.tokenizer(),
             train_dataset=datasets.Dataset.from_dict(
                 {"prompt": [str(n) if texts is None else texts[n] for n in numbers], "number": numbers}
@@ -116,10 +125,10 @@ def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Call
     def wrapped(*positional: Any, **named: Any) -> Any:
         bench.wait()
         started = time.perf_counter()
-        found = call(*positional, **named)
+        result = call(*positional, **named)
         bench.wait()
         seconds.append(time.perf_counter() - started)
-        return found
+        return result
 
     return wrapped
 
@@ -139,25 +148,25 @@ def patches_undone() -> Iterator[None]:
             kind.forward = forward
 
 
-def fitting(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
+def fitting(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
     """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
-    rows = len(given.prompts) * len(given.rewards[0]) // work.UPDATES
+    rows = len(workload.prompts) * len(workload.rewards[0]) // work.UPDATES
     micro = min(rows, options.pop("micro", None) or (4 if bench.tiny else FIRST_MICRO[shape, strong]))
     liger, notes = strong and bench.cuda, list[str]()
     while True:
         bench.free()
-        before, found = bench.held(), dict[str, Any]()
+        before, result = bench.held(), dict[str, Any]()
         error = None
         try:
-            with tempfile.TemporaryDirectory() as folder, bench.peak(found), patches_undone():
+            with tempfile.TemporaryDirectory() as folder, bench.peak(result), patches_undone():
                 trainer = trainer_of(
-                    bench, shape, given, folder, strong=strong, micro=micro, steps=1 + steps, liger=liger, **dict(options)
+                    bench, shape, workload, folder, strong=strong, micro=micro, steps=1 + steps, liger=liger, **dict(options)
                 )
                 samples, logs = cycles(bench, trainer)
-            found["static_gib"] = (bench.held() - before) / GIB
+            result["static_gib"] = (bench.held() - before) / GIB
             clipped = [entry.get("clip_ratio/region_mean", 0.0) for entry in logs[1:]]
             return {
-                **found,
+                **result,
                 "samples": samples,
                 "micro": micro,
                 "liger": liger,
@@ -185,13 +194,13 @@ def _versions() -> dict[str, str]:
     return {"trl": trl.__version__}
 
 
-def update_phase(bench: Bench, shape: str, given: Work, *, strong: bool, steps: int) -> dict[str, Any]:
+def update_phase(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int) -> dict[str, Any]:
     """B4's other side."""
-    found = fitting(bench, shape, given, strong=strong, steps=steps)
+    result = fitting(bench, shape, workload, strong=strong, steps=steps)
     made = work.model(bench, shape) if bench.tiny else _shell(shape)
-    found["flops_anchor"] = work.rectangle_flops(made, given, passes=(False,)).total
-    found["flops_update"] = work.rectangle_flops(made, given, passes=(True,)).total
-    return found
+    result["flops_anchor"] = work.rectangle_flops(made, workload, passes=(False,)).total
+    result["flops_update"] = work.rectangle_flops(made, workload, passes=(True,)).total
+    return result
 
 
 def _shell(shape: str) -> Any:

@@ -46,12 +46,12 @@ Logprobs = list[list[list[float]]]
 """By prompt and sample."""
 
 
-def scored(policy: Any, given: Work) -> Logprobs:
+def scored(policy: Any, workload: Work) -> Logprobs:
     """What the policy says of the fixed responses, a group at a time."""
     from legato.core.texts import Texts
 
-    found = []
-    for prompt, group in zip(given.prompts, given.responses, strict=True):
+    result = []
+    for prompt, group in zip(workload.prompts, workload.responses, strict=True):
         lengths = torch.tensor([len(row) for row in group])
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in group], batch_first=True)
         texts = Texts(
@@ -64,26 +64,26 @@ def scored(policy: Any, given: Work) -> Logprobs:
             temperature=torch.ones(len(group)),
         )
         table = policy.score(texts, torch.arange(len(group))).logprobs.cpu()
-        found.append([table[row, : len(tokens_)].tolist() for row, tokens_ in enumerate(group)])
-    return found
+        result.append([table[row, : len(tokens_)].tolist() for row, tokens_ in enumerate(group)])
+    return result
 
 
-def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = work.LEARNING_RATE) -> Trainer:
+def fixed_trainer(policy: Any, workload: Work, logprobs: Logprobs, *, lr: float = work.LEARNING_RATE) -> Trainer:
     """Our trainer on fixed responses and a table of rewards."""
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
 
-    samples = len(given.rewards[0])
+    samples = len(workload.rewards[0])
     collector = Collector(
-        source=Pool([Problem(prompt=str(n)) for n in range(len(given.prompts))], share=0.0, seed=0, shuffle=False),
+        source=Pool([Problem(prompt=str(n)) for n in range(len(workload.prompts))], share=0.0, seed=0, shuffle=False),
         runner=Runner(
-            engine=scripted(given, logprobs),
-            rendering=Rendering(tokenizer=Numbered(given.prompts), chat="never"),
-            limits=Limits(max_response_tokens=max(len(r) for g in given.responses for r in g), end_tokens=()),
+            engine=script_rollouts(workload, logprobs),
+            rendering=Rendering(tokenizer=Numbered(workload.prompts), chat="never"),
+            limits=Limits(max_response_tokens=max(len(r) for g in workload.responses for r in g), end_tokens=()),
         ),
-        judge=tabled(given.rewards),
+        judge=table_reward(workload.rewards),
         sampling=Sampling(),
-        settings=CollectorSettings(samples_per_prompt=samples, max_prompt_tokens=max(map(len, given.prompts))),
+        settings=CollectorSettings(samples_per_prompt=samples, max_prompt_tokens=max(map(len, workload.prompts))),
         seed=0,
     )
     return Trainer(
@@ -92,23 +92,23 @@ def fixed_trainer(policy: Any, given: Work, logprobs: Logprobs, *, lr: float = w
         source=collector,
         optimizer=Optimizer(policy.parameters(), OptimizerSettings(lr=lr), total_updates=10**6),
         settings=TrainingSettings(
-            prompts_per_step=len(given.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
+            prompts_per_step=len(workload.prompts), updates_per_step=work.UPDATES, anchor="recompute", probe_every_steps=0
         ),
     )
 
 
-def scripted(given: Work, logprobs: Logprobs) -> ScriptedEngine:
-    by_prompt = {prompt: number for number, prompt in enumerate(given.prompts)}
+def script_rollouts(workload: Work, logprobs: Logprobs) -> ScriptedEngine:
+    by_prompt = {prompt: number for number, prompt in enumerate(workload.prompts)}
 
     def script(prompt: list[int], sample: int) -> tuple[tuple[int, ...], list[float]]:
         number = by_prompt[tuple(prompt)]
-        return given.responses[number][sample], logprobs[number][sample]
+        return workload.responses[number][sample], logprobs[number][sample]
 
     # Texts are not looked at; decoding every beginning of every response would take longer than the updates.
     return ScriptedEngine(script, decode=lambda tokens: "")
 
 
-def tabled(rewards: tuple[tuple[float, ...], ...]) -> Any:
+def table_reward(rewards: tuple[tuple[float, ...], ...]) -> Any:
     """A judge that knows the table."""
 
     def score(rollout: Rollout) -> Score:
@@ -118,7 +118,7 @@ def tabled(rewards: tuple[tuple[float, ...], ...]) -> Any:
     return lambda rollouts: [score(rollout) for rollout in rollouts]
 
 
-def measured(
+def measure(
     bench: Bench,
     trainer: Trainer,
     useful: int,
@@ -138,18 +138,18 @@ def measured(
     def anchored(*given: Any) -> Any:
         bench.wait()
         clock["begun"], packs.phase = time.perf_counter(), "anchor"
-        found = own(*given)
+        result = own(*given)
         bench.wait()
         clock["anchored"], packs.phase = time.perf_counter(), "update"
-        return found
+        return result
 
     # On the instance: the trainer's own method, waited for.
     trainer._score_old_policy = anchored  # type: ignore[method-assign]
-    samples, reports, found = [], [], dict[str, Any]()
+    samples, reports, result = [], [], dict[str, Any]()
     try:
         for number in range(1 + steps):
             first()
-            with work.counting(packs), bench.peak(found, before):
+            with work.counting(packs), bench.peak(result, before):
                 started = time.perf_counter()
                 report = trainer.step()
                 bench.wait()
@@ -167,9 +167,9 @@ def measured(
         del trainer._score_old_policy
     executed = {name: packs.flops(trainer.policy.body, name) / len(samples) for name in ("anchor", "update")}
     return {
-        **found,
+        **result,
         **_rates(bench, samples, executed, useful),
-        **_told(reports),
+        **_describe(reports),
         "static_gib": (bench.held() - before) / GIB,
     }
 
@@ -189,7 +189,7 @@ def _rates(bench: Bench, samples: list[dict[str, float]], executed: dict[str, fl
     }
 
 
-def _told(reports: list[Any]) -> dict[str, float]:
+def _describe(reports: list[Any]) -> dict[str, float]:
     keys = {"clipped": "clip/sequences", "skipped_rows": "update/skipped_rows", "two_pass": "update/two_pass"}
     return {name: statistics.mean(float(metrics.get(key, 0.0)) for metrics in reports) for name, key in keys.items()}
 
@@ -226,11 +226,11 @@ def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE
     if not _built or _built[0].key != key:
         drop(bench)
         before = bench.held()
-        given = work.fixed_work(bench.tiny, silent=silent)
+        workload = work.fixed_work(bench.tiny, silent=silent)
         policy = work.policy(bench, shape)
-        trainer = fixed_trainer(policy, given, scored(policy, given), lr=lr)
+        trainer = fixed_trainer(policy, workload, scored(policy, workload), lr=lr)
         weights = {name: weight.detach().cpu().clone() for name, weight in policy.parameters().items()}
-        _built.append(_Built(key, trainer, given.useful, before, weights))
+        _built.append(_Built(key, trainer, workload.useful, before, weights))
     return _built[0]
 
 
@@ -287,14 +287,14 @@ def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> P
         def first() -> None:
             # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
             if trainer.anchor_choice == "sampler":
-                given = work.fixed_work(bench.tiny, silent=silent)
-                trainer.source.runner.engine = scripted(given, scored(trainer.policy, given))
+                workload = work.fixed_work(bench.tiny, silent=silent)
+                trainer.source.runner.engine = script_rollouts(workload, scored(trainer.policy, workload))
 
         with factor(trainer, name):
-            found = measured(
+            result = measure(
                 bench, trainer, built.useful, steps=1 if bench.tiny else steps, before=built.before, first=first
             )
-        return {"side": "Legato", "factor": name, "shape": shape, "silent": silent, **found}
+        return {"side": "Legato", "factor": name, "shape": shape, "silent": silent, **result}
 
     return part
 
@@ -302,11 +302,11 @@ def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> P
 def trl_part(shape: str, *, strong: bool, silent: float = 0.0) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         drop(bench)
-        given = work.fixed_work(bench.tiny, silent=silent)
-        found = gpu_trl.update_phase(bench, shape, given, strong=strong, steps=1 if bench.tiny else 2)
-        executed = {"anchor": found.pop("flops_anchor"), "update": found.pop("flops_update")}
-        rates = _rates(bench, found.pop("samples"), executed, given.useful)
-        return {"side": f"TRL {'strong' if strong else 'defaults'}", "shape": shape, "silent": silent, **found, **rates}
+        workload = work.fixed_work(bench.tiny, silent=silent)
+        result = gpu_trl.update_phase(bench, shape, workload, strong=strong, steps=1 if bench.tiny else 2)
+        executed = {"anchor": result.pop("flops_anchor"), "update": result.pop("flops_update")}
+        rates = _rates(bench, result.pop("samples"), executed, workload.useful)
+        return {"side": f"TRL {'strong' if strong else 'defaults'}", "shape": shape, "silent": silent, **result, **rates}
 
     return part
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.health.faults import FAULTS, injected
+from benchmarks.health.faults import FAULTS, inject
 from legato.config.load import load
 from legato.health.rules import MARGIN, RULES
 from legato.records.directory import RunDirectory
@@ -89,12 +89,12 @@ def fresh(run: Path, seed: int, options: dict[str, Any]) -> train.Run:
     return _unless_stopped(train.train(recipe=RECIPE, **given))
 
 
-def resumed(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:
+def resume(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:
     """A copy of the healthy beginning, going on with the fault of an arm."""
     fault, last, given = ARMS[arm]
     shutil.copytree(start, run)
     words = [f"{path}={value}" for path, value in {"training.steps": steps or last, **given}.items()]
-    with injected(None if fault is None else FAULTS[fault].make(start), FIRST):
+    with inject(None if fault is None else FAULTS[fault].make(start), FIRST):
         return _unless_stopped(train.resume(run, words, watcher=Silent(), allow_changes=True))
 
 
@@ -104,7 +104,7 @@ def _unless_stopped(ended: train.Run) -> train.Run:
     return ended
 
 
-def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: int | None = None) -> dict[str, Any]:
+def measure(work: Path, arm: str, seed: int, options: dict[str, Any], steps: int | None = None) -> dict[str, Any]:
     """One arm of a seed: rewards, findings, recoveries."""
     run, start = work / "run", None if arm in EARLY else base(work, seed, options)
     shutil.rmtree(run, ignore_errors=True)
@@ -113,7 +113,7 @@ def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: in
         rate = {"training.lr": EARLY[arm] * recipe_lr(), "training.steps": steps or EARLY_STEPS}
         ended = fresh(run, seed, {**options, **rate})
     else:
-        ended = resumed(run, start, arm, steps)
+        ended = resume(run, start, arm, steps)
     directory = RunDirectory.open(run)
     told = directory.health.read()
     kept = ("step", "rule", "level", "since", "value", "usual")
@@ -122,7 +122,7 @@ def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: in
         "arm": arm,
         "seed": seed,
         "thresholds": thresholds(),
-        "rewards": [_rounded(record["reward/mean"]) for record in steps_seen],
+        "rewards": [_round(record["reward/mean"]) for record in steps_seen],
         "findings": [{k: r[k] for k in kept} for r in told if r["kind"] == "finding"],
         "recoveries": [{k: v for k, v in r.items() if k != "kind"} for r in told if r["kind"] == "recovery"],
         "exit_code": ended.exit_code,
@@ -131,7 +131,7 @@ def measured(work: Path, arm: str, seed: int, options: dict[str, Any], steps: in
     }
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
@@ -145,12 +145,12 @@ def run_arms(work: Path, arms: Sequence[str], seeds: Sequence[int], options: dic
                 continue
             # A report costs more than the steps of a small run, and nobody reads these.
             with mock.patch.object(train, "write_report", lambda directory: directory.report_path.touch()):
-                done = measured(work, arm, seed, options, steps)
+                done = measure(work, arm, seed, options, steps)
             path.write_text(json.dumps(done))
-            print(f"{arm}, seed {seed}: {_told(done)}", flush=True)
+            print(f"{arm}, seed {seed}: {_describe(done)}", flush=True)
 
 
-def _told(done: dict[str, Any]) -> str:
+def _describe(done: dict[str, Any]) -> str:
     alarms = [f"{each['rule']} at {each['step']}" for each in done["findings"] if each["level"] == "alarm"]
     rewards = [each for each in done["rewards"] if each is not None]
     return (
@@ -159,7 +159,7 @@ def _told(done: dict[str, Any]) -> str:
     )
 
 
-def gathered(work: Path) -> dict[str, Any]:
+def gather(work: Path) -> dict[str, Any]:
     """Everything that is done, as one tree."""
     runs = [json.loads(path.read_text()) for path in sorted((work / "done").glob("*.json"))]
     known = [run for run in runs if run["thresholds"] == thresholds()]
@@ -187,7 +187,7 @@ def main() -> None:
     named = {"main": list(MAIN), "faults": [arm for arm in ARMS if arm.startswith("fault: ")], "early": list(EARLY)}
     arms = named.get(given.arms, given.arms.split(","))
     run_arms(given.work, arms, seeds_of(given.seeds), {}, None)
-    given.output.write_text(json.dumps(gathered(given.work), indent=None, separators=(",", ":")) + "\n")
+    given.output.write_text(json.dumps(gather(given.work), indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Named:
 
 
 @contextmanager
-def injected(fault: Fault | None, first: int) -> Iterator[None]:
+def inject(fault: Fault | None, first: int) -> Iterator[None]:
     """Trainers made inside are faulty from the step after `first` on."""
     made = wire.trainer_of
 

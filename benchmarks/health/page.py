@@ -43,7 +43,7 @@ def paragraph(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), 125, break_on_hyphens=False, break_long_words=False)
 
 
-def stored(path: Path = RESULTS) -> dict[str, Any]:
+def load_results(path: Path = RESULTS) -> dict[str, Any]:
     """What was measured; nothing where it was not."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return found
@@ -58,7 +58,7 @@ def at_end(run: Run, steps: int = 20) -> float:
     return statistics.fmean(value for value in run["rewards"][-steps:] if value is not None)
 
 
-def halved(run: Run, first: int) -> int | None:
+def halve(run: Run, first: int) -> int | None:
     """The first step after the fault whose reward is below half of what it was."""
     limit = before(run, first) / 2
     found = (step for step, value in enumerate(run["rewards"], 1) if step > first and value is not None and value < limit)
@@ -84,7 +84,7 @@ def before_mean(run: Run, first: int, count: int = 5) -> bool:
 
 def in_time(run: Run, first: int) -> bool:
     """Whether an alarm came before the first step with less than half of the reward."""
-    sounded, half = alarms(run, first), halved(run, first)
+    sounded, half = alarms(run, first), halve(run, first)
     return bool(sounded) and (half is None or sounded[0]["step"] < half)
 
 
@@ -165,7 +165,7 @@ def _collapse(runs: Sequence[Run], first: int) -> list[str]:
         sounded = alarms(run, first)
         told = f"{sounded[0]['step']} ({sounded[0]['rule']})" if sounded else "-"
         rows.append(
-            [f"{run['seed']}", f"{before(run, first):.2f}", told, f"{halved(run, first) or '-'}", f"{at_end(run):.2f}"]
+            [f"{run['seed']}", f"{before(run, first):.2f}", told, f"{halve(run, first) or '-'}", f"{at_end(run):.2f}"]
         )
     return [
         "",

@@ -80,5 +80,5 @@ def document(results: dict) -> str:
     return "\n".join(lines)
 
 
-def stored() -> dict:
+def load_results() -> dict:
     return json.loads(RESULTS.read_text())

@@ -56,11 +56,11 @@ def trainer_of(given: dict[str, Any]) -> Trainer:
     """The trainer that `legato train` would build, on problems and rewards of ours."""
     table = given["rewards"]
 
-    def tabled(rollout: Rollout) -> float:
+    def table_reward(rollout: Rollout) -> float:
         return float(table[rollout.problem.fields["number"]][rollout.rollout_id % work.SAMPLES])
 
     problems = [Problem(prompt=text, fields={"number": number}) for number, text in enumerate(given["questions"])]
-    objects = wire.Given(problems=problems, reward=tabled)
+    objects = wire.Given(problems=problems, reward=table_reward)
     resolved = load(
         [],
         (),

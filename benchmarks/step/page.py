@@ -11,7 +11,7 @@ SPEED_TARGET = 0.5
 NAMES = {"tiny": "tiny, 7.1M", "smollm2": "SmolLM2-135M"}
 
 
-def stored(name: str) -> dict[str, Any] | None:
+def load_results(name: str) -> dict[str, Any] | None:
     """`step` or `engine`; None where it has not been measured yet."""
     path = FOLDER / f"{name}.json"
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 def trainer_of(given: dict[str, Any], folder: str) -> Any:
     table = given["rewards"]
 
-    def tabled(completions: list[Any], number: list[int], **_: Any) -> list[float]:
+    def table_reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
         # Rows come prompt by prompt, each prompt's samples together.
         return [table[prompt][row % work.SAMPLES] for row, prompt in enumerate(number)]
 
@@ -38,7 +38,7 @@ def trainer_of(given: dict[str, Any], folder: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
     trainer = trl.GRPOTrainer(
         model=model,
-        reward_funcs=tabled,
+        reward_funcs=table_reward,
         processing_class=transformers.AutoTokenizer.from_pretrained(given["model"]),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts, "number": list(range(len(asked)))}),
         args=trl.GRPOConfig(
@@ -82,7 +82,7 @@ class Clock(transformers.TrainerCallback):
             work.forget_peak()
 
 
-def timed(call: Callable[..., Any], seconds: list[float], results: list[Any] | None = None) -> Callable[..., Any]:
+def time_call(call: Callable[..., Any], seconds: list[float], results: list[Any] | None = None) -> Callable[..., Any]:
     def wrapped(*positional: Any, **named: Any) -> Any:
         started = time.perf_counter()
         found = call(*positional, **named)
@@ -101,8 +101,8 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
         clock, generating, preparing = Clock(), list[float](), list[float]()
         generated: list[Any] = []
         trainer.add_callback(clock)
-        trainer._generate = timed(trainer._generate, generating, generated)
-        trainer._generate_and_score_completions = timed(trainer._generate_and_score_completions, preparing)
+        trainer._generate = time_call(trainer._generate, generating, generated)
+        trainer._generate_and_score_completions = time_call(trainer._generate_and_score_completions, preparing)
         # It speaks of every update; what is measured is written to a file.
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()

@@ -34,7 +34,7 @@ def test_the_benchmark_runs_and_goes_on_where_it_was_stopped(
         assert capsys.readouterr().out.count("seed 3") == 2
         health.run_arms(tmp_path, ["collapse", "fault: log-prob shift"], [3], options, 4)
     assert capsys.readouterr().out == ""
-    found = health.gathered(tmp_path)
+    found = health.gather(tmp_path)
     assert [run["arm"] for run in found["runs"]] == ["collapse", "fault: log-prob shift"]
     assert all(len(run["rewards"]) == 4 and run["exit_code"] == 0 for run in found["runs"])
     assert found["runs"][0]["rewards"][:2] == found["runs"][1]["rewards"][:2]
@@ -44,7 +44,7 @@ def test_an_early_arm_begins_with_its_learning_rate(tmp_path: Path) -> None:
     options = {path: value for path, value in TINY.items() if path != "training.steps"}
     with light():
         health.run_arms(tmp_path, ["early: learning rate x 20"], [3], options, 2)
-    (run,) = health.gathered(tmp_path)["runs"]
+    (run,) = health.gather(tmp_path)["runs"]
     assert len(run["rewards"]) == 2 and not (tmp_path / "base").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = [line["optimizer/lr"] for line in lines if line["kind"] == "step"]
@@ -54,7 +54,7 @@ def test_an_early_arm_begins_with_its_learning_rate(tmp_path: Path) -> None:
 def test_a_result_of_other_thresholds_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "collapse-0.json").write_text(json.dumps({"thresholds": "others"}))
-    assert health.gathered(tmp_path)["runs"] == []
+    assert health.gather(tmp_path)["runs"] == []
 
 
 LOOK: dict[str, Callable[[Any, Any], bool]] = {

@@ -194,7 +194,7 @@ def test_a_run_without_a_checkpoint_starts_again(straight: Path, tmp_path: Path,
     run = folder / "runs" / "gspo-seed1"
     shutil.rmtree(run / "checkpoints")
     directory = RunDirectory.open(run)
-    directory.recorded.truncate(directory.metrics_path.read_bytes().index(b"\n") + 1)
+    directory.metrics_file.truncate(directory.metrics_path.read_bytes().index(b"\n") + 1)
     said: list[str] = []
     compare(definition(), folder=folder, machine=Machine(parallel=2), say=said.append)
     told = [line.split(":")[0] for line in said[1:] if not line.startswith("goes on")]
@@ -239,8 +239,8 @@ def test_a_comparison_in_which_every_run_fails_is_an_error(tmp_path: Path) -> No
 def test_two_comparisons_do_not_share_a_folder(
     straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from legato.records.lock import locked
+    from legato.records.lock import hold_lock
 
-    with locked(RunDirectory(straight)):
+    with hold_lock(RunDirectory(straight)):
         told = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
     refused(told, "in use")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legato.compare.compare import Compared, compare
+from legato.compare.compare import compare
 from legato.compare.jobs import differences
 from legato.compare.processes import Machine
 from legato.compare.results import collect
@@ -215,7 +215,7 @@ def test_a_comparison_whose_runs_are_all_there_runs_nothing(tmp_path: Path) -> N
         ran(store, job, [10, 20])
     said: list[str] = []
     compared = compare(given, folder=store.path, say=said.append)
-    assert isinstance(compared, Compared) and compared.exit_code == 0
+    assert isinstance(compared, Comparison) and compared.exit_code == 0
     assert len(said) == 1 and numbers(said[0])[:2] == [4, 4]
     assert json.loads((store.path / "compare.json").read_text())["points"][0]["seeds"] == [0, 1]
 

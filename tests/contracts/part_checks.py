@@ -17,7 +17,7 @@ from legato.advantages.filters import Filter, Samples
 from legato.core.parts import Part
 from legato.core.scope import Scope
 from legato.errors import InputError
-from legato.health.tighten import clip_bounds, tightened
+from legato.health.tighten import clip_bounds, tighten_clip
 from tests.proof.batches import build, channels, reordered
 from tests.proof.bridge import Evaluation, assert_rows_close, assert_silent_outside, count, evaluate, loss, signals
 from tests.reference.batch import Batch
@@ -180,7 +180,7 @@ def check_bounds(candidate: Candidate) -> None:
     if stated.fields:
         paths = clip_bounds(algorithm)
         assert {path.rpartition(".")[2] for path in paths} == set(stated.fields)
-        half = tightened(algorithm, 0.5).objective.bounds()[candidate.cls.name]
+        half = tighten_clip(algorithm, 0.5).objective.bounds()[candidate.cls.name]
         assert 0 >= half.lower > stated.lower or stated.lower in (0.0, -math.inf)
         assert 0 <= half.upper < stated.upper or stated.upper in (0.0, math.inf)
 

@@ -12,7 +12,7 @@ import pytest
 
 from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.runs import Folder
-from legato.dashboard.stored import PORTION, Filter, listed, newest_measured, shown
+from legato.dashboard.stored import PORTION, Filter, list_rollouts, newest_measured_step, show_rollout
 from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
 from tests.dashboard.browser import dashboard
@@ -124,7 +124,7 @@ def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
     assert folder.runs() == []
     directory.write_config("[training]\nseed = 3\nsteps = 9\n")
     append(directory, range(1, 4))
-    folder._looked = 0.0
+    folder._searched_at = 0.0
     (run,) = folder.runs()
     row = run.row()
     assert (row["step"], row["running"], row["state"]) == (3, True, "running")
@@ -147,11 +147,11 @@ def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> No
     directory = RunDirectory.create(tmp_path, "resumed")
     directory.write_config("")
     append(directory, range(1, 4))
-    position = directory.recorded.position()
+    position = directory.metrics_file.position()
     append(directory, range(4, 8))
     folder = Folder(tmp_path)
     assert drawn(folder, "resumed")["resumed"]["mean"][-1] == 0.7
-    directory.recorded.truncate(position)
+    directory.metrics_file.truncate(position)
     for step in range(4, 12):
         directory.append_metrics({"kind": "step", "step": step, "reward/mean": -1.0})
     assert drawn(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8
@@ -209,7 +209,7 @@ def test_a_torn_run_does_not_stop_the_others(tmp_path: Path, harm: str) -> None:
         assert (rows["torn"]["health"], rows["torn"]["findings"], rows["torn"]["step"]) == ("alarm", 1, 2)
     if harm == "unreadable rollouts":
         directory = folder.run("torn").directory
-        assert "damaged" in listed(directory, [1], Filter())["damaged"][0]
+        assert "damaged" in list_rollouts(directory, [1], Filter())["damaged"][0]
 
 
 def test_a_finding_comes_with_causes_and_a_run_with_counts(tmp_path: Path) -> None:
@@ -229,12 +229,12 @@ def test_a_finding_comes_with_causes_and_a_run_with_counts(tmp_path: Path) -> No
 
 def test_rollouts_open_on_the_newest_step_with_measured_tokens(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run")
-    assert newest_measured(directory) is None
+    assert newest_measured_step(directory) is None
     for step in (1, 2, 3):
         directory.write_rollouts(step, [{"text": "x", "details": {"pieces": ["x"]}}] if step < 3 else [{"text": "x"}])
-    assert newest_measured(directory) == 2
+    assert newest_measured_step(directory) == 2
     directory.rollouts_path(2).write_bytes(b"torn")
-    assert newest_measured(directory) == 1
+    assert newest_measured_step(directory) == 1
 
 
 def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
@@ -300,26 +300,26 @@ def stored(parent: Path) -> RunDirectory:
     ],
 )
 def test_rollouts_are_filtered(tmp_path: Path, asked: Filter, expected: list[int]) -> None:
-    assert [row["index"] for row in listed(stored(tmp_path), [1], asked)["rows"]] == expected
+    assert [row["index"] for row in list_rollouts(stored(tmp_path), [1], asked)["rows"]] == expected
 
 
 def test_rollouts_are_ordered_over_all_steps(tmp_path: Path) -> None:
-    found = listed(stored(tmp_path), [1, 2], Filter(), "length")["rows"]
+    found = list_rollouts(stored(tmp_path), [1, 2], Filter(), "length")["rows"]
     assert [(row["step"], row["index"]) for row in found] == [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (2, 0), (1, 0)]
 
 
 def test_a_rollout_comes_with_its_group_and_in_portions(tmp_path: Path) -> None:
     directory = stored(tmp_path)
-    found = shown(directory, 1, 2, whole=False)
+    found = show_rollout(directory, 1, 2, whole=False)
     assert [each["index"] for each in found["siblings"]] == [2, 3] and found["left"] == 0
-    long = shown(directory, 2, 0, whole=False)
+    long = show_rollout(directory, 2, 0, whole=False)
     assert long["text"].startswith("A\\u202eB\\x1b[31mx") and long["left"] == 50_000 + 8 - PORTION
-    assert len(shown(directory, 2, 0, whole=True)["text"]) > 50_000
+    assert len(show_rollout(directory, 2, 0, whole=True)["text"]) > 50_000
 
 
 def test_a_step_that_is_written_again_is_read_again(tmp_path: Path) -> None:
     directory = stored(tmp_path)
-    assert shown(directory, 2, 0, whole=False)["reward"] == 0
+    assert show_rollout(directory, 2, 0, whole=False)["reward"] == 0
     directory.write_rollouts(2, [{"text": "new", "reward": 7.0}])
     os.utime(directory.rollouts_path(2), ns=(1, 1))
-    assert shown(directory, 2, 0, whole=False)["reward"] == 7
+    assert show_rollout(directory, 2, 0, whole=False)["reward"] == 7

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from legato.pages import drawing
-from legato.pages.drawing import drawn, rasterised
+from legato.pages.drawing import draw_svg, rasterise
 from legato.pages.experiment import Account, Check, Sheet, markdown, read, write
 from legato.pages.traces import BLUE, Figure, band, figure, line
 
@@ -97,7 +97,7 @@ def test_every_kind_of_trace_is_drawn_in_its_place() -> None:
         {"xaxis": {"title": {"text": "x"}, "type": "log"}, "shapes": [shape]},
     )
     assert made is not None
-    tree = ElementTree.fromstring(drawn(made))
+    tree = ElementTree.fromstring(draw_svg(made))
     circles = tree.findall(f"{SVG}circle")
     # The third has no x; the log axis puts 1 to the left of 100.
     assert [circle.get("fill") for circle in circles] == ["#111111", "#222222"]
@@ -114,7 +114,7 @@ def test_bars_stand_beside_each_other_over_names() -> None:
     ]
     made = figure("Bars", "", bars, {"yaxis": {"tickformat": ".0%"}, "xaxis": {"type": "category"}})
     assert made is not None
-    boxes = ElementTree.fromstring(drawn(made)).findall(f"{SVG}rect")[3:]  # ground and two marks of the legend
+    boxes = ElementTree.fromstring(draw_svg(made)).findall(f"{SVG}rect")[3:]  # ground and two marks of the legend
     lefts, heights = [float(box.get("x")) for box in boxes], [float(box.get("height")) for box in boxes]
     assert lefts[0] < lefts[2] < lefts[1] < lefts[3]
     assert heights[1] == pytest.approx(2 * heights[0], rel=0.01)
@@ -123,12 +123,12 @@ def test_bars_stand_beside_each_other_over_names() -> None:
 def test_without_a_tool_there_is_no_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing.shutil, "which", lambda name: None)
     svg = tmp_path / "a.svg"
-    svg.write_text(drawn(picture()))
-    assert rasterised(svg) is None
+    svg.write_text(draw_svg(picture()))
+    assert rasterise(svg) is None
 
 
 def test_a_tool_that_fails_is_no_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing.shutil, "which", lambda name: "/bin/false")
     svg = tmp_path / "a.svg"
-    svg.write_text(drawn(picture()))
-    assert rasterised(svg) is None
+    svg.write_text(draw_svg(picture()))
+    assert rasterise(svg) is None

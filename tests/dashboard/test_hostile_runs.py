@@ -17,7 +17,7 @@ from legato.dashboard.board import configs, curves
 from legato.dashboard.guard import Guard
 from legato.dashboard.runs import Folder
 from legato.dashboard.series import MOST_KEYS, Series
-from legato.dashboard.stored import PORTION, Filter, listed, shown
+from legato.dashboard.stored import PORTION, Filter, list_rollouts, show_rollout
 from legato.records import tail
 from legato.records.directory import RunDirectory
 from legato.records.tail import LONGEST
@@ -73,7 +73,7 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(tmp_path: Path, mon
     directory = RunDirectory.create(tmp_path, "run")
     write_raw(directory, 1, json.dumps({"text": "x" * 9_000}))
     write_raw(directory, 2, json.dumps({"text": "x" * 11_000}))
-    found = listed(directory, [1, 2], Filter())
+    found = list_rollouts(directory, [1, 2], Filter())
     assert [row["step"] for row in found["rows"]] == [1]
     assert len(found["damaged"]) == 1 and "10,000 bytes" in found["damaged"][0]
 
@@ -90,7 +90,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     assert set(within(10, lambda: rows_of(folder))) == {"whole", "odd"}
     found = within(10, lambda: curves(folder, ["whole", "odd"], ["reward/mean"], 300, False))
     assert [each["run"] for each in found["curves"]] == ["whole"]
-    assert "is not there" in within(10, lambda: listed(odd, [1], Filter()))["damaged"][0]
+    assert "is not there" in within(10, lambda: list_rollouts(odd, [1], Filter()))["damaged"][0]
     odd.config_path.unlink()
     os.mkfifo(odd.config_path)
     assert within(10, lambda: configs(folder, ["odd"]))["same"] == []
@@ -106,7 +106,7 @@ def test_unreadable_metrics_are_not_retried_for_ever(tmp_path: Path, monkeypatch
         def refused(path: Path) -> Any:
             raise PermissionError(path)
 
-        monkeypatch.setattr(tail, "opened", refused)
+        monkeypatch.setattr(tail, "open_plain_file", refused)
     folder = Folder(tmp_path)
     curves(folder, ["run"], ["reward/mean"], 300, False)
     assert folder._reader is not None
@@ -164,7 +164,7 @@ def test_numbers_beyond_all_measure_are_not_there(tmp_path: Path) -> None:
     json.dumps(found, allow_nan=False)
     assert {each["run"]: each["x"] for each in found["curves"]} == {"whole": [1, 2, 3], "odd": [1]}
     write_raw(odd, 1, '{"text":"t","components":{"a":NaN,"b":"x","c":1}}')
-    assert json.loads(json.dumps(shown(odd, 1, 0, whole=True), allow_nan=False))["components"] == {
+    assert json.loads(json.dumps(show_rollout(odd, 1, 0, whole=True), allow_nan=False))["components"] == {
         "a": None,
         "b": None,
         "c": 1.0,
@@ -187,8 +187,8 @@ def test_a_run_of_ever_new_quantities_fills_no_memory() -> None:
 def test_a_long_prompt_can_be_shown_whole_as_well(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run")
     directory.write_rollouts(1, [{"prompt": "p" * (PORTION + 7), "text": "short"}])
-    assert shown(directory, 1, 0, whole=False)["left"] == 7
-    whole = shown(directory, 1, 0, whole=True)
+    assert show_rollout(directory, 1, 0, whole=False)["left"] == 7
+    whole = show_rollout(directory, 1, 0, whole=True)
     assert len(whole["prompt"]) == PORTION + 7 and whole["left"] == 0
 
 
@@ -209,7 +209,7 @@ def test_ordering_all_steps_holds_no_more_than_it_shows(tmp_path: Path, monkeypa
     directory = RunDirectory.create(tmp_path, "run")
     for step in range(1, 31):
         directory.write_rollouts(step, [{"text": "x", "reward": float(step * 10 + n)} for n in range(10)])
-    found = listed(directory, range(1, 31), Filter(), "reward")
+    found = list_rollouts(directory, range(1, 31), Filter(), "reward")
     assert [row["reward"] for row in found["rows"]] == [309, 308, 307, 306, 305]
     assert (found["more"], found["unsearched"]) == (295, 0)
     assert most[0] <= 25, "a run of a hundred thousand steps would not fit"
@@ -220,6 +220,6 @@ def test_steps_that_were_not_searched_are_counted(tmp_path: Path, monkeypatch: p
     directory = RunDirectory.create(tmp_path, "run")
     for step in range(1, 5):
         directory.write_rollouts(step, [{"text": "x"}] * 3)
-    found = listed(directory, range(1, 5), Filter())
+    found = list_rollouts(directory, range(1, 5), Filter())
     assert [row["step"] for row in found["rows"]] == [4, 4, 4, 3, 3]
     assert (found["more"], found["unsearched"]) == (1, 2)

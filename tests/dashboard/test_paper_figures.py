@@ -12,7 +12,7 @@ import pytest
 
 from legato.pages.report import write_report
 from legato.pages.several import arms, write_several
-from legato.pages.token_figures import measured, token_figures
+from legato.pages.token_figures import measured_responses, token_figures
 from legato.pages.traces import Figure
 from legato.records.directory import RunDirectory
 from tests.dashboard.synthetic import synthetic_run
@@ -56,7 +56,7 @@ def test_only_responses_that_had_moved_are_measured(tmp_path: Path) -> None:
         response([0.1, 0.2], tokens=9),
         {"prompt": "held out"},
     ]
-    assert [each.log_s for each in measured(run(tmp_path, rows))] == pytest.approx([0.15])
+    assert [each.log_s for each in measured_responses(run(tmp_path, rows))] == pytest.approx([0.15])
 
 
 def test_variance_against_length_finds_the_law_it_was_made_by(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from legato.dashboard.runs import parsed
+from legato.dashboard.runs import parse_metrics
 from legato.dashboard.series import BUCKETS, Series
 from legato.records.tail import Tail, spread_lines
 
@@ -124,6 +124,6 @@ def test_histograms_are_left_out_of_a_line() -> None:
     line = json.dumps(
         {"kind": "step", "step": 1, "histograms": {"x": {"edges": [0, 1], "counts": [3]}}}, separators=(",", ":")
     )
-    assert parsed(line.encode()) == {"kind": "step", "step": 1}
-    assert parsed(b'{"a":",\\"histograms\\":{","b":1}') == {"a": ',"histograms":{', "b": 1}
-    assert parsed(b"[1]") is None and parsed(b"{") is None
+    assert parse_metrics(line.encode()) == {"kind": "step", "step": 1}
+    assert parse_metrics(b'{"a":",\\"histograms\\":{","b":1}') == {"a": ',"histograms":{', "b": 1}
+    assert parse_metrics(b"[1]") is None and parse_metrics(b"{") is None

@@ -16,7 +16,7 @@ from plotly import graph_objects
 from plotly.offline import get_plotlyjs
 
 from legato.pages.figures import figures
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.report import duration, probe_words, write_report
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
@@ -255,8 +255,8 @@ def test_unseen_characters_are_escapes_and_others_stay() -> None:
     assert legible("a\tb\nc", one_line=True) == r"a\tb\nc"
     assert legible("\u2066\u200b\U000e0041\x9b\x7f\r") == r"\u2066\u200b\U000e0041\x9b\x7f\r"
     assert legible("déjà 数学 ∑ 🙂") == "déjà 数学 ∑ 🙂"
-    assert shortened("0123456789", 9) == "012...789"
-    assert shortened("0123456789", 10) == "0123456789"
+    assert shorten("0123456789", 9) == "012...789"
+    assert shorten("0123456789", 10) == "0123456789"
 
 
 def test_the_room_loads_neither_torch_nor_anything_a_run_names(run: RunDirectory) -> None:

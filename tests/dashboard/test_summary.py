@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from legato.pages.report import verdict
-from legato.pages.summary import Interval, Summary, samples, summarise, summary, wilson
+from legato.pages.summary import Interval, Summary, samples, summarise, summary, wilson_interval
 from legato.records.directory import RunDirectory
 from tests.dashboard.synthetic import synthetic_run
 
@@ -33,7 +33,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     assert (found.before.step, found.after.step) == (0, 200)
     assert found.before.sampled is not None
     assert found.before.sampled.low == pytest.approx(found.before.sampled.value - 0.03)
-    assert found.before.greedy == wilson(found.before.greedy.value, 512) if found.before.greedy else False
+    assert found.before.greedy == wilson_interval(found.before.greedy.value, 512) if found.before.greedy else False
 
 
 def test_best_is_by_sampled_accuracy_and_then_greedy() -> None:
@@ -66,7 +66,7 @@ def test_time_is_the_sum_of_steps_where_no_end_tells_it() -> None:
     [(81 / 263, 263, 0.2553, 0.3662), (15 / 148, 148, 0.0624, 0.1605), (0.0, 20, 0.0, 0.1611), (1 / 29, 29, 0.0061, 0.1718)],
 )
 def test_wilson_intervals_equal_published_ones(share: float, trials: int, low: float, high: float) -> None:
-    found = wilson(share, trials)
+    found = wilson_interval(share, trials)
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 

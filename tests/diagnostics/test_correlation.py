@@ -8,7 +8,7 @@ import torch
 
 from legato.diagnostics.equivalence import implied_entropy, likelihoods, quotient_of_means
 from legato.diagnostics.statistics.correlation import processes
-from legato.diagnostics.statistics.spread import Bin, fitted, intercept, spread, weighted_slope
+from legato.diagnostics.statistics.spread import Bin, fit_explanations, intercept, spread, weighted_slope
 
 GAP, AT = 3.6, 512
 
@@ -85,7 +85,7 @@ def test_the_explanation_that_made_the_tokens_is_the_one_that_fits(name: str, be
     assert found.bins[-1].effective_tokens == pytest.approx(512 / found.bins[-1].gap)
 
 
-def test_independent_tokens_get_the_verdict_independent() -> None:
+def test_independent_tokens_are_called_so() -> None:
     found = spread(*responses("independent"))
     assert found.verdict.startswith("independent tokens")
     assert found.gap == pytest.approx(1, abs=0.1)
@@ -99,11 +99,17 @@ def test_a_gap_that_every_bin_alone_would_allow_is_seen_in_all_of_them_together(
     wide = [replace(each, distinct=40) for each in bins([1.5 * sigma2 / n for n in lengths], lengths, sigma2)]
     assert all(each.gap - 1 < 2 * each.gap_error for each in wide)
     found = replace(
-        spread(*responses("independent", rows=20)), bins=tuple(wide), fits=fitted(wide, sigma2), gap=1.5, slope=-1.0
+        spread(*responses("independent", rows=20)),
+        bins=tuple(wide),
+        fits=fit_explanations(wide, sigma2),
+        gap=1.5,
+        slope=-1.0,
     )
     assert found.verdict.startswith("short-range correlation") and "may fall as 1/L" in found.verdict
     few = tuple(replace(each, distinct=4) for each in wide)
-    assert replace(found, bins=few, fits=fitted(few, sigma2)).verdict.startswith("independent tokens")
+    assert replace(found, bins=few, fits=fit_explanations(few, sigma2)).verdict.startswith(
+        "independent tokens cannot be ruled out"
+    )
 
 
 def test_the_longest_of_a_small_batch_keep_their_spread() -> None:
@@ -114,17 +120,20 @@ def test_the_longest_of_a_small_batch_keep_their_spread() -> None:
     ratios = 0.02 * torch.randn(len(lengths), 48, generator=generator, dtype=torch.float64)
     found = spread(torch.where(mask, ratios, math.nan), mask, torch.arange(400).repeat_interleave(4))
     assert found.bins[-1].shortest == 48 and found.bins[-1].gap == pytest.approx(1, abs=0.2)
-    assert not found.bins[-1].told and replace(found.bins[-1], variance=3 * found.bins[-1].variance).told
+    assert (
+        not found.bins[-1].differs_from_one
+        and replace(found.bins[-1], variance=3 * found.bins[-1].variance).differs_from_one
+    )
     assert found.verdict.startswith("independent tokens") and "too few" in found.verdict
 
 
-def test_too_few_lengths_give_no_verdict() -> None:
+def test_what_too_few_lengths_cannot_tell_is_not_told() -> None:
     ratios, mask, batch = responses("independent", rows=20)
     found = spread(ratios[:20], mask[:20], batch[:20])
     assert len(found.bins) == 1 and math.isnan(found.tau) and math.isnan(found.slope)
 
 
-def test_the_mean_of_an_update_is_not_counted_as_spread() -> None:
+def test_what_updates_have_in_common_is_no_spread() -> None:
     """Two updates whose means differ: the spread is that within each."""
     ratios, mask, batch = responses("independent", rows=200)
     batch[::2] = 1
@@ -141,14 +150,14 @@ def bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bi
 
 def test_fits_find_the_parameters_of_exact_variances() -> None:
     lengths, sigma2 = [16.0, 64.0, 256.0, 1024.0], 4e-4
-    short = fitted(bins([sigma2 * 3.6 / n for n in lengths], lengths, sigma2), sigma2)[0]
+    short = fit_explanations(bins([sigma2 * 3.6 / n for n in lengths], lengths, sigma2), sigma2)[0]
     assert (short.name, short.misfit) == ("short-range correlation", pytest.approx(0, abs=1e-6))
     assert short.parameter == pytest.approx(3.6, rel=1e-4)
     drift = bins([1e-6 + sigma2 / n for n in lengths], lengths, sigma2)
-    assert fitted(drift, sigma2)[0].parameter == pytest.approx(1e-3, rel=1e-3)
+    assert fit_explanations(drift, sigma2)[0].parameter == pytest.approx(1e-3, rel=1e-3)
     assert intercept(drift) == pytest.approx(1e-6, rel=1e-9)
     long = bins([sigma2 * n ** (2 * 0.6 - 2) for n in lengths], lengths, sigma2)
-    assert fitted(long, sigma2)[0].parameter == pytest.approx(0.6, rel=1e-4)
+    assert fit_explanations(long, sigma2)[0].parameter == pytest.approx(0.6, rel=1e-4)
     assert weighted_slope(long)[0] == pytest.approx(-0.8, abs=1e-9)
 
 

@@ -77,15 +77,15 @@ def test_records_come_back_and_what_is_not_finite_is_null(directory: RunDirector
 
 @pytest.mark.parametrize("torn", [b'{"kind":"st', b'{"kind":"step"}', b"\0\0\0\0", b'{"kind"\n', b"\n"])
 def test_a_torn_last_line_is_no_line_and_does_not_harm_the_next(directory: RunDirectory, torn: bytes) -> None:
-    whole = directory.recorded.position()
+    whole = directory.metrics_file.position()
     with directory.metrics_path.open("ab") as file:
         file.write(torn)
     assert directory.metrics() == [{"kind": "start"}]
-    assert directory.recorded.position() == whole
+    assert directory.metrics_file.position() == whole
     if not torn.endswith(b"\n"):
         directory.append_metrics({"kind": "step"})
         assert directory.metrics() == [{"kind": "start"}, {"kind": "step"}]
-    directory.recorded.truncate(whole)
+    directory.metrics_file.truncate(whole)
     assert directory.metrics_path.stat().st_size == whole
 
 
@@ -106,15 +106,15 @@ def test_a_line_that_is_no_object_is_damage(directory: RunDirectory) -> None:
 
 def test_truncating_to_a_position_forgets_what_came_after(directory: RunDirectory) -> None:
     directory.append_metrics({"kind": "step", "step": 1})
-    position = directory.recorded.position()
+    position = directory.metrics_file.position()
     assert position == directory.metrics_path.stat().st_size
     directory.append_metrics({"kind": "step", "step": 2})
-    directory.recorded.truncate(position)
+    directory.metrics_file.truncate(position)
     assert [record.get("step") for record in directory.metrics()] == [None, 1]
     for wrong, message in ((position + 1, "0 to"), (-1, "0 to"), (position - 3, "inside a line")):
         with pytest.raises(ValueError, match=message):
-            directory.recorded.truncate(wrong)
-    directory.recorded.truncate(0)
+            directory.metrics_file.truncate(wrong)
+    directory.metrics_file.truncate(0)
     assert directory.metrics() == []
 
 

@@ -15,7 +15,7 @@ import torch
 from legato.diagnostics.metrics.definitions import definition
 from legato.diagnostics.metrics.repetition import repetition
 from legato.diagnostics.metrics.run import RUN_METRICS
-from legato.health.explain import needed
+from legato.health.explain import steps_needed
 from legato.health.rule import AVERAGING, COMPARING, LEVELS, Rule
 from legato.health.rules import RULES, document
 from legato.health.watch import REST, Watch
@@ -29,7 +29,7 @@ def rule(name: str) -> Rule:
 
 def watched(rules: Sequence[Rule], series: Sequence[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
     watch = Watch(rules, **options)
-    return [(f.step, f.rule) for step, metrics in enumerate(series, 1) for f in watch.see(step, metrics)]
+    return [(f.step, f.rule) for step, metrics in enumerate(series, 1) for f in watch.observe(step, metrics)]
 
 
 def wavy(key: str, level: float, count: int = STEPS, size: float = 0.1) -> list[dict[str, Any]]:
@@ -246,11 +246,11 @@ def test_rules_that_are_ignored_are_silent() -> None:
 def test_a_watch_that_is_stored_and_read_finds_the_same(cut: int) -> None:
     series = [*healthy(), *[{**step, **ILL["collapse"], **ILL["drift"]} for step in healthy(40)]]
     straight, first = Watch(), Watch()
-    expected = [straight.see(step, metrics) for step, metrics in enumerate(series, 1)]
-    found = [first.see(step, metrics) for step, metrics in enumerate(series[:cut], 1)]
+    expected = [straight.observe(step, metrics) for step, metrics in enumerate(series, 1)]
+    found = [first.observe(step, metrics) for step, metrics in enumerate(series[:cut], 1)]
     second = Watch()
     second.load(json.loads(json.dumps(first.state())))
-    found += [second.see(step, metrics) for step, metrics in enumerate(series[cut:], cut + 1)]
+    found += [second.observe(step, metrics) for step, metrics in enumerate(series[cut:], cut + 1)]
     assert found == expected and second.state() == straight.state()
 
 
@@ -283,9 +283,9 @@ def test_the_beginning_of_a_run_survives_a_checkpoint() -> None:
     for cut in range(1, len(series)):
         first, second = Watch([below]), Watch([below])
         for step, metrics in enumerate(series[:cut], 1):
-            assert not first.see(step, metrics)
+            assert not first.observe(step, metrics)
         second.load(json.loads(json.dumps(first.state())))
-        told = [found.step for step, metrics in enumerate(series[cut:], cut + 1) for found in second.see(step, metrics)]
+        told = [found.step for step, metrics in enumerate(series[cut:], cut + 1) for found in second.observe(step, metrics)]
         assert told == [len(series)]
 
 
@@ -294,10 +294,10 @@ def test_a_rule_loaded_midway_does_not_take_its_first_steps_for_the_start() -> N
     below, other = rule("reward-below-start"), rule("reward-fall")
     before, after = Watch([other]), Watch([other, below])
     for step, metrics in enumerate(wavy("reward/mean", 0.2, 30), 1):
-        before.see(step, metrics)
+        before.observe(step, metrics)
     after.load(json.loads(json.dumps(before.state())))
     fallen = [*wavy("reward/mean", 0.8, below.window), *wavy("reward/mean", 0.3, 30)]
-    assert below.name not in [found.rule for step, each in enumerate(fallen, 31) for found in after.see(step, each)]
+    assert below.name not in [found.rule for step, each in enumerate(fallen, 31) for found in after.observe(step, each)]
     again = Watch([other, below])
     again.load(json.loads(json.dumps(after.state())))
     assert not again.start
@@ -310,10 +310,10 @@ def test_an_alarm_that_holds_is_told_again_where_somebody_takes_over() -> None:
         """Steps and first signs of what a watch says of steps 44 and on that takes over after 41 (bad), 42 and 43."""
         first, second = Watch([drift]), Watch([drift])
         for step, metrics in enumerate([good] * 39 + [bad] * 2 + list(before), 1):
-            first.see(step, metrics)
+            first.observe(step, metrics)
         second.load(json.loads(json.dumps(first.state())))
         second.renew(**given)
-        return [(f.step, f.since) for step, metrics in enumerate(after, 44) for f in second.see(step, metrics)]
+        return [(f.step, f.since) for step, metrics in enumerate(after, 44) for f in second.observe(step, metrics)]
 
     before = [bad, bad]
     assert resumed([bad, bad, bad]) == [(44, 40)], "once, and from the step it began with"
@@ -327,7 +327,7 @@ def test_an_alarm_that_holds_is_told_again_where_somebody_takes_over() -> None:
 def test_the_first_bad_step_is_known() -> None:
     series = [*healthy(), *[{**step, **ILL["drift"]} for step in healthy(5)]]
     watch = Watch([rule("drift")])
-    (found,) = (each for step, metrics in enumerate(series, 1) for each in watch.see(step, metrics))
+    (found,) = (each for step, metrics in enumerate(series, 1) for each in watch.observe(step, metrics))
     assert (found.since, found.step, found.level) == (STEPS + 1, STEPS + 2, "alarm")
     assert found.usual == pytest.approx(0.006, rel=0.1) and f"{found.value:.3g}" in found.words
 
@@ -348,7 +348,7 @@ def test_the_watch_costs_next_to_nothing() -> None:
     watch, series = Watch(), healthy(200)
     began = time.process_time()
     for step, metrics in enumerate(series, 1):
-        watch.see(step, metrics)
+        watch.observe(step, metrics)
     assert (time.process_time() - began) / len(series) < 2e-3
 
 
@@ -392,8 +392,8 @@ def test_the_steps_a_rule_needs_are_those_after_which_it_can_hold(name: str) -> 
         for well in range(enough + settled):
             watch = Watch([looked_at], settled=settled)
             course = [*healthy(well), *({**step, **ILL[name]} for step in healthy(looked_at.of + looked_at.hits))]
-            told += [(settled, n) for n, step in enumerate(course, start=1) if watch.see(n, step)]
+            told += [(settled, n) for n, step in enumerate(course, start=1) if watch.observe(n, step)]
     for settled in (0, 3):
         earliest = min(n for each, n in told if each == settled)
-        assert earliest >= needed(looked_at, settled)
-        assert earliest == needed(looked_at, settled) or looked_at.test in AVERAGING
+        assert earliest >= steps_needed(looked_at, settled)
+        assert earliest == steps_needed(looked_at, settled) or looked_at.test in AVERAGING

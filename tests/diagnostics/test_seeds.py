@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.diagnostics.collapse import collapse
-from legato.diagnostics.statistics.intervals import wilson
+from legato.diagnostics.statistics.intervals import wilson_interval
 from legato.diagnostics.statistics.seeds import (
     DRAWS,
     difference,
@@ -111,7 +111,7 @@ def test_one_seed_has_no_interval_and_unlike_samples_are_refused() -> None:
 
 
 def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]:
-    return [(each / problems, *wilson(each, problems)) for each in right]
+    return [(each / problems, *wilson_interval(each, problems)) for each in right]
 
 
 @pytest.mark.parametrize(

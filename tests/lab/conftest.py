@@ -1,11 +1,11 @@
-"""A bed small enough for seconds, and a run on it."""
+"""A configuration small enough for seconds, and a run of it."""
 
 from pathlib import Path
 
 import pytest
 
 from legato.config.load import load
-from legato.lab.bed import DEFAULT
+from legato.lab.recorder import DEFAULT
 from legato.run.train import start
 from legato.run.watcher import Silent
 from legato.run.wire import Given

@@ -9,34 +9,35 @@ import torch
 from legato.compare.jobs import differences, jobs
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab import equivalence, failure, variance
-from legato.lab.bed import DEFAULT, make_bed, named, target_of
-from legato.lab.clipping import Found, account
+from legato.lab.clipping import ArmResult, account
 from legato.lab.equivalence import Pair, breaks
-from legato.lab.sweep import EPSILONS, arms, course, defined, looked, read_epsilons, start
-from tests.proof.pages import numbers
+from legato.lab.recorder import DEFAULT, make_recorder, split_target, target_of
+from legato.lab.sweep import EPSILONS, arms, course, define_comparison, inspect_run, prepare_start, read_epsilons
 
 
 def quiet(text: str) -> None:
     pass
 
 
-def test_the_observed_ratios_of_an_update_equal_its_metrics(small: list[str]) -> None:
-    bed = make_bed(target_of(small), quiet)
-    report = bed.step()
-    assert [each.index for each in bed.seen] == [0, 1, 2, 3]
-    assert sum(len(each.rows) for each in bed.seen) == 64
+def test_what_is_seen_of_an_update_is_what_its_metrics_say(small: list[str]) -> None:
+    recorder = make_recorder(target_of(small), quiet)
+    report = recorder.step()
+    assert [each.index for each in recorder.observed] == [0, 1, 2, 3]
+    assert sum(len(each.rows) for each in recorder.observed) == 64
     # The engine's own log-probs are the anchor here, so the first update differs from it by rounding alone.
-    assert float(bed.seen[0].log_ratios.abs().max()) < 1e-5 < 1e-3 < float(bed.seen[3].log_ratios.abs().max())
-    for each in bed.seen:
+    assert (
+        float(recorder.observed[0].log_ratios.abs().max()) < 1e-5 < 1e-3 < float(recorder.observed[3].log_ratios.abs().max())
+    )
+    for each in recorder.observed:
         assert report.metrics[f"ratio/sequence_mean@{each.index}"] == pytest.approx(float(each.log_s.exp().mean()), rel=1e-5)
         # The metric is over all responses; those without an advantage are never clipped.
         assert report.metrics[f"clip/sequences@{each.index}"] == pytest.approx(float(each.clipped.double().mean()))
 
 
-def test_two_targets_are_refused() -> None:
-    assert named(["training.lr=1"]) == (str(DEFAULT), ["training.lr=1"])
-    with pytest.raises(ValueError, match=r"'a\.toml'.*'b\.toml'"):
-        named(["a.toml", "b.toml"])
+def test_only_one_target_is_taken() -> None:
+    assert split_target(["training.lr=1"]) == (str(DEFAULT), ["training.lr=1"])
+    with pytest.raises(ValueError, match="one recipe, run or model"):
+        split_target(["a.toml", "b.toml"])
 
 
 def test_the_identity_holds_while_a_policy_is_trained(small: list[str]) -> None:
@@ -51,7 +52,7 @@ def test_the_identity_holds_while_a_policy_is_trained(small: list[str]) -> None:
     assert abs(found.data["mean_s"] - found.data["quotient_of_means"]) > 0
 
 
-def test_every_break_of_the_identity_is_measured() -> None:
+def test_what_breaks_the_identity_is_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(20, 16, generator=generator, dtype=torch.float64) * 3
     new = old + 0.01 * torch.randn(20, 16, generator=generator, dtype=torch.float64)
@@ -69,7 +70,7 @@ def test_the_spread_of_a_policy_is_measured_and_the_policy_put_back(small: list[
     assert set(found.data["by_update"]) == {"1", "2", "3"}
     with pytest.raises(ValueError, match="updates_per_step = 1"):
         variance.variance(target_of([*small, "training.updates_per_step=1"]), steps=1, rows=100, say=quiet)
-    with pytest.raises(ValueError, match=r"\d+ responses"):
+    with pytest.raises(ValueError, match="responses were seen after the first update"):
         few = ["training.prompts_per_step=2", "training.updates_per_step=2"]
         variance.variance(target_of([*small, *few]), steps=1, rows=100, say=quiet)
 
@@ -99,7 +100,7 @@ def test_a_course_reads_the_records_of_a_run() -> None:
 
 def test_the_arms_of_a_sweep_share_all_but_the_band(small: list[str], tmp_path: Path) -> None:
     words = [*small, "training.skip_silent_rows=false"]
-    definition = defined(words, arms(EPSILONS), folder=tmp_path, seeds=(0,), steps=3, say=quiet)
+    definition = define_comparison(words, arms(EPSILONS), folder=tmp_path, seeds=(0,), steps=3, say=quiet)
     assert (tmp_path / "start" / "config.json").is_file() and definition.options["policy.warm_up"] is False
     found = jobs(definition, tmp_path)
     assert len(found) == 14 and differences(found) == []
@@ -111,20 +112,20 @@ def test_the_arms_of_a_sweep_share_all_but_the_band(small: list[str], tmp_path: 
 
 
 def test_a_sweep_from_a_run_starts_at_its_newest_checkpoint(run: Path, tmp_path: Path) -> None:
-    recipes, options = start([str(run)], tmp_path, quiet)
+    recipes, options = prepare_start([str(run)], tmp_path, quiet)
     assert recipes == (run / "config.toml",)
     assert options["policy.model"].endswith("checkpoints/step-000004/model") and options["policy.warm_up"] is False
 
 
 def test_a_finished_run_is_looked_at_once(run: Path, tmp_path: Path) -> None:
     kept = tmp_path / "looks" / "run.json"
-    found = looked(run, kept, quiet)
+    found = inspect_run(run, kept, quiet)
     assert sum(each["responses"] for each in found["quintiles"]) == found["responses"] > 0
     said: list[str] = []
-    assert looked(run, kept, said.append) == found and not said
+    assert inspect_run(run, kept, said.append) == found and not said
 
 
-def test_the_account_of_a_sweep_has_its_numbers_and_verdicts() -> None:
+def test_a_sweep_is_told_by_its_numbers() -> None:
     def made(clip: float, reward: float) -> list[dict[str, object]]:
         records: list[dict[str, object]] = []
         for step in range(1, 6):
@@ -135,22 +136,21 @@ def test_the_account_of_a_sweep_has_its_numbers_and_verdicts() -> None:
     listed = arms([1e-3])
     clips = {"gspo": 0.3, "sequence-0.001": 0.16, "grpo": 0.003}
     found = [
-        Found(arm=arm, courses=(course(made(clips.get(arm.name, 0.1), 0.5), arm),), accuracy=0.6, start=0.3, collapsed=0,
+        ArmResult(arm=arm, courses=(course(made(clips.get(arm.name, 0.1), 0.5), arm),), accuracy=0.6, start=0.3, collapsed=0,
               quintiles=())
         for arm in listed
     ]  # fmt: skip
     results = {"runs": [{"steps": 5}], "model": "tiny", "task": "x", "recipes": [], "seeds": [0]}
     told = account(found, results)
-    assert 100 in numbers(told.sentences[0])
+    assert "100 times as many" in told.sentences[0]
     # No more is said than the numbers say: a band that clips 16 % acts, and 0.1 points of difference are none.
-    assert {0.001, 16.0} <= {*numbers(told.sentences[3])}
+    assert "the widest band, 0.001, clipped 16.00% of the responses" in told.sentences[3]
     assert "neither" not in told.sentences[2] and not any("load_balance" in sentence for sentence in told.sentences)
     assert "load_balance" in account(found, results | {"load_balance": 0.01}).sentences[-1]
     verdicts = {check.what: check.verdict for check in told.checks}
     assert verdicts["clipped at epsilon 0.001"] == "as expected"  # 15.9 % is predicted
-    (narrowest,) = (what for what in verdicts if "narrowest" in what)
-    (first,) = (what for what in verdicts if "first update" in what)
-    assert numbers(narrowest) == [0.001] and (verdicts[narrowest], verdicts[first]) == ("differs", "as expected")
+    assert verdicts["clipped at the narrowest band, 0.001"] == "differs"
+    assert verdicts["clipped in the first update of a step, any arm"] == "as expected"
 
 
 def test_epsilons_are_read_and_refused() -> None:

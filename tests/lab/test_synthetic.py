@@ -44,7 +44,7 @@ def test_the_published_gap_is_told_apart_only_by_length(study: list[synthetic.Si
 
 def test_one_band_clips_short_responses_and_a_band_by_length_does_not() -> None:
     """20,000 responses: the standard error of a fifth is 0.007 at most; the printed numbers have their own."""
-    found = constructed.heterogeneous()
+    found = constructed.heterogeneous_lengths()
     assert [each.one_band for each in found] == pytest.approx(constructed.QUINTILES, abs=0.02)
     assert [each.by_length for each in found] == pytest.approx(constructed.FAIR_QUINTILES, abs=0.02)
     assert [each.longest for each in found[:-1]] == pytest.approx([427, 764, 1277, 2280], rel=0.05)
@@ -69,14 +69,14 @@ def test_hidden_shifts_have_the_printed_ratios() -> None:
 
 
 def test_correlated_tokens_are_clipped_by_their_gap_alone() -> None:
-    found = constructed.correlated(rows=2000)
+    found = constructed.correlated_tokens(rows=2000)
     assert found[0].expected == pytest.approx(0.15)
     for each in found:
         assert each.clipped == pytest.approx(each.expected, abs=4 * math.sqrt(0.3 * 0.7 / 2000))
 
 
 def test_heavy_tails_keep_the_variance_and_stretch_the_quantiles() -> None:
-    found = constructed.heavy(rows=20_000, lengths=(4, 64))
+    found = constructed.heavy_tails(rows=20_000, lengths=(4, 64))
     assert [each.gap for each in found] == pytest.approx([1, 1], abs=0.15)
     assert all(each.beyond > 5 * constructed.NORMAL_BEYOND for each in found)
     assert all(each.quantile > constructed.NORMAL_QUANTILE for each in found)

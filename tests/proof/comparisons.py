@@ -7,7 +7,7 @@ from typing import Any
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, jobs
 from legato.compare.store import Store
-from legato.diagnostics.statistics.intervals import wilson
+from legato.diagnostics.statistics.intervals import wilson_interval
 from legato.records.directory import RunDirectory
 from tests.proof import verdicts
 from tests.proof.runs import SMALL
@@ -55,7 +55,7 @@ def ran(
     for step, each in enumerate(right):
         if step:
             directory.append_metrics({**_step(step), **(measured or {})})
-        low, high = wilson(each, PROBLEMS)
+        low, high = wilson_interval(each, PROBLEMS)
         accuracy = {"": each / PROBLEMS, "_low": low, "_high": high}
         evaluation = {f"eval/accuracy_sampled{key}": value for key, value in accuracy.items()}
         directory.append_metrics({"kind": "evaluation", "step": step, **evaluation, "eval/problems": PROBLEMS})

@@ -41,7 +41,7 @@ def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None
     directory.write_config(dump(load([], words or [])))
     directory.append_metrics({"kind": "start", "name": "run", "model": "tiny", "algorithm": "gspo"})
     for record in records:
-        (directory.health if record["kind"] in ("finding", "recovery") else directory.recorded).append(record)
+        (directory.health if record["kind"] in ("finding", "recovery") else directory.metrics_file).append(record)
     if end:
         directory.append_metrics({"kind": "end", "reason": "all steps done"})
     return directory.path

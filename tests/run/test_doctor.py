@@ -49,7 +49,7 @@ def test_the_doctor_finds_what_the_watch_found(tmp_path: Path) -> None:
 
     records = course(sick_from=70)
     watch = Watch()
-    told = {finding.rule for record in records for finding in watch.see(record["step"], record)}
+    told = {finding.rule for record in records for finding in watch.observe(record["step"], record)}
     rules = set(names(examine(written(tmp_path, records)))) - {"held-out", "no-progress", "settings"}
     assert told and rules == told
 

@@ -9,7 +9,7 @@ import pytest
 
 from legato.config.load import load
 from legato.health import goback
-from legato.health.goback import give_up, recorded_at
+from legato.health.goback import give_up, positions_at
 from legato.records.directory import RunDirectory
 from legato.records.lines import Lines
 from legato.run.again import restart_advice
@@ -57,7 +57,7 @@ def test_the_steps_given_up_are_kept_unchanged(straight: Path, run: Path) -> Non
     before, directory = files(straight), RunDirectory.open(straight)
     resume(run, step=2)
     kept, memory = run / "given-up" / "step-000005", checkpoint.read_state(directory.checkpoint_path(2))
-    assert Lines(kept / "metrics.jsonl").after(0) == directory.recorded.after(memory["metrics_position"])
+    assert Lines(kept / "metrics.jsonl").after(0) == directory.metrics_file.after(memory["metrics_position"])
     assert [each["step"] for each in Lines(kept / "metrics.jsonl").read() if each["kind"] == "step"] == [3, 4, 5]
     moved = {name: data for name, data in files(kept).items() if not name.endswith(".jsonl")}
     later = ("checkpoints/step-00000", "rollouts/step-00000")
@@ -142,7 +142,7 @@ def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
     directory.health.append({"kind": "recovery", "step": 2, "from": 4, "evidence": "evidence/step-000004"})
     memory = checkpoint.read_state(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
     directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
-    kept = give_up(directory, 3, recorded_at(directory, memory))
+    kept = give_up(directory, 3, positions_at(directory, memory))
     assert kept is not None
     assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
     assert (kept / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"

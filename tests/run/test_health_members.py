@@ -8,7 +8,7 @@ import pytest
 
 import legato
 from legato.config.load import load
-from legato.health.tighten import clip_bounds, tightened
+from legato.health.tighten import clip_bounds, tighten_clip
 from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
 from tests.proof.runs import light, small
@@ -41,7 +41,7 @@ def test_ratios_outside_the_band_by_design_raise_no_anchor_alarm(options: dict[s
 def test_only_bounds_on_the_ratio_are_tightened() -> None:
     value = legato.algorithm("grpo", {"objective.trust": ["clip", "clip-cov"]})
     assert {*clip_bounds(value)} == {"objective.trust.clip.low", "objective.trust.clip.high"}
-    assert tightened(value, 0.5).objective.trust[1] == value.objective.trust[1]
+    assert tighten_clip(value, 0.5).objective.trust[1] == value.objective.trust[1]
 
 
 @pytest.mark.parametrize("name", ["sapo", "cispo", "rloo"])

@@ -95,11 +95,11 @@ def test_an_own_clip_is_probed_and_its_bounds_are_recorded(tmp_path: Path) -> No
 
 
 def test_an_own_clip_is_tightened_by_a_recovery() -> None:
-    from legato.health.tighten import clip_bounds, tightened
+    from legato.health.tighten import clip_bounds, tighten_clip
 
     value = legato.algorithm("gspo", {"objective.trust": ["my_clip.py:MyClip"]})
     assert clip_bounds(value) == {"objective.trust.my-clip.under": 3e-4, "objective.trust.my-clip.over": 4e-4}
-    bounds = tightened(value, 0.5).objective.bounds()["my-clip"]
+    bounds = tighten_clip(value, 0.5).objective.bounds()["my-clip"]
     assert (bounds.low, bounds.high) == (1.5e-4, 2e-4)
 
 

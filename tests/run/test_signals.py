@@ -14,7 +14,7 @@ import pytest
 
 from legato.config.load import load
 from legato.records.directory import RunDirectory
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.train import resume, start
 from tests.proof import verdicts
@@ -130,7 +130,7 @@ def test_signals_again_and_again_change_nothing(straight: Path, tmp_path: Path) 
 
 
 def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
-    with locked(RunDirectory.open(straight)), pytest.raises(ValueError, match=rf"{straight}.*in use"):
+    with hold_lock(RunDirectory.open(straight)), pytest.raises(ValueError, match=rf"{straight}.*in use"):
         resume(straight)
 
 

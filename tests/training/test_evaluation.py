@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.diagnostics.statistics.intervals import mean_interval, wilson_interval
 from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Handle, Limits, Request
 from legato.rollouts.episodes import Runner
@@ -40,26 +40,26 @@ def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> N
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_wilson_interval_has_the_published_ends(successes: int, trials: int, low: float, high: float) -> None:
-    found = wilson(successes, trials)
+    found = wilson_interval(successes, trials)
     assert abs(found[0] - low) < 6e-5 and abs(found[1] - high) < 6e-5
 
 
 def test_the_wilson_interval_is_symmetric_and_stays_within_0_and_1() -> None:
     for trials in (1, 7, 200):
         for successes in range(trials + 1):
-            low, high = wilson(successes, trials)
-            other = wilson(trials - successes, trials)
+            low, high = wilson_interval(successes, trials)
+            other = wilson_interval(trials - successes, trials)
             assert 0.0 <= low <= successes / trials + 1e-12 and successes / trials - 1e-12 <= high <= 1.0
             assert math.isclose(low, 1 - other[1], abs_tol=1e-12)
-    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
 def test_the_interval_of_a_mean_is_the_normal_one_over_problems() -> None:
     means = [0.25, 0.5, 0.75, 0.5]
     half = 1.959964 * math.sqrt(sum((x - 0.5) ** 2 for x in means) / 3 / 4)
-    low, high = of_means(means)
+    low, high = mean_interval(means)
     assert math.isclose(low, 0.5 - half, rel_tol=1e-6) and math.isclose(high, 0.5 + half, rel_tol=1e-6)
-    assert of_means([0.7]) == (0.0, 1.0) and of_means([1.0, 1.0]) == (1.0, 1.0)
+    assert mean_interval([0.7]) == (0.0, 1.0) and mean_interval([1.0, 1.0]) == (1.0, 1.0)
 
 
 PROBLEMS = [Problem(prompt="a"), Problem(prompt="b")]
@@ -133,7 +133,7 @@ def test_metrics_hold_accuracy_with_its_interval_and_the_mean_length() -> None:
 
 def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
     found = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
-    assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson(2, 2)
+    assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
 
 
 def test_an_unscorable_answer_counts_as_wrong() -> None:

@@ -8,7 +8,7 @@ import torch
 import legato
 from legato.core.mask import Mask
 from legato.core.signals import Signals
-from legato.diagnostics.gaps import distribution, effect, effective_share, length_bins, per_response
+from legato.diagnostics.gaps import correction_effect, distribution, effective_share, length_bins, per_response
 from legato.training.mismatch import corrections, study
 from tests.reference.examples import batch_v
 
@@ -143,5 +143,5 @@ def test_a_distribution_has_interpolated_quantiles() -> None:
 def test_effective_shares_of_the_specification() -> None:
     assert effective_share(torch.ones(4)) == 1.0
     assert effective_share(torch.tensor([4.0, 1.0, 1.0, 1.0])) == pytest.approx(0.644736842105)
-    found = effect(torch.tensor([0.0, 2.0]), torch.tensor([3.0, 2.0]), torch.tensor([3.0, 2.0]))
+    found = correction_effect(torch.tensor([0.0, 2.0]), torch.tensor([3.0, 2.0]), torch.tensor([3.0, 2.0]))
     assert found == {"mean": 1.0, "cut": 0.5, "effective": 0.5, "bias": -1.5}

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from legato.diagnostics.words import count
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.report import duration, verdict
 from legato.pages.summary import Evaluation, Interval, Record, Samples, Summary, number
 
@@ -30,7 +30,7 @@ def end_screen(
     console.print()
     console.print(
         Text.assemble(
-            (shortened(_plain(summary.name), 30), "bold"),
+            (shorten(_plain(summary.name), 30), "bold"),
             f"  {_plain(summary.algorithm)}, {count(summary.steps, 'step')} in {duration(summary.seconds)}{reason}",
         ),
         overflow="ellipsis",
@@ -109,7 +109,7 @@ def _mark_correct(record: Record, width: int, marks: tuple[str, str]) -> Text:
 
 def _text(record: Record, key: str, width: int) -> Text:
     """A field of a record as plain text; markup in it is shown, not interpreted."""
-    return Text(shortened(_plain(str(record.get(key) or "")), width))
+    return Text(shorten(_plain(str(record.get(key) or "")), width))
 
 
 def _plain(text: str) -> str:

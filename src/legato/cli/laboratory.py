@@ -37,8 +37,8 @@ def _write_account(account: "Account", out: Path | None, png: bool) -> None:
     console = Console(highlight=False)
     for sentence in account.sentences:
         console.print(Text(legible(sentence, one_line=True)), soft_wrap=True)
-    checked = account.checked()
-    for each in [checked] if checked is not None else account.tables()[:1]:
+    checks = account.check_table()
+    for each in [checks] if checks is not None else account.tables()[:1]:
         console.print()
         show_table(console, each.title, each.headings, each.rows)
     folders = f"{files[0].parent / 'tables'}, {files[0].parent / 'figures'}"
@@ -54,7 +54,7 @@ def equivalence(
 ) -> None:
     """s = PPL_old / PPL_new = exp(delta H): its errors, what breaks it, and perplexity over a run of 1,140 updates."""
     from legato.lab import equivalence as experiment
-    from legato.lab.bed import target_of
+    from legato.lab.recorder import target_of
 
     target = target_of(words or [])
     _write_account(experiment.equivalence(target, steps=steps or experiment.STEPS, say=_say), out, png)
@@ -71,7 +71,7 @@ def variance(
 ) -> None:
     """Var(log s) against length: slope, gap, which explanation fits; and the synthetic study of correlation."""
     from legato.lab import variance as experiment
-    from legato.lab.bed import target_of
+    from legato.lab.recorder import target_of
 
     target = None if synthetic else target_of(words or [])
     _write_account(experiment.variance(target, steps=steps or experiment.STEPS, rows=responses, say=_say), out, png)
@@ -92,7 +92,7 @@ def walkthrough(
     if run is None:
         account = experiment.examples()
     else:
-        account = experiment.of_run(run, step=step, rollout=rollout, words=words or [], say=_say)
+        account = experiment.walk_run(run, step=step, rollout=rollout, words=words or [], say=_say)
     _write_account(account, out, png)
 
 
@@ -106,7 +106,7 @@ def failure(
 ) -> None:
     """Lengths, hidden shifts, correlated tokens, large policy shifts, heavy tails: constructed, and in your model."""
     from legato.lab import failure as experiment
-    from legato.lab.bed import target_of
+    from legato.lab.recorder import target_of
 
     target = None if constructed else target_of(words or [])
     _write_account(experiment.failure(target, steps=steps or experiment.STEPS, say=_say), out, png)

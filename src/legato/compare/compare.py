@@ -1,4 +1,4 @@
-"""`legato compare`: train every arm with every seed, then say what the seeds allow to be said."""
+"""`legato compare`: train every arm with every seed, then compare the arms as far as the seeds allow."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from typing import Any
 from legato.compare.definition import Definition
 from legato.compare.jobs import Job, differences, jobs
 from legato.compare.outcomes import outcome
-from legato.compare.processes import Ended, Machine, Task, run_all
+from legato.compare.processes import EndedRun, Machine, Task, run_all
 from legato.compare.results import collect
 from legato.compare.store import Store
 from legato.diagnostics.words import count
@@ -18,15 +18,15 @@ from legato.errors import InputError
 from legato.pages.comparison import write_pages
 from legato.pages.report import duration
 from legato.records.directory import RunDirectory
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 
 _REPORT_SECONDS = 60.0
-"""A page of many runs takes seconds to make; while runs go on it is made no more often than this."""
+"""Shortest time between two reports while runs are going on: a page of many runs takes seconds to make."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """What a comparison left behind."""
+class Comparison:
+    """The result of a comparison."""
 
     folder: Path
     results: dict[str, Any]
@@ -41,17 +41,17 @@ def compare(
     machine: Machine | None = None,
     retry_failed: bool = False,
     say: Callable[[str], None] = print,
-) -> Compared:
-    """Run what is not finished and collect the results; a comparison that was stopped goes on where it was.
+) -> Comparison:
+    """Train all unfinished runs and collect the results. A stopped comparison continues.
 
-    Everything that can be wrong with a configuration is found before the first run.
+    All configurations are checked before the first run.
     """
     machine = machine or Machine()
     store = Store(folder or _folder(definition))
     if "=" in str(store.path):
         raise InputError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
-    found = jobs(definition, store.path)
-    unequal = differences(found)
+    planned = jobs(definition, store.path)
+    unequal = differences(planned)
     if unequal and not definition.unequal:
         raise InputError(
             f"the arms do not share problems, weights and budget: {'; '.join(unequal)}; set it for all of them, or compare"
@@ -61,52 +61,52 @@ def compare(
         store.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot create {store.path}: {error.strerror}; --out FOLDER names another") from None
-    with locked(RunDirectory(store.path)):
-        store.prepare(definition, found)
+    with hold_lock(RunDirectory(store.path)):
+        store.prepare(definition, planned)
         if retry_failed:
-            for job in found:
+            for job in planned:
                 store.failed_path(job).unlink(missing_ok=True)
 
         def report() -> dict[str, Any]:
-            results = collect(definition, found, store, machine, unequal)
+            results = collect(definition, planned, store, machine, unequal)
             text = json.dumps(results, indent=1, allow_nan=False) + "\n"
             (store.path / "compare.json").write_text(text, encoding="utf-8")
             write_pages(store.path, results)
             return results
 
-        code = _run(found, store, machine, say, report)
+        code = _run(planned, store, machine, say, report)
         results = report()
     reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
     if all(run["status"] == "failed" for run in results["runs"]):
         raise InputError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
-    return Compared(folder=store.path, results=results, exit_code=code)
+    return Comparison(folder=store.path, results=results, exit_code=code)
 
 
 def _run(
-    found: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], dict[str, Any]]
+    planned: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], dict[str, Any]]
 ) -> int:
-    by_name = {job.name: job for job in found}
-    tasks = _tasks(found, store)
-    finished, reported = len(found) - len(tasks), [time.monotonic()]
+    by_name = {job.name: job for job in planned}
+    tasks = _tasks(planned, store)
+    finished, reported = len(planned) - len(tasks), [time.monotonic()]
     say(
-        f"{count(len(found), 'run')}, {finished} finished before; {machine.parallel} at once,"
+        f"{count(len(planned), 'run')}, {finished} finished before; {machine.parallel} at once,"
         f" {count(machine.threads, 'thread')} each; {store.path}"
     )
 
     def begun(task: Task) -> None:
         say(f"{'resumes' if task.words[0] == 'resume' else 'starts '}  {task.name}")
 
-    def ended(end: Ended) -> None:
+    def ended(end: EndedRun) -> None:
         job = by_name[end.name]
         if end.code and not end.interrupted:
             store.note_failure(job, end.code, end.reason)
         run = outcome(job, store)
-        told = {
+        lines = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
             "collapsed": f"collapsed {end.name}: {run['collapsed']}",
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
-        say(told.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
+        say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
         if time.monotonic() - reported[-1] > _REPORT_SECONDS:
             report()
             reported.append(time.monotonic())
@@ -114,9 +114,9 @@ def _run(
     return run_all(tasks, machine, begun=begun, ended=ended, say=say)
 
 
-def _tasks(found: Sequence[Job], store: Store) -> list[Task]:
+def _tasks(planned: Sequence[Job], store: Store) -> list[Task]:
     tasks = []
-    for job in found:
+    for job in planned:
         state = store.state(job)
         if state in ("done", "failed"):
             continue

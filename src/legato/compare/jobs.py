@@ -51,8 +51,8 @@ class Job:
 
 
 def jobs(definition: Definition, folder: Path) -> list[Job]:
-    """All runs, seed by seed, so that what is there first can be compared; ValueError says what is wrong with one."""
-    found = []
+    """Return all runs, seed by seed, so that early results can be compared. InputError if a configuration is wrong."""
+    planned = []
     for seed, point, arm in itertools.product(definition.seeds, points(definition), definition.arms):
         swept = [f"{path.rpartition('.')[2]}{value}" for path, value in point.items()]
         # The name of a folder and of a file: `legato train` takes what holds an equals sign for an option.
@@ -69,11 +69,11 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
             resolved = load(definition.recipes, (), {**definition.options, **definition.arms[arm], **point, **ours})
         except InputError as error:
             raise InputError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
-        found.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
-    twice = next((job.name for job in found if sum(job.name == each.name for each in found) > 1), None)
+        planned.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
+    twice = next((job.name for job in planned if sum(job.name == each.name for each in planned) > 1), None)
     if twice is not None:
         raise InputError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
-    return found
+    return planned
 
 
 def points(definition: Definition) -> list[dict[str, Any]]:
@@ -81,13 +81,13 @@ def points(definition: Definition) -> list[dict[str, Any]]:
     return [dict(zip(definition.sweep, values, strict=True)) for values in itertools.product(*definition.sweep.values())]
 
 
-def differences(found: Sequence[Job]) -> list[str]:
-    """What arms at one point do not share, a sentence each."""
+def differences(planned: Sequence[Job]) -> list[str]:
+    """Return a sentence for each setting that arms at one point must share and do not."""
     sentences: dict[str, None] = {}
     first: dict[str, Job] = {}
-    for job in found:
+    for job in planned:
         base = first.setdefault(repr((job.seed, job.point)), job)
-        for path, mine, theirs in _unlike(base, job):
+        for path, mine, theirs in _unequal_settings(base, job):
             sentences[
                 f"{path} is {show_value(theirs)} for {base.arm} ({base.resolved.provenance.get(path, 'default')}) and"
                 f" {show_value(mine)} for {job.arm} ({job.resolved.provenance.get(path, 'default')})"
@@ -95,7 +95,7 @@ def differences(found: Sequence[Job]) -> list[str]:
     return list(sentences)
 
 
-def _unlike(base: Job, job: Job) -> Iterator[tuple[str, Any, Any]]:
+def _unequal_settings(base: Job, job: Job) -> Iterator[tuple[str, Any, Any]]:
     mine, theirs = job.resolved.values, base.resolved.values
     for path in sorted({*mine, *theirs}):
         shared = any(fnmatchcase(path, pattern) for pattern in SHARED)

@@ -8,7 +8,7 @@ from legato.compare.jobs import Job
 from legato.compare.store import Store
 from legato.diagnostics.collapse import collapse
 from legato.errors import InputError
-from legato.pages.curves import points, short
+from legato.pages.curves import points, round_six
 from legato.pages.summary import evaluations, number
 
 MOST_POINTS = 120
@@ -27,10 +27,10 @@ PHASES = ("rollouts", "anchor", "update")
 
 
 def outcome(job: Job, store: Store) -> dict[str, Any]:
-    """What came of a run; a failed one counts with the last accuracy it measured, or 0 if it measured none."""
+    """Return the outcome of a run. A failed run counts with its last accuracy, or 0 without one."""
     state, failure, records = store.state(job), store.failure(job), store.records(job)
-    found = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
-    course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in found]
+    measured = [(each.step, each.sampled, each.greedy) for each in evaluations(records) if each.sampled is not None]
+    course = [(sampled.value, sampled.low, sampled.high) for _, sampled, _ in measured]
     steps = [record for record in records if record.get("kind") == "step"]
     origin = next((record for record in records if record.get("kind") == "origin"), {})
     collapsed = collapse(course) if state in ("done", "failed") else None
@@ -46,10 +46,10 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "collapsed": collapsed,
         "reason": ending if failure is None else f"exit code {failure['code']}: {failure['reason']}",
         "score": course[-1][0] if course else 0.0 if state == "failed" else None,
-        "greedy": None if not found or found[-1][2] is None else found[-1][2].value,
+        "greedy": None if not measured or measured[-1][2] is None else measured[-1][2].value,
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
-        "evaluations": [{"step": step, "sampled": short(sampled.value)} for step, sampled, _ in found],
+        "evaluations": [{"step": step, "sampled": round_six(sampled.value)} for step, sampled, _ in measured],
         "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
         "clip_mean": _mean(steps, CLIP),
         "flip_mean": _mean(steps, "router/flip_mean"),
@@ -62,8 +62,8 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
             * training.epochs_per_step
         ),
         "tokens": round(_total(steps, "tokens/response")),
-        "seconds": short(_total(steps, "time/step_seconds")),
-        "phases": {phase: short(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
+        "seconds": round_six(_total(steps, "time/step_seconds")),
+        "phases": {phase: round_six(_total(steps, f"time/{phase}_seconds")) for phase in PHASES},
         "deviations": list(job.resolved.deviations),
         "origin": {key: origin.get(key) for key in ("weights", "problems")},
     }
@@ -72,15 +72,15 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
 def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
     """Runs that should start from the same weights and problems do, by the fingerprints they stored; else ValueError."""
     first: dict[tuple[object, ...], tuple[Job, Mapping[str, Any]]] = {}
-    for job, found in runs:
-        if found["origin"]["weights"] is None:
+    for job, run in runs:
+        if run["origin"]["weights"] is None:
             continue  # it ended before it began to train
-        base, known = first.setdefault(job.origin_key(), (job, found))
+        base, first_run = first.setdefault(job.origin_key(), (job, run))
         for what in ("weights", "problems"):
-            if found["origin"][what] != known["origin"][what]:
+            if run["origin"][what] != first_run["origin"][what]:
                 raise InputError(
                     f"{job.name} did not start from the {what} of {base.name}: their fingerprints are"
-                    f" {found['origin'][what]} and {known['origin'][what]}; what they read has changed in between,"
+                    f" {run['origin'][what]} and {first_run['origin'][what]}; what they read has changed in between,"
                     " so they cannot be compared"
                 )
 
@@ -91,7 +91,7 @@ def _total(steps: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = points(steps, key)[1]
-    return short(sum(values) / len(values)) if values else None
+    return round_six(sum(values) / len(values)) if values else None
 
 
 def _routing(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -101,5 +101,5 @@ def _routing(steps: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _curve(steps: Sequence[Mapping[str, Any]], key: str, every: int) -> list[tuple[float, float]]:
-    """At the same steps in every run, however far it came: curves are averaged over seeds."""
-    return [(step, short(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]
+    """Return every `every`-th step of a curve: the same steps in all runs, since curves are averaged over seeds."""
+    return [(step, round_six(value)) for step, value in zip(*points(steps, key), strict=True) if step % every == 0]

@@ -36,7 +36,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndedRun:
     """How a process ended."""
 
     name: str
@@ -60,9 +60,9 @@ class Machine:
     @property
     def threads(self) -> int:
         """Threads of each run: what OMP_NUM_THREADS says where it is set, else its share of the cores."""
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        if asked.isascii() and asked.isdigit() and int(asked) > 0:
-            return int(asked)
+        threads_set = os.environ.get("OMP_NUM_THREADS", "")
+        if threads_set.isascii() and threads_set.isdigit() and int(threads_set) > 0:
+            return int(threads_set)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.parallel)
 
@@ -85,18 +85,18 @@ class _Running:
 
 @dataclass(slots=True)
 class _Progress:
-    """Says now and then where runs are; what did not change is not said again."""
+    """Reports the progress of runs at intervals, if it changed."""
 
     say: Callable[[str], None]
-    looked: float = field(default_factory=time.monotonic)
+    last_said_at: float = field(default_factory=time.monotonic)
     said: dict[str, str] = field(default_factory=dict)
 
     def tell(self, tasks: Iterable[Task]) -> None:
-        if time.monotonic() - self.looked < _PROGRESS_SECONDS:
+        if time.monotonic() - self.last_said_at < _PROGRESS_SECONDS:
             return
-        self.looked = time.monotonic()
+        self.last_said_at = time.monotonic()
         for task in tasks:
-            where = _where(task.log)
+            where = _progress_words(task.log)
             if where is not None and self.said.get(task.name) != where:
                 self.said[task.name] = where
                 self.say(f"goes on  {task.name}: {where}")
@@ -107,19 +107,22 @@ def run_all(
     machine: Machine,
     *,
     begun: Callable[[Task], None],
-    ended: Callable[[Ended], None],
+    ended: Callable[[EndedRun], None],
     say: Callable[[str], None],
 ) -> int:
     """Run the tasks in order, as many at once as the machine allows; the exit code is 0, or that of a signal we got.
 
     A signal stops the runs after their step, with their state saved; no further one is begun. A second one kills them.
     """
-    waiting, told = list(tasks), False
+    waiting, stopping = list(tasks), False
     progress = _Progress(say)
-    with Interrupt(lambda text: say(text.replace("this step", "the steps under way"))) as interrupt, _ending() as running:
+    with (
+        Interrupt(lambda text: say(text.replace("this step", "the steps under way"))) as interrupt,
+        _kill_at_exit() as running,
+    ):
         while running.tasks or (waiting and interrupt.received is None):
-            if interrupt.received is not None and not told:
-                told = True
+            if interrupt.received is not None and not stopping:
+                stopping = True
                 running.send(signal.SIGTERM)
             for slot in range(machine.parallel):
                 if slot not in running.tasks and waiting and interrupt.received is None:
@@ -129,15 +132,15 @@ def run_all(
             for slot, (task, process) in list(running.tasks.items()):
                 if process.poll() is not None:
                     del running.tasks[slot]
-                    ended(Ended(name=task.name, code=process.returncode, reason=_last_line(task.log)))
+                    ended(EndedRun(name=task.name, code=process.returncode, reason=_last_line(task.log)))
             progress.tell(task for task, _ in running.tasks.values())
             time.sleep(_POLL_SECONDS)
     return interrupt.exit_code
 
 
 @contextmanager
-def _ending() -> Iterator[_Running]:
-    """No process outlives this, however it is left."""
+def _kill_at_exit() -> Iterator[_Running]:
+    """Kill and reap all processes when the block ends, however it ends."""
     running = _Running()
     try:
         yield running
@@ -170,8 +173,8 @@ def _end_with_parent() -> None:
     _LIBRARY.prctl(_PARENT_DEATH, int(signal.SIGTERM))
 
 
-def _where(log: Path) -> str | None:
-    """step 3 of 100, by what a run printed last."""
+def _progress_words(log: Path) -> str | None:
+    """Return the last step a run printed, as "step 3 of 100"; None before the first."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL))
         steps = _STEP.findall(file.read())

@@ -1,4 +1,4 @@
-"""What a comparison found: the content of compare.json, from which table and page are made."""
+"""The content of compare.json, from which tables and page are made."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,13 +20,13 @@ FAILURES = (
 
 
 def collect(
-    definition: Definition, found: Sequence[Job], store: Store, machine: Machine, unequal: Sequence[str]
+    definition: Definition, planned: Sequence[Job], store: Store, machine: Machine, unequal: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything that table and page show. Runs still under way are listed and not counted."""
-    runs = [outcome(job, store) for job in found]
-    check_origins(list(zip(found, runs, strict=True)))
+    """Return the content of compare.json. Unfinished runs are listed but not counted."""
+    runs = [outcome(job, store) for job in planned]
+    check_origins(list(zip(planned, runs, strict=True)))
     first = next(iter(definition.arms))
-    config = found[0].resolved.config
+    config = planned[0].resolved.config
     return {
         "format": FORMAT,
         "name": store.path.resolve().name,
@@ -98,7 +98,7 @@ def _frontier(axis: str, definition: Definition, runs: Sequence[Outcome]) -> lis
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
         return []
     others = {repr(_without(point, axis)): _without(point, axis) for point in points(definition)}.values()
-    found = []
+    frontier = []
     for arm in definition.arms:
         for rest in others:
             here = [
@@ -107,8 +107,8 @@ def _frontier(axis: str, definition: Definition, runs: Sequence[Outcome]) -> lis
                 if run["arm"] == arm and run["status"] in COUNTED and _without(run["point"], axis) == rest
             ]
             scale = {value: [run for run in here if run["point"][axis] == value] for value in sorted(values)}
-            found.append({"arm": arm, "axis": axis, "others": rest, **_edge(scale)})
-    return found
+            frontier.append({"arm": arm, "axis": axis, "others": rest, **_edge(scale)})
+    return frontier
 
 
 def _without(point: Mapping[str, Any], axis: str) -> dict[str, Any]:

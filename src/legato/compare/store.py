@@ -21,7 +21,7 @@ from legato.config.load import dump, load
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 
 FORMAT = 1
 State = Literal["absent", "begun", "stopped", "done", "failed"]
@@ -34,21 +34,21 @@ class Store:
 
     path: Path
 
-    def prepare(self, definition: Definition, found: Sequence[Job]) -> None:
-        """Make the folder, or check that it is of this very comparison; configurations are written again."""
-        record = described(definition)
+    def prepare(self, definition: Definition, jobs: Sequence[Job]) -> None:
+        """Create the folder, or check that it belongs to this comparison. Configurations are rewritten."""
+        record = describe(definition)
         file = self.path / "definition.json"
         if file.exists():
-            self._same(record, found)
+            self._check_same(record, jobs)
         elif self.path.exists() and any(each.name != ".lock" for each in self.path.iterdir()):
             raise InputError(f"{self.path} is there already and holds no comparison; --out FOLDER names another")
         for name in ("configs", "runs", "logs", "failed"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        for job in found:
+        for job in jobs:
             self.config_path(job).write_text(dump(job.resolved), encoding="utf-8")
         file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
-    def _same(self, record: Mapping[str, Any], found: Sequence[Job]) -> None:
+    def _check_same(self, record: Mapping[str, Any], jobs: Sequence[Job]) -> None:
         try:
             before = json.loads((self.path / "definition.json").read_text(encoding="utf-8"))
             changed = [key for key in record if before.get(key) != record[key]]
@@ -56,19 +56,19 @@ class Store:
             raise InputError(
                 f"{self.path / 'definition.json'} cannot be read: {error}; --out FOLDER names another"
             ) from None
-        told = [f"{key} = {record[key]!r} (was {before.get(key)!r})" for key in changed]
-        for job in found if not told else ():
+        changes = [f"{key} = {record[key]!r} (was {before.get(key)!r})" for key in changed]
+        for job in jobs if not changes else ():
             if self.config_path(job).is_file():
                 old, new = load([self.config_path(job)]).values, job.resolved.values
-                told += [
+                changes += [
                     f"{path} = {new.get(path)!r} (was {old.get(path)!r}) in {job.name}"
                     for path in sorted({*old, *new})
                     if old.get(path) != new.get(path) and not path.startswith("output.")
                 ]
-        if told:
-            more = f" and {len(told) - 1} more" if len(told) > 1 else ""
+        if changes:
+            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
             raise InputError(
-                f"{self.path} holds another comparison: {told[0]}{more}; what is there goes on only as it was begun,"
+                f"{self.path} holds another comparison: {changes[0]}{more}; what is there goes on only as it was begun,"
                 " --out FOLDER begins another"
             )
 
@@ -116,11 +116,11 @@ class Store:
     def clear(self, job: Job) -> None:
         """Remove a run that has no checkpoint: it can only start again."""
         path = self.run_path(job)
-        with locked(RunDirectory(path)):
+        with hold_lock(RunDirectory(path)):
             shutil.rmtree(path)
 
 
-def described(definition: Definition) -> dict[str, Any]:
+def describe(definition: Definition) -> dict[str, Any]:
     """What another start of a comparison must have the same of, beside every configuration."""
     return {
         "format": FORMAT,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from legato.dashboard.board import configs, curves, findings
 from legato.dashboard.runs import Folder
-from legato.dashboard.stored import Filter, listed, newest_measured, shown, steps_of
+from legato.dashboard.stored import Filter, list_rollouts, newest_measured_step, show_rollout, steps_of
 from legato.errors import InputError
 from legato.pages.page import STYLE, THEMED, plotly_library, plotly_styles
 
@@ -35,9 +35,9 @@ def application(folder: Folder) -> "Starlette":
         "/api/health": lambda request: findings(folder, _all(request, "run")),
         "/api/configs": lambda request: configs(folder, _all(request, "run")),
         "/api/steps": lambda request: list(steps_of(folder.run(_one(request, "run")).directory)),
-        "/api/measured": lambda request: newest_measured(folder.run(_one(request, "run")).directory),
+        "/api/measured": lambda request: newest_measured_step(folder.run(_one(request, "run")).directory),
         "/api/rollouts": lambda request: _rollouts(folder, request),
-        "/api/rollout": lambda request: shown(
+        "/api/rollout": lambda request: show_rollout(
             folder.run(_one(request, "run")).directory,
             _whole(request, "step", 0),
             _whole(request, "index", 0),
@@ -55,12 +55,12 @@ def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[
 
         folder.answering += 1
         try:
-            status, found = 200, answer(request)
+            status, body = 200, answer(request)
         except (ValueError, OSError) as error:
-            status, found = 400 if isinstance(error, ValueError) else 500, {"error": str(error)}
+            status, body = 400 if isinstance(error, ValueError) else 500, {"error": str(error)}
         finally:
             folder.answering -= 1
-        return Response(json.dumps(found, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
+        return Response(json.dumps(body, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
 
     return endpoint
 
@@ -96,7 +96,7 @@ def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
     steps = list(steps_of(directory))
     if asked.get("step", "all") != "all":
         steps = [_whole(request, "step", 0)]
-    found = Filter(
+    rollout_filter = Filter(
         text=asked.get("text", ""),
         verdict=asked.get("verdict", ""),
         stop=asked.get("stop", ""),
@@ -104,7 +104,7 @@ def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
         longest=_whole(request, "longest", None),
         group=_whole(request, "group", None),
     )
-    return listed(directory, steps, found, asked.get("order", "stored"))
+    return list_rollouts(directory, steps, rollout_filter, asked.get("order", "stored"))
 
 
 def _all(request: "Request", name: str) -> list[str]:
@@ -135,7 +135,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
 
     from legato.dashboard.guard import Guard
 
-    found = Folder(folder)
+    runs = Folder(folder)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -144,7 +144,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
         except OSError as error:
             raise InputError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
         guard = Guard(
-            application(found),
+            application(runs),
             listening.getsockname()[1],
             lambda address: say(f"For another browser: {address}"),
             plotly_styles(plotly_library()),

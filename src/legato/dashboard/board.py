@@ -1,4 +1,4 @@
-"""What the page of several runs shows: their curves, their findings, and where their configs differ."""
+"""The data of the page of several runs: curves, findings, and differences of their configs."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from legato.dashboard.series import Series
 from legato.diagnostics.statistics.seeds import mean
 from legato.health.rule import LEVELS
 from legato.health.rules import RULES
-from legato.pages.curves import short
+from legato.pages.curves import round_six
 from legato.pages.legible import legible
 from legato.pages.several import arms
 
@@ -22,53 +22,53 @@ _MOST_VALUES = 40_000
 def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: int, join: bool) -> dict[str, Any]:
     """Curves by key, and every key there is; `join`: runs that differ in the seed alone become one curve with a band."""
     runs = [folder.run(name) for name in names]
-    known = {run.name: run.drawn() for run in runs}
+    known = {run.name: run.series_to_draw() for run in runs}
     folder.read_beside()
     points = max(20, min(points, _MOST_VALUES // max(1, len(runs) * len(keys))))
-    there = sorted({key for series in known.values() for each in series.values() for key in each.keys})
-    made = _joined(runs, known, keys, points) if join else _each(runs, known, keys, points)
+    keys_recorded = sorted({key for series in known.values() for each in series.values() for key in each.keys})
+    drawn = _joined_curves(runs, known, keys, points) if join else _separate_curves(runs, known, keys, points)
     return {
-        "keys": there,
-        "curves": made,
+        "keys": keys_recorded,
+        "curves": drawn,
         "reading": [run.name for run in runs if run.first_look is not None or run.behind],
         "damaged": {run.name: run.damaged for run in runs if run.damaged},
     }
 
 
-def _each(
+def _separate_curves(
     runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
 ) -> list[dict[str, Any]]:
-    found = []
+    drawn = []
     for run in runs:
         with run.lock:
-            found += [
+            drawn += [
                 {"key": key, "run": run.name, "name": legible(run.name, one_line=True), **curve}
                 for key in keys
                 if (curve := _curve(known[run.name], key, points)) is not None
             ]
-    return found
+    return drawn
 
 
 def _curve(series: Mapping[str, Series], key: str, points: int) -> dict[str, Any] | None:
-    found = (each.curve(key, points) for each in series.values())
-    return next((curve for curve in found if curve is not None), None)
+    candidates = (each.curve(key, points) for each in series.values())
+    return next((curve for curve in candidates if curve is not None), None)
 
 
-def _joined(
+def _joined_curves(
     runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
 ) -> list[dict[str, Any]]:
-    """The mean of the seeds, and from the least to the largest of them, at steps that all of them have reached."""
-    named = {run.name: run for run in runs}
+    """Return mean, minimum and maximum over the seeds of each arm, at steps that all seeds have reached."""
+    by_name = {run.name: run for run in runs}
     alike = arms({run.name: run.options() for run in runs})
-    found = []
+    drawn = []
     for arm, names in alike.items():
-        members = [named[name] for name in names]
+        members = [by_name[name] for name in names]
         for key in keys:
             each = [curve for run in members if (curve := _curve(known[run.name], key, min(points, 60))) is not None]
             if each:
                 name = members[0].name if len(members) == 1 else f"{arm}, {len(members)} seeds"
-                found.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
-    return found
+                drawn.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
+    return drawn
 
 
 def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
@@ -79,9 +79,9 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
     values = numpy.array([numpy.interp(grid, curve["x"], curve["mean"]) for curve in each]).T.tolist()
     return {
         "x": grid,
-        "mean": [short(mean(row)) for row in values],
-        "low": [short(min(row)) for row in values],
-        "high": [short(max(row)) for row in values],
+        "mean": [round_six(mean(row)) for row in values],
+        "low": [round_six(min(row)) for row in values],
+        "high": [round_six(max(row)) for row in values],
         "breaks": [],
     }
 
@@ -89,22 +89,22 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
     """What the health watch found in these runs, the gravest first, then the newest; with what its rule says of causes."""
     rules = {rule.name: rule for rule in RULES}
-    found = list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     for run in map(folder.run, names):
         command = f"legato doctor {shlex.quote(legible(str(run.directory.path), one_line=True))}"
         for each in run.read_health():
             # What was done about a finding bears the name of its rule too; the causes are told once.
             rule = None if each["what"] == "recovery" else rules.get(each["rule"])
             causes, tries = ((), ()) if rule is None else (rule.causes, rule.tries)
-            found.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
-    return sorted(found, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
+            rows.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
+    return sorted(rows, key=lambda each: (-LEVELS.index(each["level"]), -each["step"]))
 
 
 def configs(folder: Folder, names: Sequence[str]) -> dict[str, Any]:
     """The options in which runs differ, and how many they share."""
-    found = {name: folder.run(name).options() for name in names}
-    paths = sorted({path for options in found.values() for path in options})
-    rows = [{"path": path, "values": [_value(found[name], path) for name in names]} for path in paths]
+    by_name = {name: folder.run(name).options() for name in names}
+    paths = sorted({path for options in by_name.values() for path in options})
+    rows = [{"path": path, "values": [_value(by_name[name], path) for name in names]} for path in paths]
     differ = [row for row in rows if len(set(row["values"])) > 1]
     return {"runs": list(names), "differ": differ, "same": [row for row in rows if row not in differ]}
 

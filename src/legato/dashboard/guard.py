@@ -58,10 +58,10 @@ class Guard:
         if refusal is not None:
             await self._answer(send, *refusal)
             return
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
+        offered = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
         # Something that looks a link over before it is followed asks for HEAD; that must not use the key up.
         entering = scope["path"] == "/" and scope["method"] == "GET"
-        if entering and hmac.compare_digest(given.encode(), self.key.encode()):
+        if entering and hmac.compare_digest(offered.encode(), self.key.encode()):
             self.key = secrets.token_urlsafe(24)
             self._renewed(self.address)
             cookie = f"{self._name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"

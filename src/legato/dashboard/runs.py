@@ -1,4 +1,4 @@
-"""A folder of runs as it stands now: found, summed up from either end of their files, read whole only when drawn."""
+"""A folder of runs: finding them, summarising them from both ends of their files, reading them whole only to draw."""
 
 import json
 import re
@@ -12,30 +12,30 @@ from typing import Any
 from legato.dashboard.series import Series
 from legato.errors import InputError
 from legato.health.rule import LEVELS
-from legato.pages.health import counted, shown
-from legato.pages.legible import legible, shortened
+from legato.pages.health import count_findings, finding_row
+from legato.pages.legible import legible, shorten
 from legato.pages.several import flat, read_config
 from legato.pages.summary import number
 from legato.records.directory import RunDirectory
-from legato.records.tail import LONGEST, Tail, last_lines, opened, spread_lines
+from legato.records.tail import LONGEST, Tail, last_lines, open_plain_file, spread_lines
 
 _DEEPEST = 4
 _QUIET_SECONDS = 300
 _FIRST_LOOK = 200
-"""Lines of a long file that are read before it is read whole."""
+"""Lines of a long file read as an overview, before the whole file is read."""
 _AT_ONCE = LONGEST
-"""Bytes that are read while a page waits; more is read beside it. Not less than a line: reading beside must get on."""
+"""Bytes read while a page waits; more is read in a background thread. At least a line, so that reading advances."""
 _SLICE = 1 << 18
-"""Bytes that are read beside at once."""
+"""Bytes that the background thread reads at once."""
 _KINDS = ("step", "evaluation", "warm-up")
 _WIDEST = 300
 """Characters of a word in the list, which is sent every second."""
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A line of metrics without its histograms, which are most of it and of no use for a curve."""
-    short, found, _ = line.partition(b',"histograms":{')
-    for text in (short + b"}", line) if found else (line,):
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics.jsonl without its histograms, which are most of the line and not needed for curves."""
+    short, cut, _ = line.partition(b',"histograms":{')
+    for text in (short + b"}", line) if cut else (line,):
         try:
             record = json.loads(text)
         except (ValueError, RecursionError):
@@ -46,7 +46,7 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(slots=True)
 class Run:
-    """One run directory. Everything read is read once; `lock` guards what two requests could fill at the same time."""
+    """One run directory. Each line is read once; `lock` guards fields that two requests could fill at the same time."""
 
     name: str
     """Its path within the folder."""
@@ -58,9 +58,9 @@ class Run:
     findings: list[dict[str, Any]] = field(default_factory=list)
     damaged: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
-    told: dict[str, Any] = field(default_factory=dict)
-    seen: tuple[int, int, int] = (-1, -1, -1)
-    """Sizes and time of change when `told` was made."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    summary_stamp: tuple[int, int, int] = (-1, -1, -1)
+    """Sizes and time of change when `summary` was made."""
     wanted: bool = False
 
     @classmethod
@@ -72,16 +72,16 @@ class Run:
     # What the list shows
 
     def row(self) -> dict[str, Any]:
-        """The run in a line, from the first and the last lines of its files."""
+        """Return the run's row in the list, from the first and the last lines of its files."""
         with self.lock:
             now = self._stamp()
-            if now != self.seen:
-                self.told, self.seen = self._tell(), now
-            found = dict(self.told)
-        ended, changed = found.pop("ended"), found["changed"]
-        found["state"] = ended or ("running" if time.time() - changed < _QUIET_SECONDS else "no end recorded")
-        found["running"] = not ended and found["state"] == "running"
-        return found
+            if now != self.summary_stamp:
+                self.summary, self.summary_stamp = self._summarise(), now
+            row = dict(self.summary)
+        ended, changed = row.pop("ended"), row["changed"]
+        row["state"] = ended or ("running" if time.time() - changed < _QUIET_SECONDS else "no end recorded")
+        row["running"] = not ended and row["state"] == "running"
+        return row
 
     def _stamp(self) -> tuple[int, int, int]:
         try:
@@ -90,7 +90,7 @@ class Run:
             return 0, self.health.size(), 0
         return stat.st_size, self.health.size(), stat.st_mtime_ns
 
-    def _tell(self) -> dict[str, Any]:
+    def _summarise(self) -> dict[str, Any]:
         size, sick, changed = self._stamp()
         start, planned = self._start() or {}, self._planned()
         last, end, accuracy = self._last()
@@ -107,28 +107,28 @@ class Run:
             "reward": number(last, "reward/mean"),
             "accuracy": accuracy,
             "ended": None if end is None else _line(end.get("reason") or "ended"),
-            "changed": changed / 1e9 or _changed(self.directory.path),
+            "changed": changed / 1e9 or _changed_at(self.directory.path),
             "version": f"{size}-{sick}-{changed}",
             "health": LEVELS[worst] if worst >= 0 else None,
             "findings": sum(LEVELS.index(each["level"]) == worst for each in self.findings),
-            "found": counted(self.findings),
+            "found": count_findings(self.findings),
         }
 
     def _start(self) -> dict[str, Any] | None:
         try:
-            with opened(self.directory.metrics_path) as file:
+            with open_plain_file(self.directory.metrics_path) as file:
                 lines = [file.readline(1 << 20) for _ in range(8)]
         except OSError:
             return None
-        found = (parsed(line) for line in lines if line.endswith(b"\n"))
-        return next((record for record in found if record and record.get("kind") == "start"), None)
+        records = (parse_metrics(line) for line in lines if line.endswith(b"\n"))
+        return next((record for record in records if record and record.get("kind") == "start"), None)
 
     def _last(self) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
-        """The last step, the end if it is the last thing said, and the accuracy measured last, where it is near."""
+        """Return the last step record, the end record if it follows, and the last accuracy if it is near the end."""
         end, accuracy = None, None
         for most in (1 << 16, 1 << 20):
             for line in reversed(last_lines(self.directory.metrics_path, most)):
-                record = parsed(line) or {}
+                record = parse_metrics(line) or {}
                 kind = record.get("kind")
                 end = record if kind == "end" and end is None else end
                 if kind == "evaluation" and accuracy is None:
@@ -138,9 +138,9 @@ class Run:
         return {}, end, accuracy
 
     def _planned(self) -> dict[str, int]:
-        """Seed and steps. Two hundred configs read as TOML would take a second."""
+        """Read seed and steps from the config by regex: parsing two hundred configs as TOML would take a second."""
         try:
-            with opened(self.directory.config_path) as file:
+            with open_plain_file(self.directory.config_path) as file:
                 text = file.read(1 << 20).decode(errors="replace")
         except OSError:
             return {}
@@ -152,30 +152,30 @@ class Run:
         return flat(read_config(self.directory))
 
     def read_health(self) -> list[dict[str, Any]]:
-        """All findings so far."""
+        """Read and return all findings so far."""
         with self.lock:
             while True:
                 again, lines = self.health.lines()
                 self.findings = [] if again else self.findings
                 if not lines:
                     return self.findings
-                self.findings += [found for line in lines if (found := shown(parsed(line) or {})) is not None]
+                self.findings += [row for line in lines if (row := finding_row(parse_metrics(line) or {})) is not None]
 
     # What the curves show
 
     def read(self, most: int = 1 << 20) -> bool:
-        """Read on; False when all that is there has been read."""
+        """Read the next lines; False at the end of the file."""
         with self.lock:
             again, lines = self.metrics.lines(most)
             if again:
                 self.series, self.damaged = {kind: Series() for kind in _KINDS}, 0
-            records = [parsed(line) for line in lines]
+            records = [parse_metrics(line) for line in lines]
             self.damaged += records.count(None)
             _fill(self.series, records)
             return bool(lines)
 
-    def drawn(self) -> dict[str, Series]:
-        """What is known now: all of a short file; of a long one a first look, until it has been read beside."""
+    def series_to_draw(self) -> dict[str, Series]:
+        """Return the series to draw. A long file gives an overview until the background thread has read it."""
         with self.lock:
             self.wanted = True
             left = self.metrics.size() - self.metrics.position
@@ -188,7 +188,7 @@ class Run:
                 return self.series  # read whole once; what came since is being read
             if self.first_look is None:
                 self.first_look = {kind: Series() for kind in _KINDS}
-                _fill(self.first_look, map(parsed, spread_lines(self.directory.metrics_path, _FIRST_LOOK)))
+                _fill(self.first_look, map(parse_metrics, spread_lines(self.directory.metrics_path, _FIRST_LOOK)))
             return self.first_look
 
     @property
@@ -203,36 +203,36 @@ class Folder:
         if not path.is_dir():
             raise InputError(f"{path} is not a folder; `legato dashboard FOLDER` takes a folder of runs, or a run")
         self.path = path
-        self.found: dict[str, Run] = {}
-        self._looked = 0.0
+        self.known_runs: dict[str, Run] = {}
+        self._searched_at = 0.0
         self.answering = 0
-        """How many answers are being made."""
+        """Number of requests being answered."""
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
     def runs(self) -> list[Run]:
-        """Those that are there, looked for at most once a second."""
+        """Return all runs. The folder is searched at most once a second."""
         with self._lock:
-            if time.monotonic() - self._looked > 1:
-                there = dict.fromkeys(_directories(self.path, _DEEPEST))
-                known = {run.directory.path: run for run in self.found.values()}
-                runs = [known.get(path) or Run.of(self.path, path) for path in there]
-                self.found = {run.name: run for run in runs}
-                self._looked = time.monotonic()
-            return list(self.found.values())
+            if time.monotonic() - self._searched_at > 1:
+                paths = dict.fromkeys(_directories(self.path, _DEEPEST))
+                known = {run.directory.path: run for run in self.known_runs.values()}
+                runs = [known.get(path) or Run.of(self.path, path) for path in paths]
+                self.known_runs = {run.name: run for run in runs}
+                self._searched_at = time.monotonic()
+            return list(self.known_runs.values())
 
     def run(self, name: str) -> Run:
-        """A run by its name; names are looked up and never made into paths."""
-        found = self.found.get(name)
-        if found is None:
+        """Return a run by name. Names are looked up and never turned into paths."""
+        run = self.known_runs.get(name)
+        if run is None:
             self.runs()
-            found = self.found.get(name)
-        if found is None:
+            run = self.known_runs.get(name)
+        if run is None:
             raise InputError(f"no run is called {name!r} in {self.path}")
-        return found
+        return run
 
     def read_beside(self) -> None:
-        """Let a thread read what is too long to be read while a page waits."""
+        """Start the background thread that reads long files."""
         with self._lock:
             if self._reader is None or not self._reader.is_alive():
                 self._reader = threading.Thread(target=self._read_all, name="reader of runs", daemon=True)
@@ -240,7 +240,7 @@ class Folder:
 
     def _read_all(self) -> None:
         stuck = set[str]()  # files that are there and cannot be read
-        while behind := [run for run in list(self.found.values()) if run.behind and run.name not in stuck]:
+        while behind := [run for run in list(self.known_runs.values()) if run.behind and run.name not in stuck]:
             for run in behind:
                 while run.behind and run.read(_SLICE):
                     # Whoever waits for an answer comes first: what is read here can be shown a second later.
@@ -252,7 +252,7 @@ class Folder:
 
 
 def _directories(path: Path, depth: int) -> Iterator[Path]:
-    """Run directories at or below `path`; nothing is looked for inside of one."""
+    """Yield run directories at or below `path`, without searching inside a run."""
     try:
         run = _is_run(path)
         inside = [] if run or depth == 0 else sorted(filter(_is_open, path.iterdir()))
@@ -269,7 +269,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether runs are looked for in it: hidden folders and links, which may go round in circles, are left alone."""
+    """Whether a folder is searched: hidden folders and links (which may form cycles) are not."""
     return not path.name.startswith(".") and path.is_dir() and not path.is_symlink()
 
 
@@ -279,7 +279,7 @@ def _fill(series: Mapping[str, Series], records: Iterable[Mapping[str, Any] | No
         into.add([record for record in known if record.get("kind") == kind])
 
 
-def _changed(path: Path) -> float:
+def _changed_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -287,4 +287,4 @@ def _changed(path: Path) -> float:
 
 
 def _line(value: Any) -> str:
-    return legible(shortened(str(value), _WIDEST), one_line=True)
+    return legible(shorten(str(value), _WIDEST), one_line=True)

@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory: neighbours are joined as more arrive, with mean, least and largest kept."""
+"""Curves of any length in bounded memory: neighbouring points are merged, keeping mean, minimum and maximum."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import numpy.typing
 
-from legato.pages.curves import short
+from legato.pages.curves import round_six
 from legato.pages.summary import number
 
 BUCKETS = 384
@@ -30,7 +30,7 @@ class Series:
         self._table = numpy.zeros((4, 0, BUCKETS), dtype=numpy.float32)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Records with "step", in order; what is not a finite number is not there."""
+        """Add records with "step", in order. Values that are not finite numbers are ignored."""
         records = [record for record in records if number(record, "step") is not None]
         for start in range(0, len(records), 512):
             self._add(records[start : start + 512])
@@ -38,7 +38,7 @@ class Series:
     def _add(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
             for key, value in record.items():
-                if key not in self.keys and type(value) in (int, float) and len(self.keys) < MOST_KEYS and _kept(key):
+                if key not in self.keys and type(value) in (int, float) and len(self.keys) < MOST_KEYS and _is_drawn(key):
                     self.keys[key] = len(self.keys)
         self._room()
         keys = list(self.keys)
@@ -64,15 +64,15 @@ class Series:
             )
         ):
             filled = numpy.where(known, of, missing).astype(numpy.float32)
-            found = over.reduceat(filled, starts, axis=0).T
-            self._table[index][:, here] = over(self._table[index][:, here], found)
+            reduced = over.reduceat(filled, starts, axis=0).T
+            self._table[index][:, here] = over(self._table[index][:, here], reduced)
         begins = numpy.concatenate([[self.records], self.records + starts[1:]]) % self.width == 0
         self._steps[here[begins]] = steps[starts[begins]]
         self.records += len(records)
         self.last_step = float(steps[-1]) if len(steps) else self.last_step
 
     def _room(self) -> None:
-        """For keys that were not there before."""
+        """Grow the table for new keys."""
         missing = len(self.keys) - self._table.shape[1]
         if missing > 0:
             more = numpy.zeros((4, missing, BUCKETS), dtype=numpy.float32)
@@ -80,7 +80,7 @@ class Series:
             self._table = numpy.concatenate([self._table, more], axis=1)
 
     def _join(self) -> None:
-        """Two buckets become one."""
+        """Merge pairs of buckets."""
         left, right = self._table[:, :, ::2], self._table[:, :, 1::2]
         half = BUCKETS // 2
         joined = numpy.zeros_like(self._table)
@@ -116,14 +116,14 @@ class Series:
             # The end of a curve is what people look at: its last bucket stands where it has come to.
             steps[-1] = self.last_step
         return {
-            "x": [short(value) for value in steps.tolist()],
-            "mean": [short(value) for value in (sums / counts).tolist()],
-            "low": [short(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
-            "high": [short(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
+            "x": [round_six(value) for value in steps.tolist()],
+            "mean": [round_six(value) for value in (sums / counts).tolist()],
+            "low": [round_six(value) for value in numpy.minimum.reduceat(low[used], starts).tolist()],
+            "high": [round_six(value) for value in numpy.maximum.reduceat(high[used], starts).tolist()],
             "breaks": breaks.tolist(),
         }
 
 
-def _kept(key: str) -> bool:
-    """What is told update by update is not drawn here, and would be most of the memory where a step has many updates."""
+def _is_drawn(key: str) -> bool:
+    """Whether a key is drawn. Keys per update ("@") are not: they would take most of the memory."""
     return key != "step" and "@" not in key

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from legato.errors import InputError
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.summary import Record, number
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
@@ -60,7 +60,7 @@ class Filter:
         return any(wanted in str(record.get(key) or "").casefold() for key in ("prompt", "text", "answer"))
 
 
-def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: str = "stored") -> dict[str, Any]:
+def list_rollouts(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: str = "stored") -> dict[str, Any]:
     """Rows of the rollouts that the filter takes, newest step first, at most MOST; and what could not be read."""
     rows, damaged, matching = list[dict[str, Any]](), list[str](), 0
     key = ORDERS.get(order)
@@ -68,11 +68,11 @@ def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: 
     while left and (key is not None or matching < MOST):
         step = left.pop()
         try:
-            found = _of_step(directory, step)
+            records = _read_step(directory, step)
         except InputError as error:
             damaged.append(legible(str(error), one_line=True))
             continue
-        taken = [_row(record, step, index) for index, record in enumerate(found) if asked.takes(record)]
+        taken = [_row(record, step, index) for index, record in enumerate(records) if asked.takes(record)]
         matching += len(taken)
         rows += taken
         if key is not None:
@@ -82,15 +82,15 @@ def listed(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: 
     return {"rows": rows, "more": matching - len(rows), "unsearched": len(left), "damaged": damaged}
 
 
-def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dict[str, Any]:
+def show_rollout(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dict[str, Any]:
     """One rollout with what was measured at its tokens, and its siblings."""
-    found = _of_step(directory, step)
-    if not 0 <= index < len(found):
-        raise InputError(f"step {step} has {len(found)} rollouts; number {index} is asked for")
-    record = found[index]
+    records = _read_step(directory, step)
+    if not 0 <= index < len(records):
+        raise InputError(f"step {step} has {len(records)} rollouts; number {index} is asked for")
+    record = records[index]
     group = record.get("group")
     siblings = [
-        _row(each, step, number) for number, each in enumerate(found) if group is not None and each.get("group") == group
+        _row(each, step, number) for number, each in enumerate(records) if group is not None and each.get("group") == group
     ]
     text, prompt = (str(record.get(key) or "") for key in ("text", "prompt"))
     components = _mapping(record.get("components"))
@@ -107,7 +107,7 @@ def shown(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dic
 
 def _row(record: Record, step: int, index: int) -> dict[str, Any]:
     def line(key: str) -> str:
-        return legible(shortened(str(record.get(key) or ""), _PREVIEW), one_line=True)
+        return legible(shorten(str(record.get(key) or ""), _PREVIEW), one_line=True)
 
     return {
         "step": step,
@@ -124,13 +124,13 @@ def _row(record: Record, step: int, index: int) -> dict[str, Any]:
 
 
 def _details(record: Record) -> dict[str, Any] | None:
-    found = _mapping(record.get("details"))
-    pieces = found.get("pieces")
+    details = _mapping(record.get("details"))
+    pieces = details.get("pieces")
     if not isinstance(pieces, list):
         return None
 
     def column(key: str, otherwise: float | None = None) -> list[float | None]:
-        values = found.get(key)
+        values = details.get(key)
         if not isinstance(values, list) or len(values) != len(pieces):
             return [otherwise] * len(pieces)
         return [number({"": value}, "") for value in values]
@@ -141,7 +141,7 @@ def _details(record: Record) -> dict[str, Any] | None:
         "log_ratios": column("log_ratios"),
         "advantages": column("advantages", number(record, "advantage")),
         "coefficients": column("coefficients"),
-        "update": number(found, "update"),
+        "update": number(details, "update"),
     }
 
 
@@ -149,7 +149,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _of_step(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
+def _read_step(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
     try:
         changed = directory.rollouts_path(step).stat().st_mtime_ns
     except OSError:
@@ -168,14 +168,14 @@ def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, An
         raise RunDirectoryError(f"cannot read {directory.rollouts_path(step)}: {error}") from error
 
 
-def newest_measured(directory: RunDirectory) -> int | None:
+def newest_measured_step(directory: RunDirectory) -> int | None:
     """The newest step with a rollout whose tokens were measured; None where the last steps have none."""
     for step in sorted(steps_of(directory), reverse=True)[:_LOOKED_BACK]:
         try:
-            found = _of_step(directory, step)
+            records = _read_step(directory, step)
         except ValueError:
             continue
-        if any(_details(record) is not None for record in found):
+        if any(_details(record) is not None for record in records):
             return step
     return None
 

@@ -1,1 +1,1 @@
-"""What every metric means, and how it is measured from what an objective decided."""
+"""Definitions of all metrics and how they are computed."""

@@ -1,4 +1,4 @@
-"""When a run has collapsed: the one definition that reports and comparisons use."""
+"""The definition of a collapsed run that reports and comparisons share."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ DEFINITION = (
 
 
 def collapse(accuracies: Sequence[Measured]) -> str | None:
-    """Why this course of accuracies is a collapse; None where it is none.
+    """Return why a sequence of accuracies is a collapse; None if it is not one.
 
-    Intervals that touch are no collapse: 1 right answer in 4 after 3 in 4 is chance.
+    Accuracies whose intervals touch are no collapse: 1 right answer in 4 after 3 in 4 is chance.
     """
     if not accuracies:
         return None

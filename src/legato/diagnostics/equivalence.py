@@ -1,4 +1,4 @@
-"""s = PPL_old / PPL_new = exp(H_old - H_new), response by response: an identity, so whatever breaks it is a fault.
+"""The identity s = PPL_old / PPL_new = exp(H_old - H_new) of each response. A deviation is a fault of the computation.
 
 H = -(1/L) sum log p of the sampled tokens, PPL = exp(H). It holds for any length and any shift. It does not hold for means
 over a batch: the mean of s is not the quotient of mean perplexities. With H_new - H_old in the exponent the result is 1/s.
@@ -16,11 +16,11 @@ from legato.core.shapes import PerToken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihoods:
-    """[n] each, of the responses that have a token."""
+    """Likelihoods of the n responses that have a token; [n] each."""
 
     lengths: Tensor
     log_s: Tensor
-    """The mean of new - old."""
+    """Mean over tokens of new - old."""
     entropy_old: Tensor
     """H_old: the cross-entropy of the sampled tokens, not the entropy of the whole distribution."""
     entropy_new: Tensor
@@ -40,7 +40,7 @@ class Likelihoods:
 
 
 def likelihoods(new: PerToken, old: PerToken, tokens: Tensor) -> Likelihoods:
-    """In the precision of what is given."""
+    """Compute likelihoods from [B, T] log-probs, in their precision."""
     mask = Mask(tokens, new.dtype)
     counted = (mask.lengths > 0).squeeze(1)
     lengths = mask.lengths[counted, 0]
@@ -54,16 +54,16 @@ def likelihoods(new: PerToken, old: PerToken, tokens: Tensor) -> Likelihoods:
 
 
 def implied_entropy(perplexity_change: float, entropy_change: float) -> float:
-    """H_old for which both relative changes can be of the same average: log(1 + dPPL) = dH H_old."""
+    """Return the H_old at which both relative changes agree: log(1 + dPPL) = dH H_old."""
     return math.log1p(perplexity_change) / entropy_change
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The largest |found - exact| / exact."""
-    return float(((found.double() - exact.double()).abs() / exact.double()).max())
+def relative_error(measured: Tensor, exact: Tensor) -> float:
+    """Return the largest |measured - exact| / exact."""
+    return float(((measured.double() - exact.double()).abs() / exact.double()).max())
 
 
-def quotient_of_means(found: Likelihoods) -> tuple[float, float]:
-    """mean s, and mean PPL_old / mean PPL_new, which is something else."""
-    old, new = (torch.exp(h).double().mean() for h in (found.entropy_old, found.entropy_new))
-    return float(found.s.double().mean()), float(old / new)
+def quotient_of_means(values: Likelihoods) -> tuple[float, float]:
+    """Return mean s and mean PPL_old / mean PPL_new, which differ."""
+    old, new = (torch.exp(h).double().mean() for h in (values.entropy_old, values.entropy_new))
+    return float(values.s.double().mean()), float(old / new)

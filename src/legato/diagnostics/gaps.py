@@ -1,4 +1,4 @@
-"""The gap between sampler and trainer as numbers: of tokens, of responses, and what a correction makes of the weights.
+"""The gap between sampler and trainer, per token and per response, and the effect of corrections on the weights.
 
 le = old - behaviour per token and rho = exp(le); of a response P = exp(sum le), Geo = exp(mean le).
 """
@@ -18,24 +18,24 @@ SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 def distribution(values: Tensor) -> dict[str, float]:
-    """Mean, population standard deviation, least, greatest and quantiles (p01 ... p99) of some numbers."""
+    """Return mean, population standard deviation, least, greatest and quantiles (p01 ... p99) of values."""
     exact = values.double().flatten()
     if not len(exact):
         return {}
     # torch.quantile has a limit of 2^24 numbers; sorting has none.
     ascending = exact.sort().values
-    found = {"mean": float(exact.mean()), "deviation": float(exact.std(correction=0))}
-    found |= {"least": float(ascending[0]), "greatest": float(ascending[-1])}
+    summary = {"mean": float(exact.mean()), "deviation": float(exact.std(correction=0))}
+    summary |= {"least": float(ascending[0]), "greatest": float(ascending[-1])}
     for share in SHARES:
         place = share * (len(ascending) - 1)
         below, above = ascending[math.floor(place)], ascending[math.ceil(place)]
-        found[f"p{round(100 * share):02d}"] = float(torch.lerp(below, above, place - math.floor(place)))
-    return found
+        summary[f"p{round(100 * share):02d}"] = float(torch.lerp(below, above, place - math.floor(place)))
+    return summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Responses:
-    """[n] each, of the responses that have a token."""
+    """The gap of the n responses that have a token; [n] each."""
 
     lengths: Tensor
     log_product: Tensor
@@ -49,7 +49,7 @@ class Responses:
 
 
 def per_response(gap: PerToken, mask: Mask) -> Responses:
-    """What a gap of tokens, 0 outside the mask, comes to for each response."""
+    """Reduce token gaps [B, T], 0 outside the mask, to responses."""
     counted = (mask.lengths > 0).squeeze(1)
     lengths = mask.lengths.squeeze(1)[counted]
     total = gap.sum(1)[counted]
@@ -63,14 +63,14 @@ def per_response(gap: PerToken, mask: Mask) -> Responses:
 
 
 def effective_share(weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2)."""
+    """Return ESS / n of weights: (sum w)^2 / (n sum w^2)."""
     exact = weights.double()
     count = torch.tensor(float(exact.numel()), dtype=torch.float64)
     return EffectiveSize(exact.sum(), exact.square().sum(), count).report()[""]
 
 
-def effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str, float]:
-    """What a correction made of n weights.
+def correction_effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str, float]:
+    """Return mean, share cut, effective share and bias of n corrected weights.
 
     weights   as the correction leaves them, 0 where it rejects
     uncut     the same weights before its cap or bounds; all ones where it only rejects
@@ -86,7 +86,7 @@ def effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def length_bins(lengths: Tensor, most: int = 4) -> Iterator[tuple[int, int, Tensor]]:
-    """(shortest, longest, which) of at most so many bins that hold about equally many responses, short to long."""
+    """Yield (shortest, longest, member [n] bool) for at most `most` bins of about equally many responses, short to long."""
     ascending = lengths.sort().values
     edges = sorted({int(ascending[len(ascending) * part // most]) for part in range(most)})
     for place, low in enumerate(edges):

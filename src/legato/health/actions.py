@@ -1,7 +1,7 @@
-"""The health watch in a run: what it finds is told and recorded, and an alarm does what `health.action` says.
+"""The health watch in a run: reports and records findings, and does what `health.action` says at an alarm.
 
-It reads the metrics of a step when the step is over: plain numbers that are on the host already. What it remembers is in
-every checkpoint, so that a resumed run finds what the straight one finds; and it acts on alarms that nobody has acted on.
+It reads the metrics of a finished step, plain numbers that are already on the host. Every checkpoint stores its state, so a
+resumed run finds what an uninterrupted run finds and acts on alarms that nobody has acted on.
 """
 
 import time
@@ -23,18 +23,18 @@ from legato.records.directory import RunDirectory
 from legato.training.report import StepReport
 
 GO_ON = "continue"
-"""The file in a run directory whose appearance ends a pause."""
+"""The file in the run directory that ends a pause."""
 _LOOK_EVERY_SECONDS = 0.5
 
 
-def meaningless(algorithm: Algorithm) -> tuple[str, ...]:
-    """Rules that say nothing of an algorithm."""
-    found = []
+def inapplicable_rules(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the names of the rules that have no meaning for an algorithm."""
+    names = []
     if not algorithm.objective.ratio.reads_anchor:
-        found.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
+        names.append("anchor-off")  # a ratio beside that of its siblings (gepo) is not 1 before anything is trained
     if any(part.scope is Scope.UPDATE and not part.reads_ratio for part in algorithm.objective.trust):
-        found += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
-    return tuple(found)
+        names += ["anchor-off", "clip-half"]  # tokens left out for their entropy or covariance count as clipped
+    return tuple(names)
 
 
 @settings(resume="free")
@@ -69,7 +69,7 @@ class HealthSettings:
 
 
 class Health:
-    """The watch of one run, with what it did so far."""
+    """The health watch of one run, and the recoveries it has made."""
 
     def __init__(
         self,
@@ -80,64 +80,64 @@ class Health:
         say: Callable[[str], None],
     ) -> None:
         self.options = options
-        self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *meaningless(algorithm)])
+        self.watch = Watch(settled=warm_up_steps, ignored=[*options.ignored, *inapplicable_rules(algorithm)])
         self.evidence = Evidence(directory, options.evidence_steps)
         self.directory, self.say = directory, say
         self.recoveries: list[dict[str, Any]] = []
-        """What was done about alarms, in order."""
+        """A record of each recovery, in order."""
         self.clip_scale = 1.0
         self.answered: set[str] = set()
         """Alarms from whose pause a person let the run go on."""
 
-    def see(self, report: StepReport) -> Finding | None:
-        """Look at a step; the gravest alarm that begins with it. What is found is said and recorded, with evidence."""
+    def observe(self, report: StepReport) -> Finding | None:
+        """Report and record the findings of a step, with evidence; return the gravest alarm that begins with it."""
         self.evidence.hold(report)
-        findings = self.watch.see(report.step, report.metrics)
+        findings = self.watch.observe(report.step, report.metrics)
         self.answered &= {*self.watch.active}
         alarm = worst(finding for finding in findings if finding.level == "alarm")
-        folder = None if alarm is None else self.evidence.write(self.folder(report.step), findings)
+        folder = None if alarm is None else self.evidence.write(self.evidence_folder(report.step), findings)
         for finding in findings:
-            found: dict[str, Any] = {"kind": "finding", **asdict(finding)}
+            record: dict[str, Any] = {"kind": "finding", **asdict(finding)}
             if finding.level == "alarm" and folder is not None:
-                found["evidence"] = str(folder.relative_to(self.directory.path))
-            self.directory.health.append(found, sync=True)
+                record["evidence"] = str(folder.relative_to(self.directory.path))
+            self.directory.health.append(record, sync=True)
             if finding.level != "note":
                 self.say(f"{finding.level} at step {finding.step}: {finding.words} ({finding.rule})")
         if folder is not None:
             self.say(f"evidence: {folder}")
         return alarm
 
-    def folder(self, step: int) -> Path:
-        """Where the evidence of an alarm at this step is."""
+    def evidence_folder(self, step: int) -> Path:
+        """Return the evidence folder of an alarm at this step."""
         return self.directory.evidence_path(step, len(self.recoveries) + 1)
 
     def _healthy_before(self, step: int) -> int:
-        """The newest step a checkpoint may be of to count as healthy at this one."""
+        """Return the newest step whose checkpoint counts as healthy, seen from `step`."""
         signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
         return min([step, *signs]) - (MARGIN << len(self.recoveries))
 
     def _grave(self, name: str, step: int) -> bool:
-        """Whether a rule that holds is a sign of the trouble of now, and not of something that was always so."""
+        """Whether an active rule belongs to the present trouble. Notes and rules that have long held do not."""
         level = next(rule.level for rule in self.watch.rules if rule.name == name)
         return level != "note" and self.watch.since[name] > step - REST
 
-    def kept(self, steps: Sequence[int], step: int) -> list[int]:
-        """Which checkpoints must stay: the newest that is healthy, where the run or a person may have to go back to it.
+    def checkpoints_to_keep(self, steps: Sequence[int], step: int) -> list[int]:
+        """Return the checkpoints that must not be purged: the newest healthy one, if the run may go back to it.
 
-        A run that ends or waits at an alarm saves the state it has then, which must not push that one out.
+        A run that ends or pauses at an alarm saves once more; that checkpoint must not displace the healthy one.
         """
         if self.options.action == "say":
             return []
-        return self.by_health(steps, step)[:1]
+        return self.checkpoints_by_health(steps, step)[:1]
 
-    def by_health(self, steps: Sequence[int], step: int) -> list[int]:
-        """Checkpoints, given ascending, in the order in which to go back to them from a step: the newest healthy one first,
-        and those that are too new from the oldest on."""
+    def checkpoints_by_health(self, steps: Sequence[int], step: int) -> list[int]:
+        """Order checkpoint steps (ascending) by how good they are to go back to from `step`: healthy ones from the newest
+        on, then the too new ones from the oldest on."""
         limit = self._healthy_before(step)
         return [*reversed([each for each in steps if each <= limit]), *(each for each in steps if each > limit)]
 
     def pause(self, interrupted: Callable[[], bool], world: World) -> None:
-        """Wait until a person says how to go on."""
+        """Wait until a person creates the file `continue` or the run is interrupted."""
         file = self.directory.path / GO_ON
         file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
@@ -149,8 +149,8 @@ class Health:
             self.answered |= self.watch.alarms()
             self.say("going on")
 
-    def memory(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
         return {
             "watch": self.watch.state(),
             "recoveries": list(self.recoveries),
@@ -159,14 +159,14 @@ class Health:
             "position": self.directory.health.position(),
         }
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what `memory` gave; nothing where the run is from before the watch."""
-        if not memory:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state()` returned. An empty mapping, from a run older than the watch, changes nothing."""
+        if not state:
             return
-        self.watch.load(memory["watch"])
+        self.watch.load(state["watch"])
         if self.options.action != "say":
-            # An alarm is told once, when it begins. One that ended the run, or that was only said so far, would hold on in
-            # silence and never be acted on.
-            self.answered = {*memory.get("answered", ())}
+            # An alarm is reported once, when it begins. Without `renew`, an alarm that ended the run or was only reported
+            # so far would stay active in silence and never be acted on.
+            self.answered = {*state.get("answered", ())}
             self.watch.renew(self.answered)
-        self.recoveries, self.clip_scale = list(memory["recoveries"]), float(memory["clip_scale"])
+        self.recoveries, self.clip_scale = list(state["recoveries"]), float(state["clip_scale"])

@@ -1,9 +1,9 @@
-"""What an alarm leaves behind: the rollouts, tensors and metrics of the last steps, in a folder of the run.
+"""Evidence of an alarm: the rollouts, tensors and metrics of the last steps, in a folder of the run.
 
 evidence/step-000057/
   finding.json                  the rules that held, with values and sentences
   metrics.jsonl                 the steps before, as the run recorded them
-  rollouts-000057.jsonl.gz      what the policy wrote, a rollout a line
+  rollouts-000057.jsonl.gz      rollouts, one per line
   tensors-000057.safetensors    tokens, mask, group, rewards, advantages, log-probs of sampler and anchor; rows as above
   abandoned*                    after a recovery: what was recorded of the steps that were given up (`recovery.py`)
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 from legato.core.rollout import Group
 from legato.health.rule import Finding
 from legato.records.directory import RunDirectory
-from legato.records.lines import RunDirectoryError, parsed, write_records
-from legato.records.rollouts import records
+from legato.records.lines import RunDirectoryError, parse_line, write_records
+from legato.records.rollouts import rollout_records
 from legato.training.report import StepReport
 
 METRICS_KEPT = 60
-"""Steps whose metrics are kept: as far back as the rules look."""
+"""Steps whose metrics are stored: as many as the rules look back."""
 MOST = 20
-"""Folders a run may have; a run that is in alarm for ever must not fill the disk."""
+"""Evidence folders of a run at most, so that a run in constant alarm does not fill the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,59 +39,59 @@ class _Step:
 
 
 class Evidence:
-    """The last steps, held so that they can be written when something is wrong with them."""
+    """The last steps, held in memory so that an alarm can write them to disk."""
 
     def __init__(self, directory: RunDirectory, steps: int) -> None:
         self.directory = directory
         self._steps: deque[_Step] = deque(maxlen=steps)
 
     def hold(self, report: StepReport) -> None:
-        """Remember a step; the oldest is let go."""
+        """Hold a step and drop the oldest one."""
         if self._steps.maxlen:
             groups = tuple(_without_routes(group) for group in report.groups)
-            # On the host: several steps of tables are memory that the next step may need on the device.
+            # On the host: the next step may need the device memory that these tensors occupy.
             tensors = {name: tensor.detach().cpu() for name, tensor in report.tensors.items()}
             self._steps.append(_Step(report.step, groups, tensors))
 
     def write(self, folder: Path, findings: Sequence[Finding]) -> Path | None:
-        """The folder, or None where the run wants none or has enough of them."""
-        if not self._steps.maxlen or (not folder.exists() and _count(folder.parent) >= MOST):
+        """Write the held steps and return the folder; None if evidence is off or the run has enough folders."""
+        if not self._steps.maxlen or (not folder.exists() and _count_entries(folder.parent) >= MOST):
             return None
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "finding.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
-            (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in self._recorded()))
+            (folder / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in self._last_step_lines()))
             for held in self._steps:
-                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", records(held.groups))
+                write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", rollout_records(held.groups))
                 tensors = {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}
                 save_file(tensors, folder / f"tensors-{held.step:06d}.safetensors")
         except OSError as error:
             raise RunDirectoryError(f"cannot write {folder}: {error.strerror or error}") from error
         return folder
 
-    def _recorded(self) -> list[bytes]:
-        """The last steps as the run recorded them, those from before it was resumed among them."""
-        found: list[bytes] = []
-        for line in reversed(self.directory.recorded.after(0).splitlines()):
-            if len(found) == METRICS_KEPT:
+    def _last_step_lines(self) -> list[bytes]:
+        """Return the lines of the last steps in metrics.jsonl, including steps before the run was resumed."""
+        lines: list[bytes] = []
+        for line in reversed(self.directory.metrics_file.after(0).splitlines()):
+            if len(lines) == METRICS_KEPT:
                 break
-            if (record := parsed(line)) is not None and record.get("kind") == "step":
-                found.append(line)
-        return found[::-1]
+            if (record := parse_line(line)) is not None and record.get("kind") == "step":
+                lines.append(line)
+        return lines[::-1]
 
     def forget(self) -> None:
-        """The run goes on from somewhere else."""
+        """Drop the held steps: the run continues from another checkpoint."""
         self._steps.clear()
 
 
 def _without_routes(group: Group) -> Group:
-    """Routes are large and the tensors of a step do not need them."""
+    """Copy a group without its expert routes, which are large and not needed as evidence."""
     if all(member.rollout.routes is None for member in group.members):
         return group
     members = tuple(replace(member, rollout=replace(member.rollout, routes=None)) for member in group.members)
     return replace(group, members=members)
 
 
-def _count(folder: Path) -> int:
+def _count_entries(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0

@@ -1,7 +1,6 @@
-"""A run in words: what stands out in its records, most important first. Standard library only.
+"""Explains a run in words: what stands out in its records, most important first. Standard library only.
 
-The rules are those of the watch, applied to the steps as they were recorded: the log of another trainer is explained by
-them too.
+It applies the rules of the health watch to recorded steps, so it also explains logs of other trainers.
 """
 
 import math
@@ -20,7 +19,7 @@ from legato.health.watch import Watch
 Record = Mapping[str, Any]
 
 STOPPED = "stopped by the health watch"
-"""How the reason begins of a run that an alarm ended."""
+"""Start of the recorded reason of a run that an alarm ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Diagnosis:
     causes: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
     first: int | None = None
-    """The step it began."""
+    """The step at which it began."""
     lasting: bool = False
     """Whether it still holds at the last step."""
 
@@ -45,7 +44,7 @@ class _Episode:
     words: str
     metric: str
     first: int
-    told: int
+    announced: int
     last: int
     steps: int = 1
     times: int = 1
@@ -60,74 +59,74 @@ def explain(
     checkpoints: Iterable[int] = (),
     lr: float | None = None,
 ) -> list[Diagnosis]:
-    """What the rules find, what was done about it, and what became of held-out accuracy; most important first.
+    """Return findings of the rules, recoveries and a fall of held-out accuracy, most important first.
 
-    `run` is what a command would name, `checkpoints` the steps it could take, `lr` the learning rate it was configured with.
+    `run`: the name to print in commands; `checkpoints`: steps that can be exported; `lr`: the configured learning rate.
     """
-    found = [
+    diagnoses = [
         *_by_rules(records, Watch(settled=settled, ignored=ignored)),
-        *_held_out(records, run, set(checkpoints)),
+        *_held_out_collapse(records, run, set(checkpoints)),
     ]
-    found += _recoveries(
-        records, lr, lost=_stopped(records) or any(each.level == "alarm" and each.lasting for each in found)
+    diagnoses += _recoveries(
+        records, lr, lost=_stopped_by_watch(records) or any(each.level == "alarm" and each.lasting for each in diagnoses)
     )
-    if not any(each.level == "alarm" for each in found) and not any(_lost(record) for record in records):
-        found += _still(records)
-    return ranked(found)
+    if not any(each.level == "alarm" for each in diagnoses) and not any(_is_alarm_or_recovery(record) for record in records):
+        diagnoses += _no_progress(records)
+    return rank(diagnoses)
 
 
-def _lost(record: Record) -> bool:
-    """Whether the watch recorded that the run was lost, perhaps in steps that were given up since."""
+def _is_alarm_or_recovery(record: Record) -> bool:
+    """Whether a record is an alarm or a recovery, perhaps of steps that were given up since."""
     return record.get("kind") == "recovery" or (record.get("kind") == "finding" and record.get("level") == "alarm")
 
 
 def recoveries_of(records: Iterable[Record]) -> list[Record]:
-    """The records of recoveries."""
+    """Return the recovery records."""
     return [record for record in records if record.get("kind") == "recovery"]
 
 
 def lr_scale(records: Iterable[Record]) -> float:
-    """What recoveries left on the configured learning rate; a resumed run keeps it."""
+    """Return the factor that recoveries left on the configured learning rate; a resumed run keeps it."""
     return float(([1.0] + [record.get("lr_scale", 1.0) for record in recoveries_of(records)])[-1])
 
 
-def ranked(found: Iterable[Diagnosis]) -> list[Diagnosis]:
-    """Alarms first; among equals what still holds, then what began first: the first sign is nearest to the cause."""
-    return sorted(found, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
+def rank(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
+    """Sort alarms first, then what still holds, then what began first: the first sign is nearest to the cause."""
+    return sorted(diagnoses, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
 
 
 def steps_of(records: Iterable[Record]) -> list[Record]:
-    """The records of steps."""
+    """Return the step records."""
     return [record for record in records if record.get("kind", "step") == "step"]
 
 
-def judged(records: Iterable[Record]) -> list[str]:
-    """The rules whose numbers the steps have: what the others would say is not known."""
-    there = _keys(steps_of(records))
-    named = [rule.name for rule in RULES if rule.test != "together" and not there.isdisjoint(rule.metrics)]
-    return named + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in named]
+def rules_with_metrics(records: Iterable[Record]) -> list[str]:
+    """Return the names of the rules whose metrics the steps contain."""
+    keys = _rule_keys(steps_of(records))
+    names = [rule.name for rule in RULES if rule.test != "together" and not keys.isdisjoint(rule.metrics)]
+    return names + [rule.name for rule in RULES if rule.test == "together" and rule.metrics[0] in names]
 
 
-def _keys(steps: Iterable[Record]) -> set[str]:
-    """What steps have, as rules name it."""
-    there = {key for record in steps for key in record}
-    return there | {f"{key.partition('@')[0]}@*" for key in there if "@" in key}
+def _rule_keys(steps: Iterable[Record]) -> set[str]:
+    """Return the metric keys of steps as rules name them ("key@*" for per-update keys)."""
+    keys = {key for record in steps for key in record}
+    return keys | {f"{key.partition('@')[0]}@*" for key in keys if "@" in key}
 
 
-def tested(records: Sequence[Record], settled: int = 0) -> list[str]:
-    """Those of the rules judged that had steps enough to hold."""
-    keys, rules = [_keys([record]) for record in steps_of(records)], {rule.name: rule for rule in RULES}
+def rules_with_enough_steps(records: Sequence[Record], settled: int = 0) -> list[str]:
+    """Return the names of the rules with metrics and with enough steps to hold."""
+    keys, rules = [_rule_keys([record]) for record in steps_of(records)], {rule.name: rule for rule in RULES}
 
     def enough(rule: Rule) -> bool:
         if rule.test == "together":
             return enough(rules[rule.metrics[0]])
-        return sum(not there.isdisjoint(rule.metrics) for there in keys) >= needed(rule, settled)
+        return sum(not there.isdisjoint(rule.metrics) for there in keys) >= steps_needed(rule, settled)
 
-    return [name for name in judged(records) if enough(rules[name])]
+    return [name for name in rules_with_metrics(records) if enough(rules[name])]
 
 
-def needed(rule: Rule, settled: int = 0) -> int:
-    """The fewest steps after which a rule can hold, if a number is ill; `together`: see the rule it names."""
+def steps_needed(rule: Rule, settled: int = 0) -> int:
+    """Return the fewest steps after which a rule can hold. For `together`, ask for the rule it names."""
     if rule.test == "of-start":
         return rule.window + rule.of + rule.hits - 1
     if rule.test == "of-best":
@@ -137,8 +136,8 @@ def needed(rule: Rule, settled: int = 0) -> int:
     return rule.hits
 
 
-def sparse(steps: Sequence[Record]) -> bool:
-    """Whether steps are missing between those recorded, as in a log of every tenth."""
+def has_gaps(steps: Sequence[Record]) -> bool:
+    """Whether steps are missing between the recorded ones, as in a log of every tenth step."""
     numbers = [int(record["step"]) for record in steps]
     return any(later - earlier > 1 for earlier, later in pairwise(numbers))
 
@@ -147,13 +146,13 @@ def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
     episodes = dict[str, _Episode]()
     rules = {rule.name: rule for rule in RULES}
     steps = steps_of(records)
-    some = sparse(steps)
+    some = has_gaps(steps)
     last = 0
-    # Counted by row, which is by step where every step is recorded: windows are of what is there, and a sign has its row.
+    # Rows are counted in place of steps, so that windows of a sparse log span recorded rows.
     start = int(steps[0]["step"]) if steps else 0
     for row, record in enumerate(steps, start=start):
         last = int(record["step"])
-        for finding in watch.see(row, record):
+        for finding in watch.observe(row, record):
             known = episodes.get(finding.rule)
             if known is None:
                 words = re.sub(r"(\d) steps\b", r"\1 logged steps", finding.words) if some else finding.words
@@ -161,19 +160,19 @@ def _by_rules(records: Sequence[Record], watch: Watch) -> list[Diagnosis]:
                 episodes[finding.rule] = _Episode(rules[finding.rule], words, finding.metric, first, last, last)
             else:
                 known.times += 1
-        for name, seen in watch.active.items():
-            if seen == row:
+        for name, last_held in watch.active.items():
+            if last_held == row:
                 episodes[name].last = last
-                episodes[name].steps += last != episodes[name].told
-    kept = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "finding" and r.get("evidence")}
-    return [_told(each, steps, last, kept.get(each.rule.name)) for each in episodes.values()]
+                episodes[name].steps += last != episodes[name].announced
+    folders = {str(r["rule"]): str(r["evidence"]) for r in records if r.get("kind") == "finding" and r.get("evidence")}
+    return [_diagnosis(each, steps, last, folders.get(each.rule.name)) for each in episodes.values()]
 
 
-def _told(episode: _Episode, steps: Sequence[Record], last: int, folder: str | None) -> Diagnosis:
+def _diagnosis(episode: _Episode, steps: Sequence[Record], last: int, folder: str | None) -> Diagnosis:
     rule = episode.rule
     again = f", in {episode.times} stretches" if episode.times > 1 else ""
-    when = f"first at step {episode.told} (signs from {episode.first}), last at step {episode.last}"
-    many = count(episode.steps, "row" if sparse(steps) else "step")
+    when = f"first at step {episode.announced} (signs from {episode.first}), last at step {episode.last}"
+    many = count(episode.steps, "row" if has_gaps(steps) else "step")
     evidence = [f"{when}: {many}{again}", *_course(steps, episode)]
     evidence += [f"rollouts, tensors and metrics of those steps: {folder}"] if folder else []
     return Diagnosis(
@@ -189,7 +188,7 @@ def _told(episode: _Episode, steps: Sequence[Record], last: int, folder: str | N
 
 
 def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
-    """The metric, and those that tell its causes apart, before, since and at the end."""
+    """Describe the rule's metrics before, during and at the end of an episode, a line each."""
     looked_at = () if episode.rule.test in ("together", "not-finite") else (episode.metric,)
     lines = []
     for key in (*looked_at, *episode.rule.beside):
@@ -201,33 +200,35 @@ def _course(steps: Sequence[Record], episode: _Episode) -> list[str]:
     return lines
 
 
-def _stopped(records: Iterable[Record]) -> bool:
-    """Whether the watch ended the run; where it was resumed, that end is no longer on record."""
+def _stopped_by_watch(records: Iterable[Record]) -> bool:
+    """Whether the watch ended the run. A resumed run has no such record any more."""
     ends = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
     return bool(ends) and ends[-1].startswith(STOPPED)
 
 
 def _recoveries(records: Sequence[Record], lr: float | None, *, lost: bool) -> list[Diagnosis]:
-    found = recoveries_of(records)
-    if not found:
+    recoveries = recoveries_of(records)
+    if not recoveries:
         return []
-    known = {rule.name: rule.causes for rule in RULES}
+    causes = {rule.name: rule.causes for rule in RULES}
     return [
         Diagnosis(
             name="recovered",
             level="warning",
-            says=f"The run was rolled back {count(len(found), 'time')} by the health watch"
+            says=f"The run was rolled back {count(len(recoveries), 'time')} by the health watch"
             + (", and was lost nevertheless." if lost else "."),
-            evidence=tuple(_with_folder(record) for record in found),
-            causes=tuple(dict.fromkeys(cause for record in found for cause in known.get(str(record.get("rule")), ()))),
-            tries=(_start_below if lost else _went_on_with)(lr, lr_scale(found), float(found[-1].get("clip_scale", 1.0))),
-            first=int(found[0]["step"]),
+            evidence=tuple(_recovery_sentence(record) for record in recoveries),
+            causes=tuple(dict.fromkeys(cause for record in recoveries for cause in causes.get(str(record.get("rule")), ()))),
+            tries=(_suggest_lower_settings if lost else _suggest_final_settings)(
+                lr, lr_scale(recoveries), float(recoveries[-1].get("clip_scale", 1.0))
+            ),
+            first=int(recoveries[0]["step"]),
         )
     ]
 
 
-def _went_on_with(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
-    """What the run was changed to, where that says how to start the next one."""
+def _suggest_final_settings(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
+    """Suggest starting the next run with the settings that the recovered run ended with."""
     rate = f"a learning rate times {scale:g}" if lr is None else f"training.lr = {lr * scale:g} ({lr:g} x {scale:g})"
     changed = [rate] if scale != 1 else []
     changed += [f"bounds of the clip times {clip_scale:g}"] if clip_scale != 1 else []
@@ -236,8 +237,8 @@ def _went_on_with(lr: float | None, scale: float, clip_scale: float) -> tuple[st
     return (f"start with {' and '.join(changed)}: that is what it went on with",)
 
 
-def _start_below(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
-    """What the run was changed to did not save it: that is a bound, and no advice."""
+def _suggest_lower_settings(lr: float | None, scale: float, clip_scale: float) -> tuple[str, ...]:
+    """Suggest settings below those the run was lost with."""
     if lr is None:
         below = f"start with less than half of the learning rate times {scale:g}: with that it was lost"
     else:
@@ -248,12 +249,12 @@ def _start_below(lr: float | None, scale: float, clip_scale: float) -> tuple[str
     return (below, *([f"bounds of the clip times {clip_scale:g} did not save it either"] if clip_scale != 1 else []))
 
 
-def _with_folder(record: Record) -> str:
+def _recovery_sentence(record: Record) -> str:
     folder = record.get("evidence")
     return str(record.get("words", "")) + (f" What was given up: {folder}." if folder else "")
 
 
-def _held_out(records: Sequence[Record], run: str, checkpoints: set[int]) -> list[Diagnosis]:
+def _held_out_collapse(records: Sequence[Record], run: str, checkpoints: set[int]) -> list[Diagnosis]:
     keys = ("eval/accuracy_sampled", "eval/accuracy_sampled_low", "eval/accuracy_sampled_high")
     evaluations = [
         record
@@ -264,10 +265,12 @@ def _held_out(records: Sequence[Record], run: str, checkpoints: set[int]) -> lis
     why = collapse([(value, low, high) for value, low, high in measured])
     if why is None:
         return []
-    kept = {int(each["step"]): float(each[keys[0]]) for each in evaluations if int(each["step"]) in checkpoints}
-    best = max(kept, key=lambda step: kept[step], default=None)
+    accuracies = {int(each["step"]): float(each[keys[0]]) for each in evaluations if int(each["step"]) in checkpoints}
+    best = max(accuracies, key=lambda step: accuracies[step], default=None)
     export = (
-        () if best is None else (f"take the best checkpoint: legato export {run} FOLDER --step {best} ({kept[best]:.1%})",)
+        ()
+        if best is None
+        else (f"take the best checkpoint: legato export {run} FOLDER --step {best} ({accuracies[best]:.1%})",)
     )
     return [
         Diagnosis(
@@ -282,8 +285,8 @@ def _held_out(records: Sequence[Record], run: str, checkpoints: set[int]) -> lis
     ]
 
 
-def _still(records: Sequence[Record]) -> list[Diagnosis]:
-    """A reward that did not move."""
+def _no_progress(records: Sequence[Record]) -> list[Diagnosis]:
+    """Return a note if the reward did not move between the first and the last fifth of the steps."""
     rewards = [value for record in steps_of(records) if (value := _finite(record, "reward/mean")) is not None]
     fifth = len(rewards) // 5
     if fifth < 10:

@@ -1,4 +1,4 @@
-"""Logs of other trainers as records of ours: trainer_state.json of TRL, JSON lines, CSV. Standard library only."""
+"""Reads logs of other trainers as Legato records: trainer_state.json of TRL, JSON lines, CSV. Standard library only."""
 
 import csv
 import io
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import InputError
-from legato.health.explain import judged
+from legato.health.explain import rules_with_metrics
 from legato.health.rules import RULES
 
 TRL: dict[str, str] = {
@@ -37,7 +37,7 @@ _READ = {
     if rule.test != "together"
     for key in (*rule.metrics, *rule.beside, *([] if rule.unless is None else rule.unless[:1]))
 } | set(TRL)
-"""Keys of ours that something is made of."""
+"""Keys that a rule or the explanation reads."""
 
 OPTIONS: dict[str, str] = {
     "training.lr": "learning_rate",
@@ -57,7 +57,7 @@ OPTIONS: dict[str, str] = {
     "aggregate = 'sequence-mean'": "loss_type = 'grpo'",
     "luspo": "loss_type = 'luspo'",
 }
-"""What advice calls by our names or by none, and the settings of TRL's GRPOConfig that do it."""
+"""Settings named in advice, with the settings of TRL's GRPOConfig that do the same."""
 
 _OPTION = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in sorted(OPTIONS, key=len, reverse=True)))
 
@@ -70,8 +70,8 @@ _PREFIX = "train/"
 _LARGEST = 500_000_000
 
 
-def find(path: Path) -> Path | None:
-    """The log in a file or folder that is none of our run directories; None where there is none."""
+def find_log(path: Path) -> Path | None:
+    """Return the log file at a path or in a folder of another trainer; None if there is none."""
     if path.is_file():
         return path
     direct = path / "trainer_state.json"
@@ -81,41 +81,41 @@ def find(path: Path) -> Path | None:
     return max(numbered, key=lambda p: int(p.parent.name.rpartition("-")[2]), default=None)
 
 
-def beside(sentence: str) -> str:
-    """A sentence with the settings of TRL after what it calls otherwise."""
-    return _OPTION.sub(lambda found: f"{found[0]} (TRL: {OPTIONS[found[0]]})", sentence)
+def add_trl_names(sentence: str) -> str:
+    """Add the TRL name after each setting in a sentence that TRL calls differently."""
+    return _OPTION.sub(lambda match: f"{match[0]} (TRL: {OPTIONS[match[0]]})", sentence)
 
 
-def read(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Step records in our keys. `columns` maps a key of ours to a column of the file.
+def read_log(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Read step records with Legato's keys. `columns` maps a key of Legato to a column of the file.
 
-    Lines of one step are one record, the last word on each number: some trainers log a step in several lines, and those that
-    were resumed log steps again.
+    Lines with the same step are merged; the last value wins. Some trainers log a step in several lines, and resumed ones
+    log steps again.
     """
-    given = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
-    mapping = {**TRL, **given}
+    given_columns = {key: column.removeprefix(_PREFIX) for key, column in (columns or {}).items()}
+    mapping = {**TRL, **given_columns}
     rows = [row for row in _rows(path) if row.get("kind") not in OURS]
     if not rows:
         raise InputError(f"{path} holds no step")
-    there = {str(name) for row in rows for name in row}
+    names = {str(name) for row in rows for name in row}
     for key, column in (columns or {}).items():
         if not _is_read(key):
             raise InputError(
                 f"--column {key}={column}: no rule reads {key!r}; those that are read: {', '.join(sorted(_READ))}"
             )
-        if not {given[key], _PREFIX + given[key]} & there:
+        if not {given_columns[key], _PREFIX + given_columns[key]} & names:
             raise InputError(
-                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(there)[:30])}"
+                f"--column {key}={column}: {path} has no column {column!r}; it has {', '.join(sorted(names)[:30])}"
             )
-    found: dict[int, dict[str, Any]] = {}
+    merged: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
         record = _record(row, number, mapping)
         if len(record) > 2:
-            found.setdefault(record["step"], {}).update(record)
-    records = [found[step] for step in sorted(found)]
-    if not judged(records):
+            merged.setdefault(record["step"], {}).update(record)
+    records = [merged[step] for step in sorted(merged)]
+    if not rules_with_metrics(records):
         raise InputError(
-            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(there)[:30])}; say which is which, as in"
+            f"{path}: no rule reads any of its columns, which are {', '.join(sorted(names)[:30])}; say which is which, as in"
             " --column reward/mean=COLUMN --column entropy/mean=COLUMN --column length/mean=COLUMN (all keys:"
             " docs/metrics.md)"
         )
@@ -134,7 +134,7 @@ def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
         if path.suffix == ".csv":
             return list(csv.DictReader(io.StringIO(text, newline="")))
         if path.suffix in (".jsonl", ".ndjson"):
-            # What stands after the last line break is still being written.
+            # The text after the last line break is still being written.
             lines = text[: text.rfind("\n") + 1].split("\n") if "\n" in text else [text]
             return [row for line in lines if line.strip() and isinstance(row := json.loads(line), dict)]
         tree = json.loads(text)
@@ -162,7 +162,7 @@ def _record(row: Mapping[str, Any], number: int, mapping: Mapping[str, str]) -> 
 
 
 def _number(value: Any) -> float | None:
-    """A number, NaN and infinity among them; None where there is none."""
+    """Return a value as a number (NaN and infinity included); None if it is not one."""
     if isinstance(value, bool) or value is None or value == "":
         return None
     try:

@@ -1,4 +1,4 @@
-"""A run taken back to an earlier checkpoint by its user: what came after leaves the record and is kept beside it.
+"""Going back to an earlier checkpoint at the user's request: later records are moved to a folder of their own.
 
 given-up/step-000060/       as far as the run had come
   metrics.jsonl             the lines after the checkpoint
@@ -13,12 +13,12 @@ from typing import Any
 
 from legato.errors import InputError
 from legato.records.directory import RunDirectory, unused_name
-from legato.records.lines import Lines, parsed, told
+from legato.records.lines import Lines, explain_os_errors, parse_line
 from legato.training import checkpoint
 
 
-def checkpoint_of(directory: RunDirectory, step: int) -> Path:
-    """The checkpoint of a step, whole."""
+def find_checkpoint(directory: RunDirectory, step: int) -> Path:
+    """Return the checkpoint folder of a step, after checking that it is whole."""
     folder = directory.checkpoint_path(step)
     if not folder.is_dir():
         there = ", ".join(map(str, directory.checkpoint_steps())) or "none"
@@ -27,27 +27,27 @@ def checkpoint_of(directory: RunDirectory, step: int) -> Path:
     return folder
 
 
-def recorded_at(directory: RunDirectory, memory: Mapping[str, Any]) -> dict[Lines, int]:
-    """How far each file of lines had come when the checkpoint with this memory was saved."""
-    health = memory.get("health", {}).get("position", 0)  # a run from before the health watch has none
-    return {directory.recorded: int(memory["metrics_position"]), directory.health: int(health)}
+def positions_at(directory: RunDirectory, state: Mapping[str, Any]) -> dict[Lines, int]:
+    """Return the byte position of each JSON-lines file when the checkpoint with this state was saved."""
+    health = state.get("health", {}).get("position", 0)  # a run from before the health watch has none
+    return {directory.metrics_file: int(state["metrics_position"]), directory.health: int(health)}
 
 
 def give_up(directory: RunDirectory, step: int, positions: Mapping[Lines, int]) -> Path | None:
-    """Move what came after the checkpoint of a step out of the way; None where nothing did. `positions`: `recorded_at` it.
+    """Move all that follows the checkpoint of `step` to given-up/; None if nothing does. `positions`: of `positions_at`.
 
     Lines are only copied: the run that is resumed cuts them off. Killed at any point, the run can be resumed, from this
     checkpoint or from the newest that is still there.
     """
     lines = {file: file.after(position) for file, position in positions.items()}
-    records = [parsed(line) or {} for line in lines[directory.recorded].splitlines()]
+    records = [parse_line(line) or {} for line in lines[directory.metrics_file].splitlines()]
     later = [each for each in directory.checkpoint_steps() if each > step]
     reached = max([step, *later, *(int(each["step"]) for each in records if each.get("kind") == "step")])
     if reached == step:
         return None
     parent, name = directory.path / "given-up", f"step-{reached:06d}"
     folder = parent / (unused_name(parent, name, 2) if (parent / name).exists() else name)
-    with told(folder, "write"):
+    with explain_os_errors(folder, "write"):
         folder.mkdir(parents=True)
         for file, data in lines.items():
             (folder / file.path.name).write_bytes(data)
@@ -63,6 +63,6 @@ def give_up(directory: RunDirectory, step: int, positions: Mapping[Lines, int]) 
 
 
 def _evidence(health: bytes) -> list[str]:
-    """The evidence that lines of health.jsonl speak of; what earlier lines speak of stays."""
-    records = [parsed(line) or {} for line in health.splitlines()]
+    """Return the evidence folders named in these lines of health.jsonl."""
+    records = [parse_line(line) or {} for line in health.splitlines()]
     return list(dict.fromkeys(str(each["evidence"]) for each in records if each.get("evidence")))

@@ -1,7 +1,7 @@
-"""Recovery: back to a healthy checkpoint, then on with something changed.
+"""Recovery: go back to a healthy checkpoint and continue with changed settings.
 
-A deterministic trainer that is only rolled back repeats what it was rolled back from, so a recovery always changes
-something: the learning rate, the clip, the problems. Weights keep their address: what is loaded is copied into them.
+A deterministic trainer that is only rolled back would repeat its failure, so a recovery always changes something: the
+learning rate, the clip or the problems. Weights keep their address: loaded values are copied into them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from legato.training.step import Trainer
 
 @runtime_checkable
 class RunningRun(Protocol):
-    """What a recovery reads and changes of the run it rolls back (`run/execute.py`)."""
+    """The parts of a run that a recovery reads and changes (`run/execute.py`)."""
 
     policy: Policy
     trainer: Trainer
@@ -39,30 +39,30 @@ class RunningRun(Protocol):
 
 
 class NoRecoveryError(Exception):
-    """Why a run cannot recover; the sentence that ends it."""
+    """The run cannot recover. The message is the reason with which the run ends."""
 
 
 def recover(execution: RunningRun, alarm: Finding) -> None:
-    """Roll the run back and change what `health.*` says; NoRecoveryError where that is not possible."""
+    """Roll the run back and change the settings that `health.*` names. NoRecoveryError if that is impossible."""
     health, trainer, directory = execution.health, execution.trainer, execution.directory
     options = health.options
     if len(health.recoveries) >= options.recoveries:
         raise NoRecoveryError(f"{alarm.words} The run has recovered {len(health.recoveries)} times, which is all it may.")
-    candidates = health.by_health(directory.checkpoint_steps(), alarm.step)
-    folder = _healthy(directory, candidates, alarm, health.watch.rules)
+    candidates = health.checkpoints_by_health(directory.checkpoint_steps(), alarm.step)
+    folder = _find_healthy_checkpoint(directory, candidates, alarm, health.watch.rules)
     failed, drawn = trainer.steps_done, trainer.source.drawn
     lr_scale, clip_scale = trainer.optimizer.scale * options.lr_factor, health.clip_scale * options.clip_factor
     earlier = list(health.recoveries)
-    memory = checkpoint.read_state(folder)
-    evidence = health.folder(alarm.step)
-    # First what a resumed run would begin from: a checkpoint must not be newer than the metrics it stands in.
+    state = checkpoint.read_state(folder)
+    evidence = health.evidence_folder(alarm.step)
+    # Checkpoints first: a run that is killed here must not resume from a checkpoint newer than its metrics.
     best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
-    _give_up(directory, int(memory["metrics_position"]), int(memory["trainer"]["steps_done"]), evidence)
-    restore(execution, folder, memory)
+    _set_aside_later_records(directory, int(state["metrics_position"]), int(state["trainer"]["steps_done"]), evidence)
+    restore(execution, folder, state)
     trainer.optimizer.scale = lr_scale
     skipped = drawn - trainer.source.drawn if options.skip_data else 0
     trainer.source.go_to(trainer.source.drawn + skipped)
-    done = {
+    recovery = {
         "step": trainer.steps_done,
         "from": failed,
         "rule": alarm.rule,
@@ -70,30 +70,32 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
         "clip_scale": clip_scale,
         "problems_skipped": skipped,
     }
-    health.recoveries = [*earlier, done]
+    health.recoveries = [*earlier, recovery]
     execution.tighten(clip_scale)
-    words = _words(done, len(health.recoveries), options.recoveries)
-    kept = {"evidence": evidence if evidence.is_dir() else None, "best": best}
-    where = {name: str(path.relative_to(directory.path)) for name, path in kept.items() if path is not None}
+    words = _describe(recovery, len(health.recoveries), options.recoveries)
+    folders = {"evidence": evidence if evidence.is_dir() else None, "best": best}
+    where = {name: str(path.relative_to(directory.path)) for name, path in folders.items() if path is not None}
     directory.health.append(
-        {"kind": "recovery", **done, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
+        {"kind": "recovery", **recovery, "words": f"{alarm.words} {words[0].upper()}{words[1:]}.", **where}, sync=True
     )
     health.say(words + ("" if best is None else f"; the best checkpoint, which is newer, stays as {best}"))
-    # Written again, with what was changed: a run that is killed now resumes into its recovery and not into its collapse.
+    # Save the changed settings: a run that is killed now resumes into its recovery and not into its collapse.
     execution.save_again()
 
 
-def restore(execution: RunningRun, folder: Path, memory: dict[str, Any]) -> None:
-    """Take a checkpoint into the objects of a run that is going on."""
+def restore(execution: RunningRun, folder: Path, state: dict[str, Any]) -> None:
+    """Load a checkpoint into the objects of a running run."""
     take_weights(execution.policy, folder / "model", execution.trust_remote_code)
-    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, memory)
+    checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, state)
     execution.trainer.load_sampler(checkpoint.sampler_state(folder))
-    execution.remember(memory)
+    execution.remember(state)
     execution.health.evidence.forget()
 
 
-def _healthy(directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]) -> Path:
-    """The first candidate that is whole and was not in alarm itself."""
+def _find_healthy_checkpoint(
+    directory: RunDirectory, candidates: Sequence[int], alarm: Finding, rules: Sequence[Rule]
+) -> Path:
+    """Return the first candidate folder that is whole and was not itself saved during an alarm."""
     for step in candidates:
         folder = directory.checkpoint_path(step)
         try:
@@ -106,20 +108,20 @@ def _healthy(directory: RunDirectory, candidates: Sequence[int], alarm: Finding,
 
 
 def _in_alarm(folder: Path, rules: Sequence[Rule]) -> bool:
-    """Whether an alarm held when a checkpoint was saved: what is resumed from it would only go on in it."""
-    memory = checkpoint.read_state(folder).get("health")
-    if not memory:
+    """Whether an alarm held when the checkpoint was saved. A run resumed from it would still be in alarm."""
+    state = checkpoint.read_state(folder).get("health")
+    if not state:
         return False
     watch = Watch(rules)
-    watch.load(memory["watch"])
+    watch.load(state["watch"])
     return bool(watch.alarms())
 
 
-def _give_up(directory: RunDirectory, position: int, step: int, folder: Path) -> None:
-    """What was written after a step leaves the record, so that a step stands there once; the evidence has it."""
+def _set_aside_later_records(directory: RunDirectory, position: int, step: int, folder: Path) -> None:
+    """Move metrics and rollouts after `step` to the evidence folder, or delete them, so that each step is recorded once."""
     if folder.is_dir():
-        (folder / "abandoned.jsonl").write_bytes(directory.recorded.after(position))
-    directory.recorded.truncate(position)
+        (folder / "abandoned.jsonl").write_bytes(directory.metrics_file.after(position))
+    directory.metrics_file.truncate(position)
     for later in [each for each in directory.rollout_steps() if each > step]:
         path = directory.rollouts_path(later)
         if folder.is_dir():
@@ -128,8 +130,8 @@ def _give_up(directory: RunDirectory, position: int, step: int, folder: Path) ->
             path.unlink()
 
 
-def _words(done: Mapping[str, Any], number: int, most: int) -> str:
-    changes = [f"learning rate x {done['lr_scale']:g}"]
-    changes += [f"clip x {done['clip_scale']:g}"] if done["clip_scale"] != 1 else []
-    changes += [f"{done['problems_skipped']} problems skipped"] if done["problems_skipped"] else []
-    return f"recovery {number} of {most}: back from step {done['from']} to step {done['step']}, {', '.join(changes)}"
+def _describe(recovery: Mapping[str, Any], number: int, most: int) -> str:
+    changes = [f"learning rate x {recovery['lr_scale']:g}"]
+    changes += [f"clip x {recovery['clip_scale']:g}"] if recovery["clip_scale"] != 1 else []
+    changes += [f"{recovery['problems_skipped']} problems skipped"] if recovery["problems_skipped"] else []
+    return f"recovery {number} of {most}: back from step {recovery['from']} to step {recovery['step']}, {', '.join(changes)}"

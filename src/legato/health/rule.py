@@ -1,11 +1,11 @@
-"""What a rule of the health watch is; the rules, thresholds and all, are in `rules.toml`. Standard library only."""
+"""The classes of rules and findings of the health watch; the rules are in `rules.toml`. Standard library only."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["note", "warning", "alarm"]
 LEVELS: tuple[Level, ...] = ("note", "warning", "alarm")
-"""A note is worth knowing, a warning worth a look, an alarm says that the run is lost if nothing is done."""
+"""note: worth knowing. warning: worth a look. alarm: the run is lost if nothing is done."""
 
 Test = Literal["above", "below", "times", "share", "rises", "falls", "of-best", "of-start", "not-finite", "together"]
 
@@ -13,10 +13,10 @@ AVERAGING = ("rises", "falls", "of-best", "of-start")
 """Tests of the mean of the last `of` steps; the others count the steps that pass among them."""
 
 COMPARING = ("times", "share", "rises", "falls", "of-best", "of-start")
-"""Tests against what was before."""
+"""Tests that compare with earlier steps."""
 
 LATER = tuple(test for test in COMPARING if test != "of-start")
-"""Those that begin when the learning rate has warmed up."""
+"""Comparing tests that begin after learning-rate warm-up."""
 
 TESTS: dict[str, str] = {
     "above": "above the threshold",
@@ -34,7 +34,7 @@ TESTS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that can be wrong with a run."""
+    """One test of a run's metrics, with its advice."""
 
     name: str
     family: str
@@ -69,7 +69,7 @@ class Rule:
 
     @property
     def test_in_words(self) -> str:
-        """Metric and test, for people."""
+        """The metric and the test as a sentence."""
         if self.test == "together":
             return f"`{self.metrics[0]}` and a warning of another family within {self.window} steps"
         looked_at = " or ".join(f"`{metric}`" for metric in self.metrics)
@@ -81,19 +81,19 @@ class Rule:
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
             also += f" and (> {self.beyond:g} x the largest of them or > {self.far:g} x the median)" if self.beyond else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
-            said = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
+            words = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test in ("of-best", "of-start"):
             best = f"its best mean of {self.window}" if self.test == "of-best" else f"that of the first {self.window}"
-            said = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
-            said += f", {self.hits} steps in a row" if self.hits > 1 else ""
+            words = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
+            words += f", {self.hits} steps in a row" if self.hits > 1 else ""
         else:
             side = ">" if self.test == "rises" else "<"
-            said = (
+            words = (
                 f"mean of {self.of} steps of {looked_at} {side} mean of the {self.window} before by {self.threshold:g}"
                 f" standard errors and by {self.least:.0%} of it"
             )
-        said += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
-        return said + (f", unless `{self.under}` holds" if self.under else "")
+        words += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
+        return words + (f", unless `{self.under}` holds" if self.under else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,8 @@ def document() -> str:
     for rule in RULES:
         lines.append(f"| `{rule.name}` | {rule.level} | {rule.test_in_words} |")
     for rule in RULES:
-        given = {"value": "X", "share": "X", "usual": "Y", "usual_share": "Y"}
-        says = rule.says.format(**given, threshold=rule.threshold, of=rule.of, window=rule.window)
+        placeholders = {"value": "X", "share": "X", "usual": "Y", "usual_share": "Y"}
+        says = rule.says.format(**placeholders, threshold=rule.threshold, of=rule.of, window=rule.window)
         lines += ["", f"## {rule.name}", "", says, ""]
         lines.append(f"Likely causes: {'; '.join(rule.causes)}. What to try: {'; '.join(rule.tries)}.")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""The watch: the metrics of one step after another in, findings out. Plain numbers on the host, nothing of the device.
+"""The health watch: reads the metrics of each step and returns findings. Works on plain numbers on the host.
 
-Its state is what a checkpoint holds of it: with it, a resumed run finds what the straight one finds, and with `renew` also
-the alarms that held when it was saved.
+A checkpoint stores the state of the watch, so a resumed run finds what an uninterrupted run finds. After `renew` the watch
+also reports the alarms that held when the checkpoint was saved.
 """
 
 import math
@@ -13,18 +13,18 @@ from legato.health.rule import AVERAGING, LATER, LEVELS, Finding, Rule
 from legato.health.rules import RULES
 
 REST = 20
-"""A rule that held is told again only after so many steps in which it did not."""
+"""A rule is reported again only after this many steps in which it did not hold."""
 
 CHANCE = 5.0
-"""Standard errors by which a mean must be below the best for that to be no chance: half of a reward of a few per cent is one
-lucky problem, and where a reward may be negative half of it is nothing at all."""
+"""Standard errors by which a mean must lie below the best one to count. Half of a reward of a few per cent is one lucky
+problem, and half of a reward that may be negative means nothing."""
 
 Judged = tuple[bool, float | None, float | None]
-"""Whether a step passes the test of a rule, the value looked at, and what it was compared with."""
+"""Whether a step passes the test of a rule, the tested value, and the value it was compared with."""
 
 
 class Watch:
-    """Applies rules. `settled` steps at the start (the learning rate warms up) do not count as usual."""
+    """Applies the rules. The first `settled` steps (learning-rate warm-up) do not count as usual values."""
 
     def __init__(self, rules: Sequence[Rule] = RULES, *, settled: int = 0, ignored: Iterable[str] = ()) -> None:
         left_out = set(ignored)
@@ -34,7 +34,7 @@ class Watch:
         compared = (rule for rule in self.rules if rule.test in LATER)
         self._watched = sorted({metric for rule in compared for metric in rule.metrics})
         self.history: dict[str, list[float | None]] = {}
-        """The last values of what is compared with its past; None where a step had none."""
+        """The last values of each metric that a rule compares with its past; None if a step lacks the metric."""
         self.best: dict[str, float] = {}
         """The best mean over a window so far, by rule."""
         self.spread: dict[str, float] = {}
@@ -42,43 +42,43 @@ class Watch:
         self.start: dict[str, list[float]] = {}
         """The first values of the run and the last ones, by rule that compares them."""
         self._without_start: set[str] = set()
-        """Such rules whose first values nobody kept: another beginning would be none."""
+        """Rules of `start` whose first values were not stored. Later values cannot replace them."""
         self.hits: dict[str, list[bool]] = {}
         """Which of the last steps passed the test, by rule."""
         self.active: dict[str, int] = {}
-        """Rules that hold and the last step they did."""
+        """The rules that hold, with the last step at which they held."""
         self.since: dict[str, int] = {}
-        """The first of the steps that made them hold."""
+        """By active rule, the first step that made it hold."""
         self.last = 0
-        """The last step that was seen."""
+        """The last step observed."""
         self._renewed: set[str] = set()
-        """Rules that are told again with the next step that has them, if they do not rest before."""
+        """Rules that are reported again at the next step at which they hold, unless they end first."""
 
-    def see(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
-        """Look at a step; the rules that begin to hold with it."""
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+        """Read the metrics of a step and return the rules that begin to hold with it."""
         self.last = step
         if step > self.settled:
             for key in self._watched:
                 held = self.history.setdefault(key, [])
                 held.append(_number(metrics, key))
                 del held[: -self._length]
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for rule in self.rules:
             passed, value, usual, metric = self._judge(rule, step, metrics)
             if self._holds(rule, passed):
                 began = rule.name not in self.active
                 self.active[rule.name] = step
                 if began:
-                    self.since[rule.name] = self._began(rule, step)
+                    self.since[rule.name] = self._first_sign(rule, step)
                 if began or rule.name in self._renewed:
                     self._renewed.discard(rule.name)
-                    found.append(self._finding(rule, step, metric, value, usual))
+                    findings.append(self._finding(rule, step, metric, value, usual))
             elif rule.name in self.active and step - self.active[rule.name] >= REST:
                 del self.active[rule.name], self.since[rule.name]
                 self._renewed.discard(rule.name)
-        return found
+        return findings
 
-    def _began(self, rule: Rule, step: int) -> int:
+    def _first_sign(self, rule: Rule, step: int) -> int:
         if rule.test in AVERAGING:
             return step - rule.of - rule.hits + 2
         held = self.hits[rule.name]
@@ -92,7 +92,7 @@ class Watch:
 
     def _judge(self, rule: Rule, step: int, metrics: Mapping[str, Any]) -> tuple[bool, float | None, float | None, str]:
         if rule.test == "together":
-            return (*self._together(rule, step), rule.metrics[0])
+            return (*self._test_together(rule, step), rule.metrics[0])
         metric = next((key for key in rule.metrics if _present(metrics, key)), None)
         if metric is None:
             return False, None, None, rule.metrics[0]
@@ -101,24 +101,24 @@ class Watch:
         value = _number(metrics, metric)
         if value is None:
             return False, None, None, metric
-        passed, value, usual = self._compared(rule, metric, value)
+        passed, value, usual = self._compare(rule, metric, value)
         passed = passed and self.active.get(rule.under) != step
         if rule.unless is not None and (excuse := _number(metrics, rule.unless[0])) is not None:
             passed = passed and excuse <= rule.unless[1]
         return passed, value, usual, metric
 
-    def _compared(self, rule: Rule, metric: str, value: float) -> Judged:
+    def _compare(self, rule: Rule, metric: str, value: float) -> Judged:
         if rule.test == "above":
             return value > rule.threshold, value, None
         if rule.test == "below":
             return value < rule.threshold, value, None
         if rule.test == "of-start":
-            return self._of_start(rule, value)
+            return self._test_of_start(rule, value)
         held = self.history.get(metric, [])
         before = [each for each in held[: -rule.of][-rule.window :] if each is not None]
         recent = [each for each in held[-rule.of :] if each is not None]
         if rule.test == "of-best":
-            return self._of_best(rule, before, recent)
+            return self._test_of_best(rule, before, recent)
         if len(before) < max(2, rule.window // 2) or not recent:
             return False, value, None
         if rule.test in ("times", "share"):
@@ -127,17 +127,17 @@ class Watch:
                 new = value > rule.beyond * max(before) or 0 < rule.far * usual < value
                 return new and value > max(rule.threshold * usual, rule.least), value, usual
             return value < rule.threshold * usual and usual > rule.least, value, usual
-        return _moved(rule, before, recent)
+        return _has_moved(rule, before, recent)
 
-    def _of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+    def _test_of_best(self, rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
         if len(before) >= rule.window and (usual := statistics.fmean(before)) > self.best.get(rule.name, -math.inf):
             self.best[rule.name], self.spread[rule.name] = usual, statistics.stdev(before)
         best = self.best.get(rule.name)
         if best is None or len(recent) < rule.of:
             return False, None, best
-        return _lost(rule, recent, best, self.spread.get(rule.name, 0.0))
+        return _has_fallen(rule, recent, best, self.spread.get(rule.name, 0.0))
 
-    def _of_start(self, rule: Rule, value: float) -> Judged:
+    def _test_of_start(self, rule: Rule, value: float) -> Judged:
         if rule.name in self._without_start:
             return False, None, None
         held = self.start.setdefault(rule.name, [])
@@ -146,9 +146,9 @@ class Watch:
         first, recent = held[: rule.window], held[rule.window :]
         if len(recent) < rule.of:
             return False, None, None
-        return _lost(rule, recent, statistics.fmean(first), statistics.stdev(first))
+        return _has_fallen(rule, recent, statistics.fmean(first), statistics.stdev(first))
 
-    def _together(self, rule: Rule, step: int) -> Judged:
+    def _test_together(self, rule: Rule, step: int) -> Judged:
         first = next((each for each in self.rules if each.name == rule.metrics[0]), None)
         if first is None:
             return False, None, None
@@ -161,11 +161,11 @@ class Watch:
         return recent and bool(families - {first.family}), None, None
 
     def _finding(self, rule: Rule, step: int, metric: str, value: float | None, usual: float | None) -> Finding:
-        given = {
-            "value": _shown(value),
-            "usual": _shown(usual),
-            "share": _share(value),
-            "usual_share": _share(usual),
+        fields = {
+            "value": _format(value),
+            "usual": _format(usual),
+            "share": _percent(value),
+            "usual_share": _percent(usual),
             "threshold": f"{rule.threshold:g}",
             "of": rule.of,
             "window": rule.window,
@@ -179,22 +179,22 @@ class Watch:
             metric=metric,
             value=value,
             usual=usual,
-            words=rule.says.format(**given),
+            words=rule.says.format(**fields),
         )
 
     def alarms(self) -> set[str]:
-        """The alarms that held at the last step."""
+        """Return the alarms that held at the last step."""
         return {each.name for each in self.rules if each.level == "alarm" and self.active.get(each.name) == self.last}
 
     def renew(self, answered: Iterable[str] = ()) -> None:
-        """Tell those alarms once more when they are met again: whoever goes on from here may not have acted on them.
+        """Report the current alarms once more when they hold again, since the resumed run has not acted on them.
 
-        `answered`: on these somebody did.
+        Alarms in `answered` were acted on and stay silent.
         """
         self._renewed = (self._renewed | self.alarms()) - set(answered)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """Return the state that a checkpoint stores."""
         return {
             "history": {key: list(values) for key, values in self.history.items()},
             "best": dict(self.best),
@@ -208,7 +208,7 @@ class Watch:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave, of the rules there are: some may be ignored now, or be called otherwise."""
+        """Restore what `state` returned. Rules that are ignored now or were renamed are left out."""
         known = {rule.name for rule in self.rules}
         self.history = {key: list(values) for key, values in state["history"].items()}
         self.best, self.spread, self.active, self.since = (
@@ -220,18 +220,18 @@ class Watch:
         )
         self._renewed = {name for name in state.get("renewed", ()) if name in known}
         self.last = int(state.get("last", max(self.active.values(), default=0)))
-        # Kept by another version, or while the rule was ignored.
+        # Saved by another version, or while the rule was ignored.
         missed = {rule.name for rule in self.rules if rule.test == "of-start" and rule.name not in self.start}
         self._without_start = missed if state["hits"] else set()
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:
-    """The gravest of them, the first of equals."""
+    """Return the gravest finding; the first among equals, None if there is none."""
     return max(findings, key=lambda finding: LEVELS.index(finding.level), default=None)
 
 
-def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
-    """Whether the mean of the last steps is away from that of those before by more than chance and more than a little."""
+def _has_moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judged:
+    """Whether the mean of `recent` differs from the mean of `before` by more than chance and by more than `rule.least`."""
     mean, usual = statistics.fmean(recent), statistics.fmean(before)
     error = statistics.stdev(before) * math.sqrt(1 / len(recent) + 1 / len(before))
     change = mean - usual if rule.test == "rises" else usual - mean
@@ -239,8 +239,8 @@ def _moved(rule: Rule, before: Sequence[float], recent: Sequence[float]) -> Judg
     return enough, mean, usual
 
 
-def _lost(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
-    """Whether the mean of the last steps is below a share of what it was, by more than chance."""
+def _has_fallen(rule: Rule, recent: Sequence[float], usual: float, spread: float) -> Judged:
+    """Whether the mean of `recent` is below `rule.threshold` times `usual`, by more than chance."""
     mean, error = statistics.fmean(recent), spread * math.sqrt(1 / rule.of + 1 / rule.window)
     return usual > 0 and mean < rule.threshold * usual and usual - mean > CHANCE * error, mean, usual
 
@@ -252,19 +252,19 @@ def _present(metrics: Mapping[str, Any], key: str) -> bool:
 
 
 def _number(metrics: Mapping[str, Any], key: str) -> float | None:
-    """A finite number, or None."""
+    """Return the metric if it is a finite number, else None. A key that ends in "@*": the largest over updates."""
     if key.endswith("@*"):
-        found = [_number(metrics, each) for each in metrics if each.startswith(key[:-1])]
-        return max((each for each in found if each is not None), default=None)
+        values = [_number(metrics, each) for each in metrics if each.startswith(key[:-1])]
+        return max((each for each in values if each is not None), default=None)
     value = metrics.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _share(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.3g}%"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
-from legato.lab.bed import Say, target_of
-from legato.lab.sweep import LOOK, Arm, Course, arms, course, looked, trained
+from legato.lab.recorder import Say, target_of
+from legato.lab.sweep import LOOK, Arm, Course, arms, course, inspect_run, train_arms
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
 from legato.records.directory import RunDirectory
@@ -23,8 +23,8 @@ _DILUTED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What an arm came to, over its seeds."""
+class ArmResult:
+    """Results of an arm over its seeds."""
 
     arm: Arm
     courses: tuple[Course, ...]
@@ -53,23 +53,23 @@ def clipping(
     parallel: int,
     say: Say,
 ) -> Account:
-    """Train all arms (or go on where that was stopped), look at each, and tell."""
+    """Train all arms (or continue a stopped sweep), measure each, and return the report."""
     listed = arms(epsilons)
-    results = trained(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
-    found = [_found(arm, results, folder, seeds, say) for arm in listed]
+    results = train_arms(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
+    measured = [_arm_result(arm, results, folder, seeds, say) for arm in listed]
     # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
     config = target_of(words).resolved.config
-    return account(found, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
+    return account(measured, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
 
 
-def _found(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> Found:
+def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> ArmResult:
     runs = [run for run in results["runs"] if run["arm"] == arm.name]
     paths = {run["seed"]: folder / "sweep" / "runs" / run["name"] for run in runs if run["status"] in ("done", "collapsed")}
     scores = [run["score"] for run in runs if run["score"] is not None]
     starts = [run["start"] for run in runs if run["start"] is not None]
     first = paths.get(seeds[0])
-    look = {} if first is None else looked(first, folder / "looks" / f"{first.name}.json", say)
-    return Found(
+    look = {} if first is None else inspect_run(first, folder / "looks" / f"{first.name}.json", say)
+    return ArmResult(
         arm=arm,
         courses=tuple(course(RunDirectory.open(path).metrics(), arm) for path in paths.values()),
         accuracy=sum(scores) / len(scores) if scores else math.nan,
@@ -79,9 +79,9 @@ def _found(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[i
     )
 
 
-def account(found: Sequence[Found], results: Mapping[str, Any]) -> Account:
-    """The page of a sweep."""
-    sweep = [each for each in found if each.arm.name.startswith("sequence-")]
+def account(measured: Sequence[ArmResult], results: Mapping[str, Any]) -> Account:
+    """Build the report of a sweep."""
+    sweep = [each for each in measured if each.arm.name.startswith("sequence-")]
     steps = max((run["steps"] for run in results["runs"]), default=0)
     return Account(
         name="clipping",
@@ -96,25 +96,25 @@ def account(found: Sequence[Found], results: Mapping[str, Any]) -> Account:
             "steps": str(steps),
             "seeds": ", ".join(map(str, results["seeds"])),
         },
-        sentences=[*_sentences(found, sweep), *([_DILUTED] if results.get("load_balance") else [])],
-        checks=_checks(found, sweep),
-        sheets=[_main(found), _updates(found), _quintiles(found), _granularity(found)],
-        figures=_figures(found, sweep),
-        data={"arms": [_told(each) for each in found]},
+        sentences=[*_sentences(measured, sweep), *([_DILUTED] if results.get("load_balance") else [])],
+        checks=_checks(measured, sweep),
+        sheets=[_main(measured), _updates(measured), _quintiles(measured), _granularity(measured)],
+        figures=_figures(measured, sweep),
+        data={"arms": [_arm_data(each) for each in measured]},
     )
 
 
-def _named(found: Sequence[Found], name: str) -> Found | None:
-    return next((each for each in found if each.arm.name == name), None)
+def _find_arm(measured: Sequence[ArmResult], name: str) -> ArmResult | None:
+    return next((each for each in measured if each.arm.name == name), None)
 
 
-def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
-    said = []
-    gspo, grpo = _named(found, "gspo"), _named(found, "grpo")
+def _sentences(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[str]:
+    sentences = []
+    gspo, grpo = _find_arm(measured, "gspo"), _find_arm(measured, "grpo")
     if gspo is not None and grpo is not None:
         more, less = gspo.mean("clipped_tokens"), grpo.mean("clipped_tokens")
         times = f"{more / less:.0f} times as many" if less > 0 else "while GRPO clipped none"
-        said.append(
+        sentences.append(
             f"GSPO as published left {more:.1%} of the tokens without a gradient, GRPO {less:.3%}: {times}. The reward went"
             f" from {gspo.mean('reward_start'):.2f} in the first fifth of the run to {gspo.mean('reward'):.2f} in the last"
             f" with GSPO, from {grpo.mean('reward_start'):.2f} to {grpo.mean('reward'):.2f} with GRPO; held-out accuracy"
@@ -122,7 +122,7 @@ def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
         )
     if sweep:
         off = max(sweep, key=lambda each: abs(each.mean("clipped") - each.mean("predicted")))
-        said += [
+        sentences += [
             "Clipped after the first update of a step, measured (and predicted): "
             + ", ".join(f"{e.arm.low:g}: {e.mean('clipped'):.1%} ({e.mean('predicted'):.1%})" for e in sweep)
             + ".",
@@ -133,41 +133,41 @@ def _sentences(found: Sequence[Found], sweep: Sequence[Found]) -> list[str]:
             f" {sweep[-1].mean('clipped'):.2%} of the responses.",
         ]
         best, worst = max(sweep, key=lambda e: e.mean("reward")), min(sweep, key=lambda e: e.mean("reward"))
-        said.append(
+        sentences.append(
             f"Reward at the end was highest at {best.arm.low:g} ({best.mean('reward'):.2f}) and lowest at {worst.arm.low:g}"
             f" ({worst.mean('reward'):.2f}); drift (k3) went from {min(e.mean('k3') for e in sweep):.2g} to"
             f" {max(e.mean('k3') for e in sweep):.2g}."
         )
         seeds = len(sweep[0].courses)
         if seeds < 3:
-            said.append(f"{seeds} seed(s): differences of reward of a few hundredths say nothing. --seeds gives more.")
-    return said
+            sentences.append(f"{seeds} seed(s): differences of reward of a few hundredths say nothing. --seeds gives more.")
+    return sentences
 
 
-def _checks(found: Sequence[Found], sweep: Sequence[Found]) -> list[Check]:
-    made = [
+def _checks(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Check]:
+    checks = [
         Check(what=f"clipped at epsilon {each.arm.low:g}", expected=_known(each.mean("predicted")),
               measured=_known(each.mean("clipped")), tolerance=TOLERANCE, source="normal log s of the measured spread")
         for each in sweep
     ]  # fmt: skip
-    firsts = [by[0] for each in found if (by := each.by_update())]
+    firsts = [by[0] for each in measured if (by := each.by_update())]
     if firsts:
-        made.append(
+        checks.append(
             Check(what="clipped in the first update of a step, any arm", expected=0.0, measured=max(firsts), tolerance=0)
         )
     if sweep:
-        made.append(
+        checks.append(
             Check(what=f"clipped at the narrowest band, {sweep[0].arm.low:g}", expected=0.5,
                   measured=_known(sweep[0].mean("clipped")), tolerance=TOLERANCE, source="one half, not all")
         )  # fmt: skip
-    return made
+    return checks
 
 
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _main(found: Sequence[Found]) -> Sheet:
+def _main(measured: Sequence[ArmResult]) -> Sheet:
     rows = tuple(
         (
             each.arm.name,
@@ -180,7 +180,7 @@ def _main(found: Sequence[Found]) -> Sheet:
             *(_known(each.mean(key)) for key in ("k3", "spread", "furthest", "gradient", "entropy", "length")),
             each.collapsed,
         )
-        for each in found
+        for each in measured
     )
     return Sheet(
         name="sweep",
@@ -195,9 +195,9 @@ def _main(found: Sequence[Found]) -> Sheet:
     )  # fmt: skip
 
 
-def _updates(found: Sequence[Found]) -> Sheet:
-    width = max((len(each.by_update()) for each in found), default=0)
-    rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in found)
+def _updates(measured: Sequence[ArmResult]) -> Sheet:
+    width = max((len(each.by_update()) for each in measured), default=0)
+    rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in measured)
     headings = tuple(f"update {number + 1}" for number in range(width))
     return Sheet(
         name="by-update",
@@ -209,12 +209,12 @@ def _updates(found: Sequence[Found]) -> Sheet:
     )
 
 
-def _quintiles(found: Sequence[Found]) -> Sheet:
+def _quintiles(measured: Sequence[ArmResult]) -> Sheet:
     rows = list[tuple[Value, ...]]()
-    for each in found:
+    for each in measured:
         if each.arm.algorithm == "gspo" and each.quintiles:
             rows.append((each.arm.name, *(q["clipped"] for q in each.quintiles)))
-    known = next((each.quintiles for each in found if each.quintiles), ())
+    known = next((each.quintiles for each in measured if each.quintiles), ())
     headings = tuple(f"fifth {number + 1}" for number in range(len(known)))
     lengths = ", ".join(f"{q['shortest']} to {q['longest']}" for q in known)
     return Sheet(
@@ -228,10 +228,10 @@ def _quintiles(found: Sequence[Found]) -> Sheet:
     )
 
 
-def _granularity(found: Sequence[Found]) -> Sheet:
+def _granularity(measured: Sequence[ArmResult]) -> Sheet:
     rows = []
-    for token in (each for each in found if each.arm.algorithm == "grpo"):
-        other = _named(found, f"sequence-{token.arm.low:g}")
+    for token in (each for each in measured if each.arm.algorithm == "grpo"):
+        other = _find_arm(measured, f"sequence-{token.arm.low:g}")
         if other is None:
             continue
         for word, each in (("sequence", other), ("token", token)):
@@ -251,10 +251,10 @@ def _log(title: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": title}, "type": "log", "exponentformat": "power"}}
 
 
-def _figures(found: Sequence[Found], sweep: Sequence[Found]) -> list[Figure]:
+def _figures(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Figure]:
     x = [each.arm.low for each in sweep]
     spread = [each.mean("spread") for each in sweep if math.isfinite(each.mean("spread"))]
-    made: list[Figure | None] = []
+    drawn: list[Figure | None] = []
     if spread:
         typical = sorted(spread)[len(spread) // 2]
         fine = [10 ** (-6 + 5.5 * place / 80) for place in range(81)]
@@ -265,7 +265,7 @@ def _figures(found: Sequence[Found], sweep: Sequence[Found]) -> list[Figure]:
             _points(sweep, "clipped", "measured", BLUE),
         ]
         caption = "Responses with an advantage, updates after the first of a step. One half is the limit, not all."
-        made.append(
+        drawn.append(
             figure("Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log("epsilon"), wide=True)
         )
     for title, key, colour in (("Reward against epsilon", "reward", GREEN), ("Drift against epsilon", "k3", VIOLET)):
@@ -273,8 +273,8 @@ def _figures(found: Sequence[Found], sweep: Sequence[Found]) -> list[Figure]:
             {"type": "log", "exponentformat": "power"} if key == "k3" else {"rangemode": "tozero"}
         )
         caption = "Mean reward of the last fifth of the run." if key == "reward" else "k3 between old and new policy, mean."
-        made.append(figure(title, caption, [_points(sweep, key, key, colour)], _log("epsilon") | {"yaxis": axis}))
-    chosen = [each for each in found if each.by_update()]
+        drawn.append(figure(title, caption, [_points(sweep, key, key, colour)], _log("epsilon") | {"yaxis": axis}))
+    chosen = [each for each in measured if each.by_update()]
     updates = [
         line(
             [float(n + 1) for n in range(len(each.by_update()))], each.by_update(), each.arm.name, UPDATES[i % len(UPDATES)]
@@ -282,51 +282,51 @@ def _figures(found: Sequence[Found], sweep: Sequence[Found]) -> list[Figure]:
         for i, each in enumerate(chosen)
     ]
     at = {"xaxis": {"title": {"text": "update within the step"}}}
-    made.append(
+    drawn.append(
         figure("Clipped by update index", "Responses clipped as a whole.", updates, shares("clipped", whole=False) | at)
     )
-    made.append(_by_length(found))
-    made.append(_learning(found, x))
-    return [each for each in made if each is not None]
+    drawn.append(_by_length(measured))
+    drawn.append(_learning(measured, x))
+    return [each for each in drawn if each is not None]
 
 
-def _points(sweep: Sequence[Found], key: str, name: str, colour: str) -> Trace:
+def _points(sweep: Sequence[ArmResult], key: str, name: str, colour: str) -> Trace:
     known = [(each.arm.low, value) for each in sweep if math.isfinite(value := each.mean(key))]
     drawn = line([a for a, _ in known], [b for _, b in known], name, colour)
     return drawn | {"mode": "lines+markers", "marker": {"color": colour, "size": 9}}
 
 
-def _by_length(found: Sequence[Found]) -> Figure | None:
+def _by_length(measured: Sequence[ArmResult]) -> Figure | None:
     data: list[Trace] = []
-    for each, colour in zip((e for e in found if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False):
+    for each, colour in zip((e for e in measured if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False):
         x = [float(number + 1) for number in range(len(each.quintiles))]
         data.append(line(x, [q["clipped"] for q in each.quintiles], each.arm.name, colour))
     layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "fifth of the responses, short to long"}}}
     return figure("Clipped by length", "At the end of each run, of responses with an advantage.", data, layout)
 
 
-def _learning(found: Sequence[Found], epsilons: Sequence[float]) -> Figure | None:
+def _learning(measured: Sequence[ArmResult], epsilons: Sequence[float]) -> Figure | None:
     wanted = ["gspo", "grpo", *(f"sequence-{e:g}" for e in (epsilons[0], epsilons[-1]))] if epsilons else ["gspo", "grpo"]
     data = []
     for name, colour in zip(wanted, (BLUE, RED, AMBER, GREY), strict=False):
-        each = _named(found, name)
+        each = _find_arm(measured, name)
         if each is not None and each.courses:
-            points = _smoothed(each.courses[0].rewards)
+            points = _smooth(each.courses[0].rewards)
             data.append(line([a for a, _ in points], [b for _, b in points], name, colour))
     caption = "Reward of each step, mean of nine steps, first seed."
     return figure("Learning", caption, data, {"yaxis": {"title": {"text": "reward"}, "rangemode": "tozero"}})
 
 
-def _smoothed(points: Sequence[tuple[float, float]], window: int = 9) -> list[tuple[float, float]]:
+def _smooth(points: Sequence[tuple[float, float]], window: int = 9) -> list[tuple[float, float]]:
     half = window // 2
-    found = []
+    averages = []
     for place, (step, _) in enumerate(points):
         near = [value for _, value in points[max(0, place - half) : place + half + 1]]
-        found.append((step, sum(near) / len(near)))
-    return found
+        averages.append((step, sum(near) / len(near)))
+    return averages
 
 
-def _told(each: Found) -> dict[str, Any]:
+def _arm_data(each: ArmResult) -> dict[str, Any]:
     keys = (
         "clipped",
         "predicted",

@@ -1,4 +1,4 @@
-"""Failure modes made to order, each beside what is expected of it: plain functions of numbers, no model."""
+"""Constructed failure modes with known answers: plain functions of numbers, no model."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Quintile:
 
 
 def quintiles(log_s: Tensor, advantages: Tensor, lengths: Tensor, share: float = SHARE) -> list[Quintile]:
-    """Clip rates by length of two bands that clip the same share in all; responses without an advantage are left out."""
+    """Return clip rates by length of two bands that clip the same share overall. Responses with A = 0 are left out."""
     moved = advantages != 0
     log_s, advantages, lengths = log_s[moved].double(), advantages[moved].double(), lengths[moved].double()
     signed = advantages.sign() * log_s
@@ -53,8 +53,8 @@ def quintiles(log_s: Tensor, advantages: Tensor, lengths: Tensor, share: float =
     ]
 
 
-def heterogeneous(count: int = 20_000, deviation: float = 0.015, seed: int = 0) -> list[Quintile]:
-    """Log-normal lengths (median 1,000, sigma 1) and independent tokens."""
+def heterogeneous_lengths(count: int = 20_000, deviation: float = 0.015, seed: int = 0) -> list[Quintile]:
+    """Return clip rates for log-normal lengths (median 1,000, sigma 1) and independent tokens."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(3, count, generator=generator, dtype=torch.float64)
     lengths = (draw[0] + math.log(1000)).exp().clamp(21, 32000).round()
@@ -98,10 +98,10 @@ class Correlated:
     clipped: float
 
 
-def correlated(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: float = 0.02) -> list[Correlated]:
-    """Every kind of correlation with the same gap: all clip the same, since only the variance of log s matters."""
+def correlated_tokens(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: float = 0.02) -> list[Correlated]:
+    """Measure clipping under each kind of correlation with the same gap. All clip alike: only Var(log s) matters."""
     bound = math.log1p(calibrated_width(SHARE, sigma, 1.0, length))
-    found = []
+    results = []
     for process in processes(gap, length).values():
         generator = torch.Generator().manual_seed(0)
         log_s = process.tokens(rows, length, sigma, generator).mean(1)
@@ -109,8 +109,8 @@ def correlated(rows: int = 4000, length: int = 512, gap: float = 3.6, sigma: flo
         actual = process.gap(length)
         expected = 1 - _NORMAL.cdf(_NORMAL.inv_cdf(1 - SHARE) / math.sqrt(actual))
         clipped = float((sign * log_s > bound).double().mean())
-        found.append(Correlated(process=process.name, gap=actual, expected=expected, clipped=clipped))
-    return found
+        results.append(Correlated(process=process.name, gap=actual, expected=expected, clipped=clipped))
+    return results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +130,17 @@ NORMAL_BEYOND = 2 * (1 - _NORMAL.cdf(4.0))
 NORMAL_QUANTILE = _NORMAL.inv_cdf(0.9995)
 
 
-def heavy(rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: float = 0.02, seed: int = 0) -> list[Heavy]:
-    """Responses of several lengths; a variance of such tokens itself scatters much."""
+def heavy_tails(
+    rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: float = 0.02, seed: int = 0
+) -> list[Heavy]:
+    """Measure log s of heavy-tailed tokens at several lengths. The variance itself scatters much."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for length in lengths:
         log_s = torch.cat([student(2000, length, generator).mean(1) for _ in range(rows // 2000)]) * sigma
         deviation = sigma / math.sqrt(length)
         size = log_s.abs() / deviation
-        found.append(
+        results.append(
             Heavy(
                 length=length,
                 gap=float(log_s.var() / deviation**2),
@@ -146,10 +148,10 @@ def heavy(rows: int = 40_000, lengths: Sequence[int] = (4, 16, 64, 256), sigma: 
                 quantile=float(torch.quantile(size, 0.999)),
             )
         )
-    return found
+    return results
 
 
 def student(rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """[rows, length] of t(3) with variance 1: a normal over the root of a chi-square with three degrees of freedom."""
+    """Draw t(3) values with variance 1, [rows, length]: a normal over the root of a chi-square of three degrees."""
     draws = torch.randn(4, rows, length, generator=generator, dtype=torch.float64)
     return draws[0] / draws[1:].square().sum(0).sqrt()

@@ -11,8 +11,8 @@ from torch import Tensor
 from legato.core.batch import collate
 from legato.core.rollout import Group
 from legato.diagnostics.equivalence import Likelihoods, implied_entropy, likelihoods, quotient_of_means, relative_error
-from legato.lab.bed import Bed, Observed, Say, channels_of, facts, make_bed
-from legato.pages.curves import short
+from legato.lab.recorder import ObservedUpdate, Say, UpdateRecorder, channels_of, facts, make_recorder
+from legato.pages.curves import round_six
 from legato.pages.experiment import Account, Check, Sheet
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
 from legato.policy.policy import Policy
@@ -43,30 +43,31 @@ class Pair:
 
 
 def equivalence(target: Target, *, steps: int, say: Say) -> Account:
-    """Train `steps` steps with eyes on every update, and compare responses under the first and the last policy."""
-    bed = make_bed(target, say, steps=steps)
-    prompts = max(8, bed.resolved.config.training.prompts_per_step)
-    first = bed.groups(prompts)
+    """Train `steps` steps, record every update, and compare responses under the first and the last policy."""
+    recorder = make_recorder(target, say, steps=steps)
+    prompts = max(8, recorder.resolved.config.training.prompts_per_step)
+    first = recorder.groups(prompts)
     tokens = collate(first).texts.mask
-    at_start = channels_of(bed.policy, first)
+    at_start = channels_of(recorder.policy, first)
     course: list[dict[str, float]] = []
     before = likelihoods(at_start[0], at_start[0], tokens)
-    with restoring_weights(bed.policy):
+    with restoring_weights(recorder.policy):
         pair: Pair | None = None
         for number in range(1, steps + 1):
-            report = bed.step()
+            report = recorder.step()
             if number % 50 == 0 or number == steps:
                 say(f"step {number} of {steps}")
             if pair is None:  # after one step: the shift that a clip sees
-                pair = _pair(bed.policy, first, tokens, at_start)
+                pair = _pair(recorder.policy, first, tokens, at_start)
             course.append(
-                _point(number, bed.seen, report.metrics) | _since(bed.policy, first, tokens, at_start, number, steps)
+                _point(number, recorder.observed, report.metrics)
+                | _since(recorder.policy, first, tokens, at_start, number, steps)
             )
-        last = bed.groups(prompts)
-        at_end = channels_of(bed.policy, last)
+        last = recorder.groups(prompts)
+        at_end = channels_of(recorder.policy, last)
     assert pair is not None
-    ends = _ends(course, before, likelihoods(at_end[0], channels_of(bed.policy, last)[0], collate(last).texts.mask))
-    return _account(bed, pair, course, ends)
+    ends = _ends(course, before, likelihoods(at_end[0], channels_of(recorder.policy, last)[0], collate(last).texts.mask))
+    return _account(recorder, pair, course, ends)
 
 
 def _pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor]) -> Pair:
@@ -76,18 +77,18 @@ def _pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tup
     return Pair(old=at_start[0], new=new, mask=tokens, full_old=at_start[1], full_new=full, new_hotter=hotter)
 
 
-def _point(number: int, seen: Sequence[Observed], metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the updates of this step showed: the identity in the precision of training, and where the policy stands."""
-    mine = [each for each in seen if each.step == number]
-    found = [likelihoods(each.new, each.old, each.mask) for each in mine]
-    live = [likelihoods(each.new.to(each.precision), each.old.to(each.precision), each.mask) for each in mine]
-    entropy = torch.cat([each.entropy_old for each in found]) if found else torch.zeros(0)
+def _point(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Measure the identity in the updates of a step, in training precision and float64, and the policy's entropy."""
+    updates = [each for each in observed if each.step == number]
+    exact = [likelihoods(each.new, each.old, each.mask) for each in updates]
+    live = [likelihoods(each.new.to(each.precision), each.old.to(each.precision), each.mask) for each in updates]
+    entropy = torch.cat([each.entropy_old for each in exact]) if exact else torch.zeros(0)
     return {
         "step": number,
-        "updates": len(mine),
-        "responses": sum(len(each.log_s) for each in found),
+        "updates": len(updates),
+        "responses": sum(len(each.log_s) for each in exact),
         "error_live": max((float(each.error.max()) for each in live), default=0.0),
-        "error_float64": max((float(each.error.max()) for each in found), default=0.0),
+        "error_float64": max((float(each.error.max()) for each in exact), default=0.0),
         "entropy": float(entropy.mean()) if len(entropy) else float("nan"),
         "perplexity": float(entropy.exp().mean()) if len(entropy) else float("nan"),
         "reward": metrics.get("reward/mean", float("nan")),
@@ -97,19 +98,19 @@ def _point(number: int, seen: Sequence[Observed], metrics: Mapping[str, float]) 
 def _since(
     policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor], number: int, steps: int
 ) -> dict[str, float]:
-    """The first responses under the policy of now; some twenty times over the run, since it costs a pass."""
+    """Score the first responses under the current policy, about twenty times over the run: each costs a forward pass."""
     if number % max(1, steps // 20) and number not in (1, steps):
         return {}
-    found = likelihoods(channels_of(policy, groups)[0], at_start[0], tokens)
+    values = likelihoods(channels_of(policy, groups)[0], at_start[0], tokens)
     return {
-        "first_entropy": float(found.entropy_new.mean()),
-        "first_perplexity": float(found.entropy_new.exp().mean()),
-        "first_s": float(found.log_s.mean().exp()),
+        "first_entropy": float(values.entropy_new.mean()),
+        "first_perplexity": float(values.entropy_new.exp().mean()),
+        "first_s": float(values.log_s.mean().exp()),
     }
 
 
 def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Likelihoods) -> dict[str, dict[str, float]]:
-    """Start and end of what can be meant by "the perplexity fell"."""
+    """Return entropy and perplexity at start and end, for each set of responses they can be measured on."""
     own = [point for point in course if point["responses"]]
     count = max(1, min(10, len(own) // 4))
     own_old, own_new = own[:count], own[-count:]
@@ -117,7 +118,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
     def mean(points: Sequence[Mapping[str, float]], key: str) -> float:
         return sum(point[key] for point in points) / len(points)
 
-    kept = [point for point in course if "first_entropy" in point]
+    measured = [point for point in course if "first_entropy" in point]
     return {
         _OWN: {
             "entropy_start": mean(own_old, "entropy"),
@@ -127,9 +128,9 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
         },
         "what the first policy wrote": {
             "entropy_start": float(before.entropy_old.mean()),
-            "entropy_end": kept[-1]["first_entropy"],
+            "entropy_end": measured[-1]["first_entropy"],
             "perplexity_start": float(before.entropy_old.exp().mean()),
-            "perplexity_end": kept[-1]["first_perplexity"],
+            "perplexity_end": measured[-1]["first_perplexity"],
         },
         # The old policy of `last` is that of the start, the new one that of the end.
         "what the last policy writes": {
@@ -142,7 +143,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
 
 
 def breaks(pair: Pair) -> dict[str, float]:
-    """The largest relative error of PPL_old / PPL_new beside the exact s, for each way to compute it."""
+    """Return the largest relative error of PPL_old / PPL_new against s, for each way to compute it."""
     exact = likelihoods(pair.new, pair.old, pair.mask)
     s = exact.s
 
@@ -170,7 +171,7 @@ def breaks(pair: Pair) -> dict[str, float]:
 
 
 def _account(
-    bed: Bed, pair: Pair, course: Sequence[Mapping[str, float]], ends: Mapping[str, Mapping[str, float]]
+    recorder: UpdateRecorder, pair: Pair, course: Sequence[Mapping[str, float]], ends: Mapping[str, Mapping[str, float]]
 ) -> Account:
     exact = likelihoods(pair.new, pair.old, pair.mask)
     broken = breaks(pair)
@@ -188,7 +189,7 @@ def _account(
     ]
     sentences = [
         f"The identity held for all {responses:,} responses of {updates:,} updates: the largest relative error was"
-        f" {live:.1e} in {str(bed.policy.dtype).removeprefix('torch.')} and"
+        f" {live:.1e} in {str(recorder.policy.dtype).removeprefix('torch.')} and"
         f" {max(point['error_float64'] for point in course):.1e} in float64.",
         f"It is one of each response, not of a batch: the mean of s was {mean_s:.6f}, the quotient of mean perplexities"
         f" {of_means:.6f}.",
@@ -200,7 +201,7 @@ def _account(
         about="s = PPL_old / PPL_new = exp(H_old - H_new) for each response, by arithmetic: what deviates is a fault of"
         " precision, mask, denominator or temperature. The published protocol, three epochs and 1,140 updates, shows how"
         " perplexity and cross-entropy go while a policy is trained.",
-        facts=facts(bed) | {"steps": str(len(course)), "updates": f"{updates:,}"},
+        facts=facts(recorder) | {"steps": str(len(course)), "updates": f"{updates:,}"},
         sentences=sentences,
         checks=checks,
         sheets=_sheets(exact, broken, ends, course),
@@ -209,13 +210,13 @@ def _account(
     )
 
 
-def _changes(found: Mapping[str, float]) -> list[Check]:
-    """Beside the published totals; nothing is promised of them on another model."""
+def _changes(ends: Mapping[str, float]) -> list[Check]:
+    """Show the changes beside the published totals, without judging them: the model is another."""
     return [
         Check(
             what=f"change of {word} from the first to the last policy, on what the last writes",
             expected=published,
-            measured=found[f"{word}_end"] / found[f"{word}_start"] - 1,
+            measured=ends[f"{word}_end"] / ends[f"{word}_start"] - 1,
             source="arXiv 2510.23142, another model and task",
         )
         for word, published in PUBLISHED.items()
@@ -297,7 +298,7 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
     # Errors of exactly 0 have no place on a logarithmic axis.
     shown = {name: max(error, 1e-17) for name, error in broken.items()}
     colours = [GREEN if error < 1e-6 else RED for error in shown.values()]
-    made = [
+    drawn = [
         figure(
             "s and the quotient of perplexities",
             "A point a response, after one step of training; the line is equality.",
@@ -316,16 +317,17 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
         figure(
             "Perplexity over the run",
             "Of what the policy writes at each step, and of what the first policy wrote under the policy of now.",
-            [line(steps, [short(point["perplexity"]) for point in course], "its own responses", BLUE),
-             line([p["step"] for p in kept], [short(p["first_perplexity"]) for p in kept], "the first responses", AMBER)],
+            [line(steps, [round_six(point["perplexity"]) for point in course], "its own responses", BLUE),
+             line([p["step"] for p in kept], [round_six(p["first_perplexity"]) for p in kept], "the first responses",
+                  AMBER)],
             {"yaxis": {"title": {"text": "perplexity"}, "type": "log"}},
         ),
         figure(
             "Cross-entropy over the run",
             "H = log PPL of a response, mean over responses.",
-            [line(steps, [short(point["entropy"]) for point in course], "its own responses", VIOLET),
-             line([p["step"] for p in kept], [short(p["first_entropy"]) for p in kept], "the first responses", AMBER)],
+            [line(steps, [round_six(point["entropy"]) for point in course], "its own responses", VIOLET),
+             line([p["step"] for p in kept], [round_six(p["first_entropy"]) for p in kept], "the first responses", AMBER)],
             {"yaxis": {"title": {"text": "nats a token"}, "rangemode": "tozero"}},
         ),
     ]  # fmt: skip
-    return [each for each in made if each is not None]
+    return [each for each in drawn if each is not None]

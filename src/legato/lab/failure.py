@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from legato.lab import constructed
-from legato.lab.bed import Say, bed_of, facts
 from legato.lab.constructed import HIDDEN, SHARE, Correlated, Heavy, Quintile
+from legato.lab.recorder import Say, facts, recorder_of
 from legato.lab.shifts import Shift, shifts
-from legato.lab.variance import stacked
+from legato.lab.variance import stack_updates
 from legato.pages.experiment import Account, Check, Sheet
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, figure, line, shares
 from legato.run.target import Target
@@ -21,39 +21,39 @@ LOW, HIGH = 3e-4, 4e-4
 
 def failure(target: Target | None, *, steps: int, say: Say) -> Account:
     """All constructions; with a target also what is found of them in its training."""
-    lengths, hidden = constructed.heterogeneous(), HIDDEN
-    related, tails = constructed.correlated(), constructed.heavy()
+    lengths, hidden = constructed.heterogeneous_lengths(), HIDDEN
+    related, tails = constructed.correlated_tokens(), constructed.heavy_tails()
     ways: list[Shift] = []
-    told: dict[str, str] = {"constructed": "without a model"}
+    described: dict[str, str] = {"constructed": "without a model"}
     if target is not None:
         policy, source = target.prepare(say)
         ways = shifts(target.resolved, policy, source, steps=steps, say=say)
-        told = facts(bed_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
-        told.pop("a step")
-    seen = _seen(ways[0]) if ways else None
+        described = facts(recorder_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
+        described.pop("a step")
+    measured = _measure(ways[0]) if ways else None
     sheets = [_lengths_sheet(lengths), _hidden_sheet(), _related_sheet(related), _tails_sheet(tails)]
     sentences = _sentences(lengths, related, tails)
-    if seen is not None:
-        sheets = [*_shift_sheets(ways), _measured_lengths(seen["quintiles"]), *sheets]
-        sentences = [*_measured_sentences(ways, seen), *sentences]
+    if measured is not None:
+        sheets = [*_shift_sheets(ways), _measured_lengths(measured["quintiles"]), *sheets]
+        sentences = [*_measured_sentences(ways, measured), *sentences]
     return Account(
         name="failure",
         title="Where a mean over tokens misleads",
         about="Length heterogeneity, large shifts hidden in a mean, correlated tokens, large policy shifts and heavy tails:"
         " each is constructed with a known answer, and measured in the training of the model where one is given.",
-        facts=told,
+        facts=described,
         sentences=sentences,
         checks=_checks(lengths, related, tails),
         sheets=sheets,
-        figures=_figures(lengths, related, tails, ways, seen),
+        figures=_figures(lengths, related, tails, ways, measured),
         data={"hidden": [{"tokens": h.length, "shifted": h.shifted, "log_s": h.log_s} for h in hidden]},
     )
 
 
-def _seen(way: Shift) -> dict[str, Any]:
-    """What of the failures the training as configured shows."""
-    later = [each for each in way.seen if each.index > 0] or list(way.seen)
-    ratios, mask, _ = stacked(later)
+def _measure(way: Shift) -> dict[str, Any]:
+    """Measure the failure modes in the training as configured."""
+    later = [each for each in way.observed if each.index > 0] or list(way.observed)
+    ratios, mask, _ = stack_updates(later)
     lengths = mask.sum(1)
     log_s = ratios.sum(1) / lengths
     advantages = torch.cat([each.advantages for each in later])
@@ -74,7 +74,7 @@ def _seen(way: Shift) -> dict[str, Any]:
 
 def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: Sequence[Heavy]) -> list[Check]:
     printed = {(4096, 1): 0.99878004, (32768, 1): 0.99984742, (4096, 8): 0.99028190}
-    found = [
+    checks = [
         Check(what=f"lengths, quintile {number + 1}: {word}", expected=expected, measured=measured, tolerance=0.02)
         for number, quintile in enumerate(lengths)
         for word, expected, measured in (
@@ -82,7 +82,7 @@ def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: S
             ("band c / sqrt(L)", constructed.FAIR_QUINTILES[number], quintile.by_length),
         )
     ]
-    found += [
+    checks += [
         Check(what=f"hidden: s of {h.shifted} token(s) at lw = -5 among {h.length:,}", expected=printed[key],
               measured=math.exp(h.log_s), tolerance=5e-9)
         for h in HIDDEN
@@ -90,16 +90,16 @@ def _checks(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: S
     ]  # fmt: skip
     # Four standard errors of a share of 4,000.
     error = 4 * math.sqrt(0.3 * 0.7 / 4000)
-    found += [
+    checks += [
         Check(what=f"correlated: clipped, {each.process}", expected=each.expected, measured=each.clipped, tolerance=error,
               source="1 - Phi(z / sqrt(gap))")
         for each in related
     ]  # fmt: skip
-    found += [
+    checks += [
         Check(what=f"heavy tails: gap at {each.length} tokens", expected=1.0, measured=each.gap, tolerance=0.15)
         for each in tails
     ]
-    return found
+    return checks
 
 
 def _sentences(lengths: Sequence[Quintile], related: Sequence[Correlated], tails: Sequence[Heavy]) -> list[str]:
@@ -119,9 +119,9 @@ def _sentences(lengths: Sequence[Quintile], related: Sequence[Correlated], tails
     ]
 
 
-def _measured_sentences(ways: Sequence[Shift], seen: dict[str, Any]) -> list[str]:
+def _measured_sentences(ways: Sequence[Shift], measured: dict[str, Any]) -> list[str]:
     ends = [(way, way.updates[-1]) for way in ways]
-    said = [
+    sentences = [
         "Measured, large shifts, in the last update of a step: "
         + "; ".join(
             f"{way.name}: mean s {end.mean:.3f}, sd(log s) {end.deviation:.3g}, ESS/N {end.effective:.3f},"
@@ -129,27 +129,28 @@ def _measured_sentences(ways: Sequence[Shift], seen: dict[str, Any]) -> list[str
             for way, end in ends
         )
         + ".",
-        f"Measured, hidden shifts: {seen['inside']:.0%} of the responses have s inside the published band;"
-        f" {seen['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all: {seen['largest']:.2f}).",
-        f"Measured, heavy tails: kurtosis of lw {seen['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
-        f" {seen['half']:.2%} of the tokens.",
+        f"Measured, hidden shifts: {measured['inside']:.0%} of the responses have s inside the published band;"
+        f" {measured['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all:"
+        f" {measured['largest']:.2f}).",
+        f"Measured, heavy tails: kurtosis of lw {measured['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
+        f" {measured['half']:.2%} of the tokens.",
     ]
-    if seen["quintiles"]:
-        first, last = seen["quintiles"][0], seen["quintiles"][-1]
-        said.insert(
+    if measured["quintiles"]:
+        first, last = measured["quintiles"][0], measured["quintiles"][-1]
+        sentences.insert(
             1,
             f"Measured, lengths: the band that clips {SHARE:.0%} of all clips {first.one_band:.0%} of the shortest fifth"
             f" ({first.shortest} to {first.longest} tokens) and {last.one_band:.0%} of the longest ({last.shortest} to"
             f" {last.longest}).",
         )
-    return said
+    return sentences
 
 
-def _lengths_sheet(found: Sequence[Quintile]) -> Sheet:
+def _lengths_sheet(quintiles: Sequence[Quintile]) -> Sheet:
     rows = tuple(
         (f"{q.shortest:,} to {q.longest:,}", q.responses, constructed.QUINTILES[n], q.one_band,
          constructed.FAIR_QUINTILES[n], q.by_length)
-        for n, q in enumerate(found)
+        for n, q in enumerate(quintiles)
     )  # fmt: skip
     return Sheet(
         name="lengths",
@@ -161,13 +162,13 @@ def _lengths_sheet(found: Sequence[Quintile]) -> Sheet:
     )
 
 
-def _measured_lengths(found: Sequence[Quintile]) -> Sheet:
+def _measured_lengths(quintiles: Sequence[Quintile]) -> Sheet:
     return Sheet(
         name="measured-lengths",
         title="Measured: clip rate by length",
         note="Responses with an advantage, updates after the first of each step; bands set to clip 15 % of all.",
         headings=("tokens", "responses", "one band", "c / sqrt(L)"),
-        rows=tuple((f"{q.shortest} to {q.longest}", q.responses, q.one_band, q.by_length) for q in found),
+        rows=tuple((f"{q.shortest} to {q.longest}", q.responses, q.one_band, q.by_length) for q in quintiles),
         shares=("one band", "c / sqrt(L)"),
     )
 
@@ -187,25 +188,25 @@ def _hidden_sheet() -> Sheet:
     )
 
 
-def _related_sheet(found: Sequence[Correlated]) -> Sheet:
+def _related_sheet(results: Sequence[Correlated]) -> Sheet:
     return Sheet(
         name="correlated",
         title="Constructed: correlated tokens",
         note="512 tokens of deviation 0.02; the band clips 15 % where tokens are independent.",
         headings=("tokens are", "gap", "expected clipped", "clipped"),
-        rows=tuple((each.process, each.gap, each.expected, each.clipped) for each in found),
+        rows=tuple((each.process, each.gap, each.expected, each.clipped) for each in results),
         shares=("expected clipped", "clipped"),
     )
 
 
-def _tails_sheet(found: Sequence[Heavy]) -> Sheet:
+def _tails_sheet(results: Sequence[Heavy]) -> Sheet:
     normal = ("normal", 1.0, constructed.NORMAL_BEYOND, constructed.NORMAL_QUANTILE)
     return Sheet(
         name="heavy-tails",
         title="Constructed: heavy tails",
         note="Student's t with 3 degrees of freedom, scaled to the variance of normal tokens.",
         headings=("tokens", "gap", "|log s| beyond 4 sd", "99.9 % quantile in sd"),
-        rows=(normal, *((str(each.length), each.gap, each.beyond, each.quantile) for each in found)),
+        rows=(normal, *((str(each.length), each.gap, each.beyond, each.quantile) for each in results)),
         shares=("|log s| beyond 4 sd",),
     )
 
@@ -236,25 +237,25 @@ def _figures(
     related: Sequence[Correlated],
     tails: Sequence[Heavy],
     ways: Sequence[Shift],
-    seen: dict[str, Any] | None,
+    measured: dict[str, Any] | None,
 ) -> list[Figure]:
-    made: list[Figure | None] = []
+    drawn: list[Figure | None] = []
     if ways:
         data, drift = (
             [_course(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
             for key in ("clipped", "deviation")
         )
         at = {"xaxis": {"title": {"text": "update within the step"}}}
-        made += [
+        drawn += [
             figure("Clipped by update", "Share of the responses with an advantage.", data, shares("clipped") | at),
             figure("Spread of log s by update", "Standard deviation over responses.", drift,
                    at | {"yaxis": {"title": {"text": "sd of log s"}, "rangemode": "tozero"}}),
         ]  # fmt: skip
-    if seen is not None and seen["quintiles"]:
-        made.append(_by_length("Clip rate by length, measured", seen["quintiles"]))
-    made.append(_by_length("Clip rate by length, constructed", lengths))
+    if measured is not None and measured["quintiles"]:
+        drawn.append(_by_length("Clip rate by length, measured", measured["quintiles"]))
+    drawn.append(_by_length("Clip rate by length, constructed", lengths))
     names = [each.process for each in related]
-    made.append(
+    drawn.append(
         figure(
             "Correlated tokens and the clip",
             "The band clips 15 % of independent tokens (dashed).",
@@ -279,7 +280,7 @@ def _figures(
         )
     )
     x = [float(each.length) for each in tails]
-    made.append(
+    drawn.append(
         figure(
             "Heavy tails of log s",
             "Beyond four standard deviations, which are the same for both.",
@@ -293,7 +294,7 @@ def _figures(
             },
         )
     )
-    return [each for each in made if each is not None]
+    return [each for each in drawn if each is not None]
 
 
 def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:
@@ -302,11 +303,17 @@ def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:
     return line([at for at, _ in known], [value for _, value in known], way.name, colour)
 
 
-def _by_length(title: str, found: Sequence[Quintile]) -> Figure | None:
-    names = [f"{q.shortest:,} to {q.longest:,}" for q in found]
+def _by_length(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
+    names = [f"{q.shortest:,} to {q.longest:,}" for q in quintiles]
     data: list[dict[str, Any]] = [
-        {"type": "bar", "name": "one band", "x": names, "y": [q.one_band for q in found], "marker": {"color": BLUE}},
-        {"type": "bar", "name": "c / sqrt(L)", "x": names, "y": [q.by_length for q in found], "marker": {"color": GREEN}},
+        {"type": "bar", "name": "one band", "x": names, "y": [q.one_band for q in quintiles], "marker": {"color": BLUE}},
+        {
+            "type": "bar",
+            "name": "c / sqrt(L)",
+            "x": names,
+            "y": [q.by_length for q in quintiles],
+            "marker": {"color": GREEN},
+        },
     ]
     layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "tokens"}, "type": "category"}}
     return figure(title, "Both bands clip 15 % of all (dashed).", data, layout | {"shapes": [_level(SHARE)]})

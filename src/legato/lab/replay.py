@@ -1,6 +1,6 @@
-"""A step of a run done again: the newest checkpoint before it is taken up and trained on, with eyes on every update.
+"""Repeats a step of a run from the newest checkpoint before it, and records every update.
 
-On a CPU a run repeats to the bit, so the responses are those the run stored; where they are not, that is told.
+On a CPU a run repeats to the bit, so the responses equal the stored ones; the note says if they do not.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from legato.core.batch import collate
 from legato.core.rollout import Rollout
 from legato.errors import InputError
-from legato.lab.bed import Bed, Observed, Say, bed_of
+from legato.lab.recorder import ObservedUpdate, Say, UpdateRecorder, recorder_of
 from legato.records.directory import RunDirectory
 from legato.run.target import find
 from legato.training import checkpoint
@@ -20,79 +20,81 @@ from legato.training.report import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """One step of a run, seen."""
+class ReplayedStep:
+    """One repeated step of a run with its updates."""
 
-    bed: Bed
+    recorder: UpdateRecorder
     step: int
     report: StepReport
-    seen: tuple[Observed, ...]
+    observed: tuple[ObservedUpdate, ...]
     note: str
-    """Whether it is what the run did."""
+    """Whether the responses equal those the run stored."""
 
     def rollouts(self) -> list[Rollout]:
-        """In the order of rows and of the stored rollouts."""
+        """Return the rollouts in the order of rows and of stored rollouts."""
         return [member.rollout for group in self.report.groups for member in group.members]
 
     def group_of(self) -> torch.Tensor:
-        """[B]: which group each row belongs to."""
+        """Return the group number of each row, [B]."""
         return collate(self.report.groups).texts.group
 
 
-def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Replayed:
-    """Step `step` of a run again; without it the step that comes after its newest checkpoint."""
+def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> ReplayedStep:
+    """Repeat step `step` of a run; by default the step after its newest checkpoint."""
     directory = RunDirectory.open(path)
-    kept = directory.checkpoint_steps()
-    if not kept:
+    checkpoints = directory.checkpoint_steps()
+    if not checkpoints:
         raise InputError(f"{path} has no checkpoint; a step can be done again from one")
-    wanted = kept[-1] + 1 if step is None else step
+    wanted = checkpoints[-1] + 1 if step is None else step
     done = max((int(each["step"]) for each in directory.metrics() if each.get("kind") == "step"), default=0)
     # Without --step the one after the newest checkpoint is done, which a run that ended there has not come to.
-    if wanted > max(done, kept[-1] + 1):
+    if wanted > max(done, checkpoints[-1] + 1):
         raise InputError(
-            f"--step {wanted} is asked for; {path} has {done} steps; those from {kept[0] + 1} can be done again"
+            f"--step {wanted} is asked for; {path} has {done} steps; those from {checkpoints[0] + 1} can be done again"
         )
-    before = [each for each in kept if each < wanted]
+    before = [each for each in checkpoints if each < wanted]
     if not before:
         raise InputError(
-            f"--step {wanted} is asked for; the earliest checkpoint of {path} is of step {kept[0]}, so steps from"
-            f" {kept[0] + 1} can be done again; output.keep_last and output.checkpoint_every_steps keep more of a run"
+            f"--step {wanted} is asked for; the earliest checkpoint of {path} is of step {checkpoints[0]}, so steps from"
+            f" {checkpoints[0] + 1} can be done again; output.keep_last and output.checkpoint_every_steps keep more of a run"
         )
-    bed = restored(directory, before[-1], words)
-    while bed.trainer.steps_done < wanted - 1:
-        bed.trainer.step()
-        say(f"step {bed.trainer.steps_done} again")
+    recorder = restore_recorder(directory, before[-1], words)
+    while recorder.trainer.steps_done < wanted - 1:
+        recorder.trainer.step()
+        say(f"step {recorder.trainer.steps_done} again")
     # Here also responses without an advantage are looked at; the updates are the same but for rounding.
-    bed.trainer.settings = replace(bed.trainer.settings, skip_silent_rows=False)
-    report = bed.step()
+    recorder.trainer.settings = replace(recorder.trainer.settings, skip_silent_rows=False)
+    report = recorder.step()
     if not report.groups:
         raise InputError(f"step {wanted} had nothing to train on: too few of its rollouts could be scored")
-    note = _compared(directory, wanted, report)
-    return Replayed(bed=bed, step=wanted, report=report, seen=tuple(bed.seen), note=note)
+    note = _compare_with_stored(directory, wanted, report)
+    return ReplayedStep(recorder=recorder, step=wanted, report=report, observed=tuple(recorder.observed), note=note)
 
 
-def restored(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> Bed:
-    """The trainer of a run as the checkpoint of a step has it."""
+def restore_recorder(directory: RunDirectory, step: int, words: Sequence[str] = ()) -> UpdateRecorder:
+    """Return the trainer of a run restored from the checkpoint of a step."""
     target = find(str(directory.path), words, step)
     policy, source = target.prepare()
-    bed = bed_of(target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows)
+    recorder = recorder_of(
+        target.resolved, policy, source, skip_silent_rows=target.resolved.config.training.skip_silent_rows
+    )
     folder = directory.checkpoint_path(step)
-    memory = checkpoint.read_state(folder)
-    checkpoint.restore(folder, policy, bed.trainer.optimizer, memory)
-    bed.trainer.load_sampler(checkpoint.sampler_state(folder))
-    bed.trainer.load_state_dict(memory["trainer"])
-    return bed
+    state = checkpoint.read_state(folder)
+    checkpoint.restore(folder, policy, recorder.trainer.optimizer, state)
+    recorder.trainer.load_sampler(checkpoint.sampler_state(folder))
+    recorder.trainer.load_state_dict(state["trainer"])
+    return recorder
 
 
-def _compared(directory: RunDirectory, step: int, report: StepReport) -> str:
+def _compare_with_stored(directory: RunDirectory, step: int, report: StepReport) -> str:
     if step not in directory.rollout_steps():
         return f"Step {step} was done again; the run stored no rollouts of it to compare with"
     stored = [record["text"] for record in directory.read_rollouts(step)]
-    made = [member.rollout.text for group in report.groups for member in group.members]
-    same = sum(one == other for one, other in zip(made, stored, strict=False))
-    if same == len(made):
+    texts = [member.rollout.text for group in report.groups for member in group.members]
+    same = sum(one == other for one, other in zip(texts, stored, strict=False))
+    if same == len(texts):
         return f"Step {step} was done again: all {same} responses are those the run stored"
     return (
-        f"Step {step} was done again: {same} of {len(made)} responses are those the run stored; the others came out"
+        f"Step {step} was done again: {same} of {len(texts)} responses are those the run stored; the others came out"
         " otherwise, as they do on a GPU, with other versions or with other options"
     )

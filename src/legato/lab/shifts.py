@@ -1,4 +1,4 @@
-"""Large policy shifts on a real policy: the learning rate times ten, or many updates a step, beside training as it is."""
+"""Large policy shifts on a real policy: ten times the learning rate, or many updates a step, beside normal training."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from legato.config.resolved import Resolved
 from legato.diagnostics.gaps import effective_share
-from legato.lab.bed import Bed, Observed, Say, bed_of
+from legato.lab.recorder import ObservedUpdate, Say, UpdateRecorder, recorder_of
 from legato.policy.policy import Policy
 from legato.run.mismatch import restoring_weights
 
@@ -17,8 +17,8 @@ FASTER, MANY = 10.0, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """What one update of a step saw of the policy's movement, over several steps."""
+class Movement:
+    """How far the policy had moved at one update of a step, over several steps."""
 
     index: int
     responses: int
@@ -32,45 +32,45 @@ class Moved:
     """Among responses with an advantage."""
 
 
-def moved(seen: Sequence[Observed]) -> list[Moved]:
-    """Update by update, the first included: there nothing has moved."""
-    found = []
-    for index in sorted({each.index for each in seen}):
-        mine = [each for each in seen if each.index == index]
-        log_s = torch.cat([each.log_s for each in mine])
-        found.append(
-            Moved(
+def movements(observed: Sequence[ObservedUpdate]) -> list[Movement]:
+    """Summarise the movement by update within the step. At the first update nothing has moved."""
+    by_update = []
+    for index in sorted({each.index for each in observed}):
+        updates = [each for each in observed if each.index == index]
+        log_s = torch.cat([each.log_s for each in updates])
+        by_update.append(
+            Movement(
                 index=index,
                 responses=len(log_s),
                 mean=float(log_s.exp().mean()),
                 deviation=float(log_s.std(correction=0)),
                 effective=effective_share(log_s.exp()),
-                clipped=clipped_share(mine),
+                clipped=clipped_share(updates),
             )
         )
-    return found
+    return by_update
 
 
-def clipped_share(seen: Sequence[Observed]) -> float:
-    """Responses clipped as a whole among those with an advantage."""
-    counted = torch.cat([each.advantages != 0 for each in seen])
-    clipped: Tensor = torch.cat([each.clipped for each in seen])
+def clipped_share(observed: Sequence[ObservedUpdate]) -> float:
+    """Return the share of responses clipped as a whole, among those with an advantage."""
+    counted = torch.cat([each.advantages != 0 for each in observed])
+    clipped: Tensor = torch.cat([each.clipped for each in observed])
     return float(clipped[counted].double().mean()) if bool(counted.any()) else float("nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """One way to train."""
+    """The result of one way to train."""
 
     name: str
     changes: Mapping[str, Any]
-    seen: tuple[Observed, ...]
-    updates: tuple[Moved, ...]
+    observed: tuple[ObservedUpdate, ...]
+    updates: tuple[Movement, ...]
     rewards: tuple[float, ...]
 
 
 def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: Say) -> list[Shift]:
-    """Each way from the same weights on the same problems, and the weights put back."""
+    """Train each way from the same weights on the same problems; the weights are restored afterwards."""
     training = resolved.config.training
     # Whole groups are dealt to updates: as many updates need as many prompts.
     prompts = max(training.prompts_per_step, MANY)
@@ -79,13 +79,19 @@ def shifts(resolved: Resolved, policy: Policy, source: Any, *, steps: int, say: 
         f"lr x {FASTER:g}": {"lr": FASTER * training.lr},
         f"{MANY} updates a step": {"updates_per_step": MANY},
     }
-    found = []
+    results = []
     for name, changes in ways.items():
         say(f"{name}, {steps} steps of {prompts} prompts")
-        bed: Bed = bed_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
+        recorder: UpdateRecorder = recorder_of(resolved, policy, source, steps=steps, prompts_per_step=prompts, **changes)
         with restoring_weights(policy):
-            rewards = [bed.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
-        found.append(
-            Shift(name=name, changes=changes, seen=tuple(bed.seen), updates=tuple(moved(bed.seen)), rewards=tuple(rewards))
+            rewards = [recorder.step().metrics.get("reward/mean", float("nan")) for _ in range(steps)]
+        results.append(
+            Shift(
+                name=name,
+                changes=changes,
+                observed=tuple(recorder.observed),
+                updates=tuple(movements(recorder.observed)),
+                rewards=tuple(rewards),
+            )
         )
-    return found
+    return results

@@ -1,4 +1,4 @@
-"""One response through an algorithm, token by token: ratios, what is clipped, coefficients; and the strip that shows it."""
+"""One response under an algorithm, token by token: ratios, clipping, coefficients; and the HTML strip that shows them."""
 
 import html
 import math
@@ -34,7 +34,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
+class Walk:
     """One response under one algorithm."""
 
     algorithm: str
@@ -47,8 +47,8 @@ class Walked:
         return sum(token.clipped for token in self.tokens)
 
 
-def walked(rows: Rows, name: str | Algorithm) -> list[Walked]:
-    """Every response of a group under an algorithm of the clipped kind, its band as published."""
+def walk_tokens(rows: Rows, name: str | Algorithm) -> list[Walk]:
+    """Compute ratios, clipping and coefficients of each token of each response under a clipping algorithm."""
     value = algorithm(name)
     outcome = loss(
         value,
@@ -61,7 +61,7 @@ def walked(rows: Rows, name: str | Algorithm) -> list[Walked]:
     used = outcome.trace.log_ratio.expand(rows.new.shape)
     low, high = (torch.as_tensor(b).expand(rows.new.shape) for b in outcome.trace.band or (-math.inf, math.inf))
     ratios, count = rows.log_ratios.exp(), len(rows.new)
-    found = []
+    walks = []
     for row, advantage in enumerate(rows.advantages.tolist()):
         places = rows.mask[row].nonzero().squeeze(1).tolist()
         plain = advantage / (count * len(places)) if places else 0.0
@@ -78,12 +78,12 @@ def walked(rows: Rows, name: str | Algorithm) -> list[Walked]:
             for number, place in enumerate(places)
         )
         log_s = float(rows.log_ratios[row].sum() / max(1, len(places)))
-        found.append(Walked(algorithm=value.name, advantage=advantage, log_s=log_s, tokens=tokens))
-    return found
+        walks.append(Walk(algorithm=value.name, advantage=advantage, log_s=log_s, tokens=tokens))
+    return walks
 
 
-def strips(walks: Sequence[Walked]) -> str:
-    """Lines of tokens as HTML: green pushed up, red pushed down, stronger with the weight; struck through: clipped."""
+def strips(walks: Sequence[Walk]) -> str:
+    """Return token strips as HTML: green pushed up, red pushed down, stronger with the weight; struck through: clipped."""
     lines = []
     for walk in walks:
         cells = []
@@ -101,9 +101,9 @@ def _cell(token: Token, count: int, advantage: float) -> str:
     strength = min(0.85, 0.12 + 0.3 * abs(token.weight)) if token.weight else 0.0
     style = f"background: rgba({hue},{strength:.2f})" if strength else "background: var(--well)"
     style += "; text-decoration: line-through" if token.clipped else ""
-    told = f"ratio {token.ratio:.4g}, weight {token.weight:.4g}, coefficient {token.coefficient:.3g}"
-    told += ", clipped" if token.clipped else ", outside the band" if token.outside else ""
+    hover = f"ratio {token.ratio:.4g}, weight {token.weight:.4g}, coefficient {token.coefficient:.3g}"
+    hover += ", clipped" if token.clipped else ", outside the band" if token.outside else ""
     word = piece(token.word)
     shown = html.escape(word if count == 1 else f"{word} x {count}").replace(" ", "&nbsp;")
     style += "; border-radius: 5px; padding: 3px 6px; margin: 2px"
-    return f'<span title="{html.escape(told)}" style="{style}">{shown}</span> '
+    return f'<span title="{html.escape(hover)}" style="{style}">{shown}</span> '

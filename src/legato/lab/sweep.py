@@ -1,4 +1,4 @@
-"""The sweep of the clip: arms over epsilon through `legato compare`, all from one start, and what each run tells."""
+"""The clip sweep: arms over epsilon through `legato compare`, all from the same weights, and the results of each run."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from legato.compare.processes import Machine
 from legato.config.sources import read_word
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.errors import InputError
-from legato.lab.bed import Say, named
 from legato.lab.constructed import SHARE, quintiles
-from legato.lab.replay import restored
+from legato.lab.recorder import Say, split_target
+from legato.lab.replay import restore_recorder
 from legato.pages.summary import number
 from legato.records.directory import RunDirectory
 from legato.records.lines import finite
@@ -28,7 +28,7 @@ EPSILONS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 0.2)
 TOKEN_EPSILONS = (3e-4, 1e-2, 0.2)
 """The same bands on token ratios: what granularity does."""
 LOOK = 6
-"""Steps that are looked at after a run has ended."""
+"""Further steps that are recorded after a run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +47,27 @@ class Arm:
 
 
 def arms(epsilons: Sequence[float]) -> list[Arm]:
-    """GSPO as published, each epsilon on the sequence ratio, some on the token ratio; the last of those is GRPO."""
-    found = [Arm(name="gspo", algorithm="gspo", low=3e-4, high=4e-4)]
-    found += [Arm(name=f"sequence-{e:g}", algorithm="gspo", low=e, high=e) for e in epsilons]
-    found += [Arm(name=f"token-{e:g}" if e != 0.2 else "grpo", algorithm="grpo", low=e, high=e) for e in TOKEN_EPSILONS]
-    return found
+    """Return the arms: published GSPO, each epsilon on the sequence ratio, some on the token ratio (the last is GRPO)."""
+    listed = [Arm(name="gspo", algorithm="gspo", low=3e-4, high=4e-4)]
+    listed += [Arm(name=f"sequence-{e:g}", algorithm="gspo", low=e, high=e) for e in epsilons]
+    listed += [Arm(name=f"token-{e:g}" if e != 0.2 else "grpo", algorithm="grpo", low=e, high=e) for e in TOKEN_EPSILONS]
+    return listed
 
 
 def read_epsilons(text: str) -> list[float]:
-    """`1e-4,1e-3`, ascending; ValueError where one is no half-width."""
+    """Parse `1e-4,1e-3` into ascending half-widths; InputError if one is not in (0, 1)."""
     try:
-        found = sorted({float(word) for word in text.split(",")})
+        widths = sorted({float(word) for word in text.split(",")})
     except ValueError:
-        found = []
-    if not found or not all(0 < each < 1 for each in found):
+        widths = []
+    if not widths or not all(0 < each < 1 for each in widths):
         raise InputError(f"--epsilons {text!r} is not allowed; numbers above 0 and below 1 are, as in 1e-4,1e-3")
-    return found
+    return widths
 
 
-def trained(
+def train_arms(
     words: Sequence[str],
-    found: Sequence[Arm],
+    listed: Sequence[Arm],
     *,
     folder: Path,
     seeds: Sequence[int],
@@ -75,31 +75,31 @@ def trained(
     parallel: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Train every arm with every seed; what is finished in `folder` is not done again. Returns compare.json's content."""
-    definition = defined(words, found, folder=folder, seeds=seeds, steps=steps, say=say)
+    """Train every arm with every seed and return the content of compare.json. Finished runs in `folder` are reused."""
+    definition = define_comparison(words, listed, folder=folder, seeds=seeds, steps=steps, say=say)
     compared = compare(definition, folder=folder / "sweep", machine=Machine(parallel=parallel), say=say)
     if compared.exit_code:
         raise KeyboardInterrupt
     return compared.results
 
 
-def defined(
-    words: Sequence[str], found: Sequence[Arm], *, folder: Path, seeds: Sequence[int], steps: int | None, say: Say
+def define_comparison(
+    words: Sequence[str], listed: Sequence[Arm], *, folder: Path, seeds: Sequence[int], steps: int | None, say: Say
 ) -> Definition:
-    """The comparison of the arms."""
-    recipes, options = start(words, folder, say)
+    """Define the comparison of the arms."""
+    recipes, options = prepare_start(words, folder, say)
     if steps is not None:
         options["training.steps"] = steps
     # The share that is predicted is of responses with an advantage, so only those may be among the measured.
     options["training.skip_silent_rows"] = True
-    return Definition(recipes=recipes, arms={arm.name: arm.options for arm in found}, seeds=tuple(seeds), options=options)
+    return Definition(recipes=recipes, arms={arm.name: arm.options for arm in listed}, seeds=tuple(seeds), options=options)
 
 
-def start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...], dict[str, Any]]:
-    """Recipes and options with which every run begins at the same weights; a warm-up is done once and kept."""
-    name, given = named(words)
-    options: dict[str, Any] = dict(read_word(word) for word in given)
-    target = find(name, given)
+def prepare_start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...], dict[str, Any]]:
+    """Return recipes and options that start every run from the same weights. A warm-up is done once and saved."""
+    name, words_given = split_target(words)
+    options: dict[str, Any] = dict(read_word(word) for word in words_given)
+    target = find(name, words_given)
     if Path(name).suffix == ".toml":
         recipes: tuple[Path, ...] = (Path(name),)
     elif target.saved is not None:
@@ -108,17 +108,17 @@ def start(words: Sequence[str], folder: Path, say: Say) -> tuple[tuple[Path, ...
     else:
         recipes, options = (), {"policy.model": name, **options}
     if target.saved is None and target.resolved.config.policy.warm_up is not None:
-        kept = folder / "start"
-        if not (kept / "config.json").is_file():
+        weights = folder / "start"
+        if not (weights / "config.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            save_model(target.prepare(say)[0], kept)
-        options |= {"policy.model": str(kept.resolve()), "policy.warm_up": False}
+            save_model(target.prepare(say)[0], weights)
+        options |= {"policy.model": str(weights.resolve()), "policy.warm_up": False}
     return recipes, options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What the records of one run say of its clip and of its training."""
+    """Clipping and training results of one run."""
 
     clipped: float
     """Of responses with an advantage, over the updates after the first of each step."""
@@ -143,7 +143,7 @@ class Course:
 
 
 def course(records: Sequence[Mapping[str, Any]], arm: Arm) -> Course:
-    """From the lines of metrics.jsonl."""
+    """Compute the results of a run from the records of metrics.jsonl."""
     steps = [record for record in records if record.get("kind") == "step"]
     indices = sorted({int(key.rpartition("@")[2]) for record in steps for key in record if "@" in key})
     by_update = tuple(_mean(steps, f"clip/sequences@{index}") for index in indices)
@@ -182,17 +182,17 @@ def _average(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def looked(run: Path, kept: Path, say: Say) -> dict[str, Any]:
-    """Some steps more of a finished run, seen response by response; kept in a file, so that it is done once."""
-    if kept.is_file():
-        found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
-        return found
+def inspect_run(run: Path, file: Path, say: Say) -> dict[str, Any]:
+    """Train a few more steps of a finished run and measure clipping by length. The result is cached in `file`."""
+    if file.is_file():
+        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return result
     directory = RunDirectory.open(run)
-    bed = restored(directory, directory.checkpoint_steps()[-1])
+    recorder = restore_recorder(directory, directory.checkpoint_steps()[-1])
     say(f"a look at {run.name}")
     for _ in range(LOOK):
-        bed.step()
-    later = [each for each in bed.seen if each.index > 0]
+        recorder.step()
+    later = [each for each in recorder.observed if each.index > 0]
     moved = [each.advantages != 0 for each in later]
     if not any(bool(each.any()) for each in moved):
         return {"responses": 0, "quintiles": []}
@@ -206,7 +206,7 @@ def looked(run: Path, kept: Path, say: Say) -> dict[str, Any]:
         )
     )
     order = lengths.argsort(stable=True)
-    own = [
+    quintile_rows = [
         {
             "shortest": int(lengths[part].min()),
             "longest": int(lengths[part].max()),
@@ -217,11 +217,11 @@ def looked(run: Path, kept: Path, say: Say) -> dict[str, Any]:
         if len(part)
     ]
     fair = quintiles(log_s, advantages, lengths, SHARE)
-    found = {
+    result = {
         "responses": len(lengths),
-        "quintiles": own,
+        "quintiles": quintile_rows,
         "calibrated": [{"one_band": each.one_band, "by_length": each.by_length} for each in fair],
     }
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(finite(found), indent=1) + "\n", encoding="utf-8")
-    return found
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(finite(result), indent=1) + "\n", encoding="utf-8")
+    return result

@@ -1,4 +1,4 @@
-"""The synthetic study of correlation: tokens made to order, so that every explanation shows its slope and its gap."""
+"""The synthetic study of correlation: slope and gap of each explanation on generated tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,14 +39,14 @@ def gap_error(rows: int) -> float:
 
 
 def slope_error(rows: int, lengths: Sequence[int]) -> float:
-    """The standard error of the slope that these errors leave."""
+    """Return the standard error of the slope of log variance over log length."""
     x = torch.tensor(lengths, dtype=torch.float64).log()
     return gap_error(rows) / float((x - x.mean()).square().sum().sqrt())
 
 
 def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Simulated]:
-    """Every explanation at every length, each length with responses of its own."""
-    found = []
+    """Simulate every explanation at every length."""
+    results = []
     sizes = torch.tensor(lengths, dtype=torch.float64)
     for process in processes(GAP, AT).values():
         generator = torch.Generator().manual_seed(seed)
@@ -57,7 +57,7 @@ def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> 
             if length == AT:
                 kappa, first = integrated_autocorrelation(tokens, torch.ones_like(tokens, dtype=torch.bool))
         expected = [process.gap(length) for length in lengths]
-        found.append(
+        results.append(
             Simulated(
                 name=process.name,
                 lengths=tuple(lengths),
@@ -69,4 +69,4 @@ def study(rows: int = ROWS, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> 
                 first=first,
             )
         )
-    return found
+    return results

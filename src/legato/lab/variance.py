@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from legato.diagnostics.statistics.spread import FEWEST, TELLING, Bin, Spread, spread
 from legato.errors import InputError
 from legato.lab import synthetic
-from legato.lab.bed import Bed, Observed, Say, facts, make_bed
+from legato.lab.recorder import ObservedUpdate, Say, UpdateRecorder, facts, make_recorder
 from legato.lab.synthetic import Simulated
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, VIOLET, Figure, Trace, figure, line
@@ -24,85 +24,92 @@ _NAMES = {"short-range correlation": "kappa", "drift between responses": "tau", 
 
 
 def variance(target: Target | None, *, steps: int, rows: int, say: Say) -> Account:
-    """Both studies; without a target the synthetic one alone."""
+    """Run the synthetic study and, with a target, the measured one; return the report."""
     say(f"the synthetic study: {rows:,} responses of each length and explanation")
-    made = synthetic.study(rows)
-    bed, found, by_index = None, None, list[tuple[int, Spread]]()
+    simulated = synthetic.study(rows)
+    recorder, overall, by_index = None, None, list[tuple[int, Spread]]()
     if target is not None:
-        bed = make_bed(target, say, steps=steps)
-        with restoring_weights(bed.policy):
+        recorder = make_recorder(target, say, steps=steps)
+        with restoring_weights(recorder.policy):
             for number in range(1, steps + 1):
-                bed.step()
+                recorder.step()
                 if number % 10 == 0 or number == steps:
                     say(f"step {number} of {steps}")
-        moved = [each for each in bed.seen if each.index > 0]
+        moved = [each for each in recorder.observed if each.index > 0]
         if not moved:
             raise InputError(
                 "training.updates_per_step = 1: every ratio is 1; the spread of log s needs several updates a step"
             )
-        found = measured(moved)
-        if not found.bins:
+        overall = measure_spread(moved)
+        if not overall.bins:
             raise InputError(
                 f"{sum(len(each.rows) for each in moved)} responses were seen after the first update of a step; none moved,"
                 f" or fewer than {FEWEST} are of about one length: --steps, training.prompts_per_step or training.lr help"
             )
         by_index = [
-            (index, measured([each for each in moved if each.index == index]))
+            (index, measure_spread([each for each in moved if each.index == index]))
             for index in sorted({each.index for each in moved})
         ]
-    return _account(bed, found, by_index, made, rows)
+    return _account(recorder, overall, by_index, simulated, rows)
 
 
-def measured(seen: Sequence[Observed]) -> Spread:
-    """The spread over some updates; each is a batch whose mean is removed."""
-    ratios, mask, batch = stacked(seen)
+def measure_spread(updates: Sequence[ObservedUpdate]) -> Spread:
+    """Measure the spread of log s over updates. The mean of each update is removed."""
+    ratios, mask, batch = stack_updates(updates)
     return spread(ratios, mask, batch)
 
 
-def stacked(seen: Sequence[Observed]) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-ratios [n, T], mask, and which update each response is of."""
-    width = max(each.mask.shape[1] for each in seen)
-    ratios = torch.cat([pad(each.log_ratios, (0, width - each.mask.shape[1])) for each in seen])
-    mask = torch.cat([pad(each.mask, (0, width - each.mask.shape[1])) for each in seen])
-    batch = torch.cat([torch.full((len(each.rows),), number) for number, each in enumerate(seen)])
+def stack_updates(updates: Sequence[ObservedUpdate]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack updates: log-ratios [n, T], mask [n, T], and the update of each response [n]."""
+    width = max(each.mask.shape[1] for each in updates)
+    ratios = torch.cat([pad(each.log_ratios, (0, width - each.mask.shape[1])) for each in updates])
+    mask = torch.cat([pad(each.mask, (0, width - each.mask.shape[1])) for each in updates])
+    batch = torch.cat([torch.full((len(each.rows),), number) for number, each in enumerate(updates)])
     return ratios, mask, batch
 
 
-def checks(made: Sequence[Simulated], rows: int) -> list[Check]:
-    """The synthetic study beside the closed forms; four standard errors are allowed."""
-    found = []
-    allowed = 4 * synthetic.slope_error(rows, made[0].lengths)
-    for each in made:
+def checks(simulated: Sequence[Simulated], rows: int) -> list[Check]:
+    """Compare the synthetic study with the closed forms, within four standard errors."""
+    results = []
+    allowed = 4 * synthetic.slope_error(rows, simulated[0].lengths)
+    for each in simulated:
         at = each.lengths.index(synthetic.AT)
-        found += [
+        results += [
             Check(what=f"{each.name}: slope", expected=each.expected_slope, measured=each.slope, tolerance=allowed,
                   source="closed form"),
             Check(what=f"{each.name}: gap at {synthetic.AT} tokens", expected=each.expected_gaps[at],
                   measured=each.gaps[at], tolerance=4 * synthetic.gap_error(rows), relative=True, source="closed form"),
         ]  # fmt: skip
-    return found
+    return results
 
 
 def _account(
-    bed: Bed | None, found: Spread | None, by_index: Sequence[tuple[int, Spread]], made: Sequence[Simulated], rows: int
+    recorder: UpdateRecorder | None,
+    overall: Spread | None,
+    by_index: Sequence[tuple[int, Spread]],
+    simulated: Sequence[Simulated],
+    rows: int,
 ) -> Account:
     sentences, sheets, figures = list[str](), list[Sheet](), list[Figure]()
-    data: dict[str, Any] = {"synthetic": [_told(each) for each in made]}
-    if bed is not None and found is not None:
-        where = f"{sum(each.responses for each in found.bins):,} responses of {bed.policy.name}"
+    data: dict[str, Any] = {"synthetic": [_simulation_data(each) for each in simulated]}
+    if recorder is not None and overall is not None:
+        where = f"{sum(each.responses for each in overall.bins):,} responses of {recorder.policy.name}"
         sentences += [
-            f"{where}: {found.verdict}.",
-            f"Slope of log Var(log s) against log L {found.slope:.2f} (s.e. {found.slope_error:.2f}; independent tokens"
-            f" -1), gap {found.gap:.2f} over all lengths (independent 1, published 3.6). {_longest(found.bins[-1])}",
-            f"sigma {found.sigma:.3g} a token, tau {found.tau:.3g} between responses, kappa {found.kappa:.2f} within 40"
-            f" tokens (r_1 {found.first:.2f}).",
+            f"{where}: {overall.verdict}.",
+            f"Slope of log Var(log s) against log L {overall.slope:.2f} (s.e. {overall.slope_error:.2f}; independent tokens"
+            f" -1), gap {overall.gap:.2f} over all lengths (independent 1, published 3.6). {_longest(overall.bins[-1])}",
+            f"sigma {overall.sigma:.3g} a token, tau {overall.tau:.3g} between responses, kappa {overall.kappa:.2f} within"
+            f" 40 tokens (r_1 {overall.first:.2f}).",
         ]
-        sheets += _measured_sheets(found, by_index)
-        figures += _measured_figures(found)
-        data |= {"measured": _plain(found), "by_update": {str(index): _plain(each) for index, each in by_index}}
+        sheets += _measured_sheets(overall, by_index)
+        figures += _measured_figures(overall)
+        data |= {
+            "measured": _spread_data(overall),
+            "by_update": {str(index): _spread_data(each) for index, each in by_index},
+        }
     sentences.append(
         f"Synthetic tokens, each explanation set to a gap of {synthetic.GAP:g} at {synthetic.AT} tokens: slopes "
-        + ", ".join(f"{each.name} {each.slope:.3f} (expected {each.expected_slope:.3f})" for each in made)
+        + ", ".join(f"{each.name} {each.slope:.3f} (expected {each.expected_slope:.3f})" for each in simulated)
         + "."
     )
     sentences.append(
@@ -115,11 +122,11 @@ def _account(
         title="Var(log s) against length",
         about="log s is a mean over L tokens. Were they independent, its variance would be sigma^2 / L. The gap is how much"
         " larger it is; how it changes with length tells why.",
-        facts={"synthetic responses": f"{rows:,} a length"} if bed is None else facts(bed),
+        facts={"synthetic responses": f"{rows:,} a length"} if recorder is None else facts(recorder),
         sentences=sentences,
-        checks=checks(made, rows),
-        sheets=[*sheets, *_synthetic_sheets(made)],
-        figures=[*figures, *_synthetic_figures(made)],
+        checks=checks(simulated, rows),
+        sheets=[*sheets, *_synthetic_sheets(simulated)],
+        figures=[*figures, *_synthetic_figures(simulated)],
         data=data,
     )
 
@@ -127,18 +134,18 @@ def _account(
 def _longest(last: Bin) -> str:
     where = f"In the longest bin, {last.responses} responses of about {last.length:.0f} tokens, it is {last.gap:.2f}"
     where += f" (s.e. {last.gap_error:.2f})"
-    if not last.told:
+    if not last.differs_from_one:
         return f"{where}, which cannot be told from 1."
     return f"{where}: these tokens count as {last.effective_tokens:.1f} independent ones."
 
 
-def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> list[Sheet]:
+def _measured_sheets(overall: Spread, by_index: Sequence[tuple[int, Spread]]) -> list[Sheet]:
     bins = tuple(
         (f"{b.shortest} to {b.longest}", b.responses, b.distinct, b.length, b.variance, b.independent, b.gap, b.gap_error,
          b.effective_tokens)
-        for b in found.bins
+        for b in overall.bins
     )  # fmt: skip
-    fits = tuple((fit.name, _NAMES[fit.name], fit.parameter, fit.misfit) for fit in found.fits)
+    fits = tuple((fit.name, _NAMES[fit.name], fit.parameter, fit.misfit) for fit in overall.fits)
     updates = tuple(
         (index + 1, sum(b.responses for b in each.bins), each.sigma, each.tau, each.kappa, each.slope, each.gap)
         for index, each in by_index
@@ -171,10 +178,10 @@ def _measured_sheets(found: Spread, by_index: Sequence[tuple[int, Spread]]) -> l
     ]  # fmt: skip
 
 
-def _synthetic_sheets(made: Sequence[Simulated]) -> list[Sheet]:
-    lengths = made[0].lengths
+def _synthetic_sheets(simulated: Sequence[Simulated]) -> list[Sheet]:
+    lengths = simulated[0].lengths
     rows = list[tuple[Value, ...]]()
-    for each in made:
+    for each in simulated:
         rows.append((f"{each.name}, expected", *each.expected_gaps, each.expected_slope, None, None))
         rows.append((f"{each.name}, simulated", *each.gaps, each.slope, each.kappa, each.first))
     return [
@@ -199,44 +206,50 @@ def _logs(x: str, y: str) -> dict[str, Any]:
     }
 
 
-def _measured_figures(found: Spread) -> list[Figure]:
-    x = [each.length for each in found.bins]
-    points: Trace = {"type": "scatter", "mode": "markers", "name": "measured", "x": x, "y": [b.variance for b in found.bins]}
+def _measured_figures(overall: Spread) -> list[Figure]:
+    x = [each.length for each in overall.bins]
+    points: Trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "measured",
+        "x": x,
+        "y": [b.variance for b in overall.bins],
+    }
     points["marker"] = {"color": BLUE, "size": 10}
-    points["error_y"] = {"type": "data", "array": [b.variance * b.gap_error / b.gap for b in found.bins]}
-    data = [points, line(x, [b.independent for b in found.bins], "independent tokens", GREY, dash="dash")]
+    points["error_y"] = {"type": "data", "array": [b.variance * b.gap_error / b.gap for b in overall.bins]}
+    data = [points, line(x, [b.independent for b in overall.bins], "independent tokens", GREY, dash="dash")]
     data += [
         line(x, list(fit.variances), fit.name, colour, width=1.6)
-        for fit, colour in zip(found.fits, (GREEN, AMBER, VIOLET), strict=False)
+        for fit, colour in zip(overall.fits, (GREEN, AMBER, VIOLET), strict=False)
     ]
-    gaps = {**points, "y": [b.gap for b in found.bins], "name": "gap"}
-    gaps["error_y"] = {"type": "data", "array": [b.gap_error for b in found.bins]}
+    gaps = {**points, "y": [b.gap for b in overall.bins], "name": "gap"}
+    gaps["error_y"] = {"type": "data", "array": [b.gap_error for b in overall.bins]}
     layout = {"xaxis": {"title": {"text": "tokens"}, "type": "log"}, "hovermode": "closest",
               "yaxis": {"title": {"text": "gap"}, "rangemode": "tozero"}}  # fmt: skip
     one = line(x, [1.0] * len(x), "independent", GREY, dash="dash")
-    made = [
+    drawn = [
         figure("Var(log s) against length", "Bins of responses with their standard errors, and the explanations.", data,
                _logs("tokens (harmonic mean of the bin)", "Var(log s)"), wide=True),
         figure("Gap against length", "1 would be independent tokens.", [gaps, one],
                layout),
     ]  # fmt: skip
-    return [each for each in made if each is not None]
+    return [each for each in drawn if each is not None]
 
 
-def _synthetic_figures(made: Sequence[Simulated]) -> list[Figure]:
+def _synthetic_figures(simulated: Sequence[Simulated]) -> list[Figure]:
     data: list[dict[str, Any]] = []
-    for each, colour in zip(made, COLOURS, strict=True):
+    for each, colour in zip(simulated, COLOURS, strict=True):
         x = [float(length) for length in each.lengths]
         expected = [gap * synthetic.SIGMA**2 / length for gap, length in zip(each.expected_gaps, x, strict=True)]
         data.append(line(x, expected, each.name, colour, width=1.4))
         points = {"type": "scatter", "mode": "markers", "name": each.name, "x": x, "y": list(each.variances)}
         data.append(points | {"marker": {"color": colour, "size": 7}, "showlegend": False})
     caption = "Lines: closed forms; points: simulated. All cross at 512 tokens and part elsewhere."
-    found = figure("Synthetic correlation", caption, data, _logs("tokens", "Var(log s)"), wide=True)
-    return [] if found is None else [found]
+    drawn = figure("Synthetic correlation", caption, data, _logs("tokens", "Var(log s)"), wide=True)
+    return [] if drawn is None else [drawn]
 
 
-def _told(each: Simulated) -> dict[str, Any]:
+def _simulation_data(each: Simulated) -> dict[str, Any]:
     return {
         "name": each.name,
         "lengths": list(each.lengths),
@@ -249,15 +262,15 @@ def _told(each: Simulated) -> dict[str, Any]:
     }
 
 
-def _plain(found: Spread) -> dict[str, Any]:
+def _spread_data(spread: Spread) -> dict[str, Any]:
     return {
-        "sigma": found.sigma,
-        "tau": found.tau,
-        "kappa": found.kappa,
-        "r_1": found.first,
-        "slope": found.slope,
-        "slope_error": found.slope_error,
-        "gap": found.gap,
-        "verdict": found.verdict,
-        "explanations": {fit.name: {"parameter": fit.parameter, "misfit": fit.misfit} for fit in found.fits},
+        "sigma": spread.sigma,
+        "tau": spread.tau,
+        "kappa": spread.kappa,
+        "r_1": spread.first,
+        "slope": spread.slope,
+        "slope_error": spread.slope_error,
+        "gap": spread.gap,
+        "verdict": spread.verdict,
+        "explanations": {fit.name: {"parameter": fit.parameter, "misfit": fit.misfit} for fit in spread.fits},
     }

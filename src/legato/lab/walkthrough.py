@@ -12,10 +12,10 @@ from legato.api import advantages, algorithm, loss
 from legato.diagnostics.equivalence import likelihoods
 from legato.diagnostics.statistics.clipping import product_range
 from legato.errors import InputError
-from legato.lab.bed import Observed, Say, facts
 from legato.lab.examples import OUTLIERS, REWARDS, Rows, group, outliers
-from legato.lab.replay import Replayed, replay
-from legato.lab.strip import Walked, strips, walked
+from legato.lab.recorder import ObservedUpdate, Say, facts
+from legato.lab.replay import ReplayedStep, replay
+from legato.lab.strip import Walk, strips, walk_tokens
 from legato.pages.experiment import Account, Check, Sheet
 from legato.pages.legible import legible
 from legato.pages.traces import AMBER, BLUE, GREY, RED, Figure, figure, line
@@ -26,11 +26,11 @@ LOW, HIGH = 3e-4, 4e-4
 
 
 def examples() -> Account:
-    """The worked examples: two outliers, the group of four, what a band allows the product."""
+    """Return the report of the worked examples: two outliers, the group of four, the range of products."""
     long, four = outliers(), group()
-    walks = {rows.title: [walk for name in PAIR for walk in walked(rows, name)] for rows in (long, four)}
-    token, sequence = walked(long, "grpo"), walked(long, "gspo")
-    wide = walked(long, algorithm("grpo", {"objective.trust.clip.high": 0.27}))[0]
+    walks = {rows.title: [walk for name in PAIR for walk in walk_tokens(rows, name)] for rows in (long, four)}
+    token, sequence = walk_tokens(long, "grpo"), walk_tokens(long, "gspo")
+    wide = walk_tokens(long, algorithm("grpo", {"objective.trust.clip.high": 0.27}))[0]
     s = math.exp(sequence[0].log_s)
     enough = inside_from(OUTLIERS, LOW, HIGH)
     up, down = (next(t for t in token[0].tokens if t.word == f"w={ratio:g}") for ratio in OUTLIERS)
@@ -64,19 +64,19 @@ def examples() -> Account:
 def _with_sample_deviation() -> float:
     """The advantage of the first of the four."""
     one = torch.zeros(4, dtype=torch.int64)
-    found = advantages(algorithm("gspo", {"advantage.ddof": 1}), rewards=torch.tensor(REWARDS), group=one)
-    return float(found.advantages[0])
+    result = advantages(algorithm("gspo", {"advantage.ddof": 1}), rewards=torch.tensor(REWARDS), group=one)
+    return float(result.advantages[0])
 
 
 def inside_from(ratios: Sequence[float], low: float, high: float) -> int:
-    """The fewest tokens at which a response whose other tokens have not moved is inside the band."""
+    """Return the fewest tokens at which a response is inside the band if only these tokens moved."""
     total = math.fsum(map(math.log, ratios))
     bound = math.log1p(-low) if total < 0 else math.log1p(high)
     return math.floor(total / bound) + 1 if total else 1
 
 
-def _example_checks(s: float, enough: int, token: Sequence[Walked], sequence: Sequence[Walked], four: Rows) -> list[Check]:
-    found = likelihoods(four.new, four.old, four.mask)
+def _example_checks(s: float, enough: int, token: Sequence[Walk], sequence: Sequence[Walk], four: Rows) -> list[Check]:
+    values = likelihoods(four.new, four.old, four.mask)
     printed = (1.000250031253, 0.895834135297, 1.105170918076, 1.268709192825)
     outcome = loss("gspo", logprobs=four.new, old_logprobs=four.old, advantages=four.advantages, mask=four.mask)
     moved = {t.word: t for t in token[0].tokens}
@@ -90,7 +90,7 @@ def _example_checks(s: float, enough: int, token: Sequence[Walked], sequence: Se
         Check(what="GRPO weight of the 1.9 token, A = +1", expected=0.0, measured=moved["w=1.9"].weight, tolerance=0),
         Check(what="GRPO weight of the 0.4 token, A = +1", expected=0.4, measured=moved["w=0.4"].weight, tolerance=1e-12),
         *(
-            Check(what=f"s of response {row + 1} of four", expected=value, measured=float(found.s[row]), tolerance=1e-11)
+            Check(what=f"s of response {row + 1} of four", expected=value, measured=float(values.s[row]), tolerance=1e-11)
             for row, value in enumerate(printed)
         ),
         Check(what="GSPO loss of the group", expected=0.0669397903931, measured=float(outcome.loss), tolerance=1e-12),
@@ -129,14 +129,14 @@ def _power(exponent: float) -> str:
 
 
 def _group_sheet(rows: Rows, marked: int | None = None) -> Sheet:
-    found = likelihoods(rows.new, rows.old, rows.mask)
-    by_name = {name: walked(rows, name) for name in PAIR}
+    values = likelihoods(rows.new, rows.old, rows.mask)
+    by_name = {name: walk_tokens(rows, name) for name in PAIR}
     table = []
     for row in range(len(rows.new)):
         token, sequence = (by_name[name][row] for name in PAIR)
         table.append((
             f"{row + 1}{' (this one)' if row == marked else ''}", len(token.tokens), float(rows.advantages[row]),
-            float(found.s[row]), float(found.entropy_old[row].exp()), float(found.entropy_new[row].exp()),
+            float(values.s[row]), float(values.entropy_old[row].exp()), float(values.entropy_new[row].exp()),
             float(rows.log_ratios[row].abs().max()), token.clipped, sequence.clipped,
             sequence.tokens[0].outside if sequence.tokens else False,
         ))  # fmt: skip
@@ -151,7 +151,7 @@ def _group_sheet(rows: Rows, marked: int | None = None) -> Sheet:
     )  # fmt: skip
 
 
-def _strip_sheet(walks: Sequence[Walked], name: str) -> Sheet:
+def _strip_sheet(walks: Sequence[Walk], name: str) -> Sheet:
     rows = tuple(
         (f"{walk.algorithm}, A {walk.advantage:+.3g}", place + 1, token.word, token.ratio, token.used, token.outside,
          token.clipped, token.weight, token.coefficient)
@@ -169,7 +169,7 @@ def _strip_sheet(walks: Sequence[Walked], name: str) -> Sheet:
 
 
 def _figures(rows: Rows, name: str, row: int) -> list[Figure]:
-    token, sequence = (walked(rows, each)[row] for each in PAIR)
+    token, sequence = (walk_tokens(rows, each)[row] for each in PAIR)
     x = [float(place + 1) for place in range(len(token.tokens))]
     ratios: dict[str, Any] = {
         "type": "scatter", "mode": "markers", "name": "token ratio", "x": x, "y": [t.ratio for t in token.tokens],
@@ -204,18 +204,18 @@ def _figures(rows: Rows, name: str, row: int) -> list[Figure]:
     return [each for each in (first, second) if each is not None]
 
 
-def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence[str], say: Say) -> Account:
-    """A rollout of a run, as the run's own trainer saw it in its update."""
+def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence[str], say: Say) -> Account:
+    """Return the report of one rollout of a run, as the run's trainer saw it in its update."""
     again = replay(path, step, words, say)
-    row = _chosen(again, rollout)
-    look = next((each for each in again.seen if row in each.rows.tolist()), None)
+    row = _choose_row(again, rollout)
+    look = next((each for each in again.observed if row in each.rows.tolist()), None)
     if look is None:
         raise InputError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
     rows, here = _rows(again, look, row)
     record = again.rollouts()[row]
-    walks = [walked(rows, name)[here] for name in PAIR]
+    walks = [walk_tokens(rows, name)[here] for name in PAIR]
     token, sequence = walks
-    told = (
+    outcome = (
         "clipped as a whole" if sequence.clipped else "outside the band and not clipped" if sequence.tokens[0].outside
         else "inside the band"
     )  # fmt: skip
@@ -223,7 +223,7 @@ def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence
     sentences = [
         f"Rollout {row} of step {again.step}, in update {look.index + 1} of the step: {len(token.tokens)} tokens,"
         f" A = {token.advantage:+.4f}, s = {math.exp(token.log_s):.6f}.",
-        f"GSPO: {told}. GRPO: {token.clipped} of {len(token.tokens)} tokens clipped; the largest |lw| is"
+        f"GSPO: {outcome}. GRPO: {token.clipped} of {len(token.tokens)} tokens clipped; the largest |lw| is"
         f" {float(rows.log_ratios[here].abs().max()):.4g}.",
         f"{again.note}.",
         *(["In the first update of a step every ratio is 1: nothing has moved yet."] if look.index == 0 else []),
@@ -234,7 +234,7 @@ def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence
         title=f"Rollout {row} of step {again.step} through GRPO and GSPO",
         about="The response and its group as the trainer saw them in their update, under both algorithms as published."
         " Weight: the coefficient beside A / (N L), that of a token that has not moved.",
-        facts={"run": path.name, **facts(again.bed)},
+        facts={"run": path.name, **facts(again.recorder)},
         sentences=sentences,
         sheets=[_group_sheet(rows, here), _strip_sheet(walks, "rollout")],
         figures=_figures(rows, f"rollout {row}", here),
@@ -243,30 +243,30 @@ def of_run(path: Path, *, step: int | None, rollout: int | None, words: Sequence
     )
 
 
-def _chosen(again: Replayed, rollout: int | None) -> int:
-    """The row asked for; else the one with an advantage whose tokens moved the furthest."""
+def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
+    """Return the requested row; by default the row with an advantage whose tokens moved the furthest."""
     if rollout is not None:
         count = len(again.rollouts())
         if not 0 <= rollout < count:
             raise InputError(f"--rollout {rollout} is asked for; step {again.step} has the rollouts 0 to {count - 1}")
         return rollout
-    best, at = -1.0, int(again.seen[0].rows[0])
-    for look in again.seen:
+    best, at = -1.0, int(again.observed[0].rows[0])
+    for look in again.observed:
         size = torch.where(look.advantages != 0, look.log_ratios.abs().amax(1), -1.0)
         if float(size.max()) > best:
             best, at = float(size.max()), int(look.rows[int(size.argmax())])
     return at
 
 
-def _rows(again: Replayed, look: Observed, row: int) -> tuple[Rows, int]:
-    """The group of a row as its update saw it, and the place of the row in it."""
+def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, int]:
+    """Return the group of a row as its update saw it, and the position of the row in the group."""
     groups, rollouts = again.group_of(), again.rollouts()
     member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
     words = []
     for each in look.rows[member].tolist():
-        written = pieces(rollouts[each].tokens.tolist(), again.bed.policy.tokenizer)
+        written = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
         words.append(tuple(text for text, own in zip(written, rollouts[each].mask.tolist(), strict=True) if own))
-    found = Rows(
+    members = Rows(
         title="the group",
         old=look.old[member],
         new=look.new[member],
@@ -274,4 +274,4 @@ def _rows(again: Replayed, look: Observed, row: int) -> tuple[Rows, int]:
         advantages=look.advantages[member],
         words=tuple(words),
     )
-    return found, look.rows[member].tolist().index(row)
+    return members, look.rows[member].tolist().index(row)

@@ -15,21 +15,21 @@ _UNLIKE = "The arms do not share problems, weights and budget:"
 
 def write_pages(folder: Path, results: Results) -> None:
     """Write both from what compare.json holds."""
-    found = tables(results)
+    shown = tables(results)
     text = page(
         title=f"{legible(results['name'], one_line=True)} - Legato",
-        head=_head(results, found),
+        head=_head(results, shown),
         body="".join([_arms(results), _runs(results), _terms(results)]),
         drawn=figures(results),
         plotly=plotly_library(),
     )
-    for name, content in (("compare.html", text), ("compare.md", _markdown(results, found))):
+    for name, content in (("compare.html", text), ("compare.md", _markdown(results, shown))):
         partial = folder / f".{name}.partial"
         partial.write_text(content, encoding="utf-8")
         partial.replace(folder / name)
 
 
-def _head(results: Results, found: Sequence[Table]) -> str:
+def _head(results: Results, listed: Sequence[Table]) -> str:
     facts = {
         "model": results["model"],
         "task": results["task"],
@@ -37,19 +37,19 @@ def _head(results: Results, found: Sequence[Table]) -> str:
         "seeds": ", ".join(map(str, results["seeds"])),
         "recipe": ", ".join(results["recipes"]) or "defaults",
     }
-    told = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts.items())
-    said = "".join(f'<p class="verdict">{_safe(each)}</p>' for each in sentences(results))
+    spans = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts.items())
+    paragraphs = "".join(f'<p class="verdict">{_safe(each)}</p>' for each in sentences(results))
     unlike = "".join(f"<li>{_safe(each)}</li>" for each in results["unequal"])
     warning = f'<div class="card"><b class="bad">{_UNLIKE}</b><ul>{unlike}</ul></div>' if unlike else ""
-    shown = "".join(_table(each) for each in found)
-    return f'<header><h1>{_safe(results["name"])}</h1><div class="facts">{told}</div>{said}{warning}</header>{shown}'
+    shown = "".join(_table(each) for each in listed)
+    return f'<header><h1>{_safe(results["name"])}</h1><div class="facts">{spans}</div>{paragraphs}{warning}</header>{shown}'
 
 
-def _table(found: Table) -> str:
-    head = "".join(f"<th>{_safe(word)}</th>" for word in found.headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{_safe(word)}</td>' for word in row)}</tr>" for row in found.rows)
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{_safe(word)}</th>" for word in table.headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{_safe(word)}</td>' for word in row)}</tr>" for row in table.rows)
     return (
-        f'<section><h2>{_safe(found.title)}</h2><p class="dim">{_safe(found.note)}</p>'
+        f'<section><h2>{_safe(table.title)}</h2><p class="dim">{_safe(table.note)}</p>'
         f'<div class="card rows"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
 
@@ -81,22 +81,22 @@ def _runs(results: Results) -> str:
 
 
 def _terms(results: Results) -> str:
-    said = [
+    terms = [
         *results["definitions"].values(),
         "Intervals are the middle 95 % of resampled seeds (percentile bootstrap, the same seeds drawn from both arms)."
         " With few seeds they are too narrow: docs/compare.md says by how much.",
         "The interquartile mean is the mean of the middle half of the seeds.",
         "P is over all pairs of seeds; a tie counts half.",
     ]
-    items = "".join(f"<li>{_safe(each)}</li>" for each in said)
+    items = "".join(f"<li>{_safe(each)}</li>" for each in terms)
     return f'<section><h2>What the words mean</h2><div class="card"><ul>{items}</ul></div></section>'
 
 
-def _markdown(results: Results, found: Sequence[Table]) -> str:
+def _markdown(results: Results, listed: Sequence[Table]) -> str:
     pieces = [f"# {_cell(results['name'])}", "", *(f"{_cell(each)}" for each in sentences(results))]
     if results["unequal"]:
         pieces += ["", _UNLIKE, *(f"- {_cell(each)}" for each in results["unequal"])]
-    for each in found:
+    for each in listed:
         pieces += ["", f"## {_cell(each.title)}", "", _cell(each.note), ""]
         pieces += [f"| {' | '.join(map(_cell, each.headings))} |", "|" + "---|" * len(each.headings)]
         pieces += [f"| {' | '.join(map(_cell, row))} |" for row in each.rows]

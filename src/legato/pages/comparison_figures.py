@@ -7,7 +7,7 @@ from typing import Any
 
 from legato.diagnostics.statistics.seeds import interval, mean
 from legato.pages.comparison_tables import Results, label
-from legato.pages.curves import short, thinned
+from legato.pages.curves import round_six, thin
 from legato.pages.legible import legible
 from legato.pages.traces import AMBER, BLUE, GREEN, RED, VIOLET, Figure, Trace, axis, band, figure, line, shares
 
@@ -23,13 +23,13 @@ Run = Mapping[str, Any]
 def figures(results: Results) -> list[Figure]:
     """All that the runs allow so far."""
     colours = dict(zip(results["arms"], cycle(ARMS), strict=False))
-    found = _stability(results, colours)
+    drawn = _stability(results, colours)
     for point in results["points"]:
         here = [run for run in results["runs"] if run["point"] == point["point"]]
         at = f", {label(point['point'])}" if point["point"] else ""
-        found += [learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
-    found += [_final(results, colours), _cost(results)]
-    return [each for each in found if each is not None]
+        drawn += [learning(here, colours, at, wide=not at), _clipping(here, colours, at)]
+    drawn += [_final(results, colours), _cost(results)]
+    return [each for each in drawn if each is not None]
 
 
 def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: bool) -> Figure | None:
@@ -61,27 +61,27 @@ def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figur
 def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
     """Mean and band of several courses, at each step over those that have it."""
     steps = sorted({step for course in courses for step in course})
-    steps = [steps[index] for index in thinned(len(steps), BANDS)]
+    steps = [steps[index] for index in thin(len(steps), BANDS)]
     values = {step: [course[step] for course in courses if step in course] for step in steps}
     x = [float(step) for step in steps]
-    named = _safe(name)
-    average = line(x, [short(mean(values[step])) for step in steps], named, colour)
+    label_text = _safe(name)
+    average = line(x, [round_six(mean(values[step])) for step in steps], label_text, colour)
     around = {step: interval(mean, values[step]) for step in steps}
     if not steps:
         return []
-    low = [short(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
-    high = [short(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
+    low = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[0]) for step in steps]
+    high = [round_six(mean(values[step]) if (ends := around[step]) is None else ends[1]) for step in steps]
     if low == high:
         return [average]
-    edges = [trace | {"showlegend": False, "legendgroup": named} for trace in band(x, low, high, named, colour)]
-    return [*edges, average | {"legendgroup": named}]
+    edges = [trace | {"showlegend": False, "legendgroup": label_text} for trace in band(x, low, high, label_text, colour)]
+    return [*edges, average | {"legendgroup": label_text}]
 
 
 def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
     if len(results["points"]) > 1 or not results["points"][0]["arms"]:
         return None
     data: list[Trace] = []
-    for arm, found in results["points"][0]["arms"].items():
+    for arm, summary in results["points"][0]["arms"].items():
         runs = [run for run in results["runs"] if run["arm"] == arm and run["seed"] in results["points"][0]["seeds"]]
         broken = [RED if run["status"] != "done" else colours[arm] for run in runs]
         data.append(
@@ -91,12 +91,14 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
                 "name": _safe(arm),
                 "showlegend": False,
                 "x": [_safe(arm)] * len(runs),
-                "y": [short(run["score"]) for run in runs],
+                "y": [round_six(run["score"]) for run in runs],
                 "text": [f"seed {run['seed']}: {run['status']}" for run in runs],
                 "marker": {"color": broken, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
             }
         )
-        data.append(_bar([_safe(arm)], [found["mean"]], [found["mean_interval"]], f"{arm}, mean", colours[arm], "diamond"))
+        data.append(
+            _bar([_safe(arm)], [summary["mean"]], [summary["mean_interval"]], f"{arm}, mean", colours[arm], "diamond")
+        )
         data[-1]["showlegend"] = False
     caption = "Each seed, and the mean with its 95 % interval. Red: collapsed or failed."
     layout = shares("accuracy") | {"xaxis": {"title": {"text": ""}, "type": "category"}, "hovermode": "closest"}
@@ -113,12 +115,12 @@ def _bar(
         "mode": "markers",
         "name": _safe(name),
         "x": list(x),
-        "y": [short(value) for value in y],
+        "y": [round_six(value) for value in y],
         "error_y": {
             "type": "data",
             "symmetric": False,
-            "array": [short(max(0.0, high - value)) for value, (_, high) in zip(y, ends, strict=True)],
-            "arrayminus": [short(max(0.0, value - low)) for value, (low, _) in zip(y, ends, strict=True)],
+            "array": [round_six(max(0.0, high - value)) for value, (_, high) in zip(y, ends, strict=True)],
+            "arrayminus": [round_six(max(0.0, value - low)) for value, (low, _) in zip(y, ends, strict=True)],
             "thickness": 1.6,
             "width": 6,
         },
@@ -131,7 +133,7 @@ def _cost(results: Results) -> Figure | None:
     if first is None:
         return None
     at = f", {label(first['point'])}" if first["point"] else ""
-    phases = {arm: found["phases"] for arm, found in first["arms"].items()}
+    phases = {arm: summary["phases"] for arm, summary in first["arms"].items()}
     return cost_bars(phases, f"Cost{at}", "Seconds spent in the steps of a run, mean over seeds.", "seconds of a run")
 
 
@@ -142,7 +144,7 @@ def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: st
             "type": "bar",
             "name": phase,
             "x": [_safe(arm) for arm in phases],
-            "y": [short(found[phase]) for found in phases.values()],
+            "y": [round_six(seconds[phase]) for seconds in phases.values()],
             "marker": {"color": colour, "line": {"width": 0}},
         }
         for phase, colour in (("rollouts", BLUE), ("anchor", VIOLET), ("update", AMBER))
@@ -152,7 +154,7 @@ def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: st
 
 
 def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | None]:
-    made: list[Figure | None] = []
+    figures_made: list[Figure | None] = []
     for swept in dict.fromkeys(each["axis"] for each in results["frontier"]):
         data: list[Trace] = []
         mine = [each for each in results["frontier"] if each["axis"] == swept]
@@ -183,8 +185,8 @@ def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | No
         ticks = {"tickmode": "array", "tickvals": sorted(set(values)), "ticktext": [f"{v:g}" for v in sorted(set(values))]}
         layout = shares("accuracy at the end") | {"xaxis": {"title": {"text": swept}, "type": scale_kind, **ticks}}
         caption = "Final accuracy, mean over seeds with 95 % intervals. A red cross: at least one seed collapsed or failed."
-        made.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
-    return made
+        figures_made.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
+    return figures_made
 
 
 def _safe(text: str) -> str:

@@ -27,30 +27,30 @@ class Table:
 
 def tables(results: Results) -> list[Table]:
     """Where a sweep ends stability, scores and costs of each point, and what did not end well."""
-    found = [_frontier(results)] if results["frontier"] else []
+    listed = [_frontier(results)] if results["frontier"] else []
     for point in results["points"]:
         if point["arms"]:
-            found += [_scores(results, point), _costs(results, point)]
+            listed += [_scores(results, point), _costs(results, point)]
     troubled = [run for run in results["runs"] if run["status"] != "done"]
     if troubled:
         rows = tuple((run["name"], run["status"], run["collapsed"] or run["reason"] or "") for run in troubled)
         note = " ".join(results["definitions"].values())
-        found.append(Table(title="Runs that did not end well", note=note, headings=("run", "status", "why"), rows=rows))
-    return found
+        listed.append(Table(title="Runs that did not end well", note=note, headings=("run", "status", "why"), rows=rows))
+    return listed
 
 
 def sentences(results: Results) -> list[str]:
     """What the seeds allow to be said, a sentence for each arm and point."""
     waiting = sum(run["status"] in ("waiting", "stopped") for run in results["runs"])
-    told = (
+    lines = (
         [f"{waiting} of {len(results['runs'])} runs are not finished; seeds count once every arm has them."]
         if waiting
         else []
     )
     for point in results["points"]:
         at = f" at {label(point['point'])}" if point["point"] else ""
-        told += [_sentence(arm, pair, results["against"], point, at) for arm, pair in point["pairs"].items()]
-    return told
+        lines += [_sentence(arm, pair, results["against"], point, at) for arm, pair in point["pairs"].items()]
+    return lines
 
 
 def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[str, Any], at: str) -> str:
@@ -58,12 +58,12 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
     by = f"{100 * change:+.1f} points"
     if around is None:
         return f"{arm} ended {by} beside {against}{at} with one seed, which says nothing of other seeds."
-    told = f"{by}, 95 % {100 * around[0]:+.1f} to {100 * around[1]:+.1f}, {len(point['seeds'])} seeds"
+    numbers = f"{by}, 95 % {100 * around[0]:+.1f} to {100 * around[1]:+.1f}, {len(point['seeds'])} seeds"
     if around[0] <= 0 <= around[1]:
-        return f"{arm} and {against} cannot be told apart{at} ({told})."
+        return f"{arm} and {against} cannot be told apart{at} ({numbers})."
     ended = f"{arm} ended {'above' if change > 0 else 'below'} {against}{at}"
     if _chance(pair, change > 0) <= _RARE:
-        return f"{ended} ({told})."
+        return f"{ended} ({numbers})."
     scores = (point["arms"][each]["scores"] for each in (arm, against))
     apart = [100 * (one - other) for one, other in zip(*scores, strict=True)]
     by = f"{by}; by seed {min(apart):+.1f} to {max(apart):+.1f}"
@@ -98,13 +98,13 @@ def label(point: Mapping[str, Any]) -> str:
 def _scores(results: Results, point: Mapping[str, Any]) -> Table:
     against, seeds = results["against"], point["seeds"]
     rows = []
-    for arm, found in point["arms"].items():
+    for arm, summary in point["arms"].items():
         pair = point["pairs"].get(arm)
         rows.append(
             (
                 arm,
-                _percent(found["mean"], found["mean_interval"]),
-                _percent(found["iqm"], found["iqm_interval"]),
+                _percent(summary["mean"], summary["mean_interval"]),
+                _percent(summary["iqm"], summary["iqm_interval"]),
                 "" if pair is None else _points(pair["difference"], pair["difference_interval"]),
                 "" if pair is None else _plain(pair["probability"], pair["probability_interval"]),
                 "" if pair is None else f"{pair['better']} of {len(seeds)}",
@@ -123,20 +123,20 @@ def _scores(results: Results, point: Mapping[str, Any]) -> Table:
 def _costs(results: Results, point: Mapping[str, Any]) -> Table:
     # Only a mixture of experts has any to change.
     shares = {"tokens clipped": "clip_mean", "experts changed": "flip_mean"}
-    if all(found.get("flip_mean") is None for found in point["arms"].values()):
+    if all(summary.get("flip_mean") is None for summary in point["arms"].values()):
         del shares["experts changed"]
     rows = tuple(
         (
             arm,
-            f"{found['steps']:,.0f}",
-            f"{found['updates']:,.0f}",
-            f"{found['tokens']:,.0f}",
-            duration(found["seconds"]),
-            *("-" if found[key] is None else f"{found[key]:.2%}" for key in shares.values()),
-            f"{found['collapsed']} of {len(point['seeds'])}",
-            f"{found['failed']} of {len(point['seeds'])}",
+            f"{summary['steps']:,.0f}",
+            f"{summary['updates']:,.0f}",
+            f"{summary['tokens']:,.0f}",
+            duration(summary["seconds"]),
+            *("-" if summary[key] is None else f"{summary[key]:.2%}" for key in shares.values()),
+            f"{summary['collapsed']} of {len(point['seeds'])}",
+            f"{summary['failed']} of {len(point['seeds'])}",
         )
-        for arm, found in point["arms"].items()
+        for arm, summary in point["arms"].items()
     )
     machine = results["machine"]
     return Table(

@@ -1,4 +1,4 @@
-"""From records to points: series without holes, moving averages with bands, thinning, histograms on common bins."""
+"""Turns records into curves: moving averages with bands, thinning, histograms on common bins."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from legato.pages.summary import Record, number
 
 MOST_POINTS = 1200
-"""A curve on a screen shows no more than this; a report of a long run stays small."""
+"""Most points of a curve, so that the report of a long run stays small."""
 
 _WIDEST_WINDOW = 100
 _FEWEST_AVERAGED = 8
@@ -28,28 +28,28 @@ class Curve:
 
 
 def points(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values where the value is a finite number."""
+    """Return the steps and values of a key, where the value is a finite number."""
     pairs = [(number(record, "step"), number(record, key)) for record in records]
     known = [(step, value) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in known], [value for _, value in known]
 
 
 def curve(records: Sequence[Record], key: str) -> Curve | None:
-    """The curve of a key; None where no step has it."""
+    """Return the curve of a key; None if no step has it."""
     steps, values = points(records, key)
     if not steps:
         return None
     window = min(_WIDEST_WINDOW, max(5, len(values) // 20)) | 1 if len(values) >= _FEWEST_AVERAGED else 1
-    shown = thinned(len(steps))
+    shown = thin(len(steps))
     average, low, high = [], [], []
     for index in shown:
         near = sorted(values[max(0, index - window // 2) : index + window // 2 + 1])
-        average.append(short(math.fsum(near) / len(near)))
-        low.append(short(quantile(near, 0.1)))
-        high.append(short(quantile(near, 0.9)))
+        average.append(round_six(math.fsum(near) / len(near)))
+        low.append(round_six(quantile(near, 0.1)))
+        high.append(round_six(quantile(near, 0.9)))
     return Curve(
         steps=[steps[index] for index in shown],
-        values=[short(values[index]) for index in shown],
+        values=[round_six(values[index]) for index in shown],
         average=average,
         low=low,
         high=high,
@@ -57,31 +57,31 @@ def curve(records: Sequence[Record], key: str) -> Curve | None:
     )
 
 
-def thinned(count: int, most: int = MOST_POINTS) -> list[int]:
-    """Indices of at most `most` points, the first and the last among them."""
+def thin(count: int, most: int = MOST_POINTS) -> list[int]:
+    """Return indices of at most `most` of `count` points, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
 
 
 def chunks(steps: Sequence[float], values: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """At most `most` averages over neighbours of equal number, each at the first step of its neighbours."""
+    """Average neighbours into at most `most` points, each at its first step."""
     size = max(1, math.ceil(len(values) / most))
     starts = range(0, len(values), size)
     means = [math.fsum(values[at : at + size]) / len(values[at : at + size]) for at in starts]
-    return [steps[at] for at in starts], [short(mean) for mean in means]
+    return [steps[at] for at in starts], [round_six(mean) for mean in means]
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:
-    """With linear interpolation."""
+    """Return a quantile of sorted values, with linear interpolation."""
     place = share * (len(ascending) - 1)
     below = math.floor(place)
     above = min(below + 1, len(ascending) - 1)
     return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
 
 
-def short(value: float) -> float:
-    """Six digits: more cannot be seen."""
+def round_six(value: float) -> float:
+    """Round to six significant digits, to keep pages small."""
     return float(f"{value:.6g}")
 
 
@@ -93,11 +93,11 @@ class Bins:
     counts: tuple[float, ...]
 
     @classmethod
-    def read(cls, found: Any) -> "Bins | None":
-        """From a record; None where it is not one or is empty."""
-        if not isinstance(found, Mapping):
+    def read(cls, stored: Any) -> "Bins | None":
+        """Read a histogram from a record; None if it is malformed or empty."""
+        if not isinstance(stored, Mapping):
             return None
-        edges, counts = found.get("edges"), found.get("counts")
+        edges, counts = stored.get("edges"), stored.get("counts")
         if not (isinstance(edges, list) and isinstance(counts, list) and len(edges) == len(counts) + 1):
             return None
         numbers = [*edges, *counts]
@@ -107,14 +107,14 @@ class Bins:
         return cls(tuple(map(float, edges)), tuple(map(float, counts))) if ordered and sum(counts) > 0 else None
 
     def below(self, value: float) -> float:
-        """The share below `value`, each bin filled evenly."""
+        """Return the share below `value`, taking each bin as evenly filled."""
         total = 0.0
         for (lower, upper), count in zip(pairwise(self.edges), self.counts, strict=True):
             total += count * min(1.0, max(0.0, (value - lower) / (upper - lower)))
         return total / sum(self.counts)
 
     def edge_at(self, share: float) -> tuple[float, float]:
-        """The bin in which `share` of the values is reached."""
+        """Return the edges of the bin in which the quantile `share` lies."""
         total, target = 0.0, share * sum(self.counts)
         for (lower, upper), count in zip(pairwise(self.edges), self.counts, strict=True):
             total += count
@@ -123,8 +123,8 @@ class Bins:
         return self.edges[-2], self.edges[-1]
 
 
-def rebinned(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[float], list[list[float]]]:
-    """Equal bins over where nearly all values lie, and the share of each histogram in them.
+def rebin(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[float], list[list[float]]]:
+    """Return equal bins over nearly all values, and the share of each histogram in them.
 
     Stored edges may be logarithmic: drawn as they are, the bins beside 0 would be invisible.
     """
@@ -134,5 +134,5 @@ def rebinned(histograms: Sequence[Bins], number_of_bins: int) -> tuple[list[floa
     shares = []
     for each in histograms:
         cumulative = [each.below(edge) for edge in edges]
-        shares.append([short(upper - lower) for lower, upper in pairwise(cumulative)])
+        shares.append([round_six(upper - lower) for lower, upper in pairwise(cumulative)])
     return edges, shares

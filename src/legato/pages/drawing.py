@@ -51,10 +51,10 @@ class _Scale:
         return self.start + (self.end - self.start) * (number - self.low) / (self.high - self.low)
 
 
-def drawn(figure: Figure) -> str:
+def draw_svg(figure: Figure) -> str:
     """The figure as the text of an SVG file, title and legend included."""
-    named = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
-    legend = _legend(named if figure.layout.get("showlegend", len(named) > 1) else [])
+    in_legend = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
+    legend = _legend(in_legend if figure.layout.get("showlegend", len(in_legend) > 1) else [])
     top = 44 + _LINE * legend[1]
     x = _scale("x", figure, _LEFT, WIDTH - _RIGHT)
     y = _scale("y", figure, HEIGHT - _BOTTOM, top)
@@ -79,7 +79,7 @@ def drawn(figure: Figure) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def rasterised(svg: Path) -> Path | None:
+def rasterise(svg: Path) -> Path | None:
     """The same beside it as PNG, twice as fine, by the first tool that is there; None where there is none."""
     png = svg.with_suffix(".png")
     size = f"{WIDTH},{HEIGHT}"
@@ -186,20 +186,20 @@ def _ticks(scale: _Scale, axis: dict[str, Any]) -> list[tuple[Any, str]]:
     if scale.kind == "log":
         first, last = math.ceil(scale.low - 1e-9), math.floor(scale.high + 1e-9)
         every = max(1, math.ceil((last - first) / 9))
-        found = [10.0**power for power in range(first, last + 1, every)]
-        if len(found) < 3:
-            found = [m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)]
-            found = [v for v in found if scale.low - 1e-9 <= math.log10(v) <= scale.high + 1e-9]
+        places = [10.0**power for power in range(first, last + 1, every)]
+        if len(places) < 3:
+            places = [m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)]
+            places = [v for v in places if scale.low - 1e-9 <= math.log10(v) <= scale.high + 1e-9]
         return [
             (value, f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") if value < 1e-2 else f"{value:g}")
-            for value in found
+            for value in places
         ]
     rough = (scale.high - scale.low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough)
-    found = [step * place for place in range(math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9) + 1)]
+    places = [step * place for place in range(math.ceil(scale.low / step - 1e-9), math.floor(scale.high / step + 1e-9) + 1)]
     percent = str(axis.get("tickformat", "")).endswith(("%", "p"))
-    return [(value, f"{100 * value:.4g} %" if percent else f"{value:.4g}") for value in found]
+    return [(value, f"{100 * value:.4g} %" if percent else f"{value:.4g}") for value in places]
 
 
 def _scatter(trace: Trace, before: Trace | None, x: _Scale, y: _Scale) -> list[str]:

@@ -1,4 +1,4 @@
-"""The account of an experiment: what was expected, what was measured and how they differ; as page, text, data and figures.
+"""The report of an experiment: expected and measured values, as page, text, data and figures.
 
 NAME.html            one file, offline
 NAME.md              the same as text that can be pasted
@@ -20,7 +20,7 @@ from typing import Any
 
 from legato.errors import InputError
 from legato.pages.comparison_tables import Table
-from legato.pages.drawing import drawn, rasterised
+from legato.pages.drawing import draw_svg, rasterise
 from legato.pages.legible import legible
 from legato.pages.mismatch import share, short
 from legato.pages.page import page, plotly_library
@@ -38,9 +38,9 @@ class Check:
     expected: Value
     measured: Value
     tolerance: float | None = None
-    """How far they may differ; None: nothing was promised, the difference is told and not judged."""
+    """Largest difference allowed; None: the difference is shown and not judged."""
     relative: bool = False
-    """Whether the difference is told, and the tolerance meant, as a share of what was expected."""
+    """Whether difference and tolerance are shares of the expected value."""
     source: str = ""
     """Where the expectation comes from."""
 
@@ -73,7 +73,7 @@ class Sheet:
     """A table with its numbers in full; the first column names the rows."""
 
     name: str
-    """Of its file."""
+    """Name of its CSV file."""
     title: str
     note: str
     headings: tuple[str, ...]
@@ -83,7 +83,7 @@ class Sheet:
     digits: int = 3
 
     def table(self) -> Table:
-        """As words."""
+        """Return the table with formatted cells."""
         rows = tuple(
             tuple(self._word(heading, value) for heading, value in zip(self.headings, row, strict=True)) for row in self.rows
         )
@@ -101,7 +101,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Everything a page tells of one experiment."""
+    """The content of the page of one experiment."""
 
     name: str
     title: str
@@ -109,7 +109,7 @@ class Account:
     """What was done, in a paragraph."""
     facts: Mapping[str, str]
     sentences: Sequence[str]
-    """What came of it, most important first."""
+    """The results, most important first."""
     checks: Sequence[Check] = ()
     sheets: Sequence[Sheet] = ()
     figures: Sequence[Figure] = ()
@@ -118,15 +118,15 @@ class Account:
     extra: str = ""
     """HTML of the experiment's own, escaped already."""
 
-    def checked(self) -> Table | None:
-        """The expectations as a table."""
+    def check_table(self) -> Table | None:
+        """Return expectations and measurements as a table; None without any."""
         if not self.checks:
             return None
         rows = tuple(
             (
                 check.what,
-                _shown(check.expected),
-                _shown(check.measured),
+                _format_value(check.expected),
+                _format_value(check.measured),
                 "-" if check.difference is None else share(check.difference) if check.relative else short(check.difference),
                 "-" if check.tolerance is None else share(check.tolerance) if check.relative else short(check.tolerance),
                 check.verdict,
@@ -138,18 +138,18 @@ class Account:
         return Table(title="Expected and measured", note="", headings=headings, rows=rows)
 
     def tables(self) -> list[Table]:
-        first = self.checked()
+        first = self.check_table()
         return [*([] if first is None else [first]), *(sheet.table() for sheet in self.sheets)]
 
 
-def _shown(value: Value) -> str:
+def _format_value(value: Value) -> str:
     if isinstance(value, float):
         return short(value, 6)
     return "-" if value is None else str(value)
 
 
 def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
-    """Write all of it; what was written, the page first."""
+    """Write page, text, data, tables and figures; return the files, the page first."""
     try:
         for name in ("tables", "figures"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -171,14 +171,14 @@ def write(folder: Path, account: Account, *, png: bool = True) -> list[Path]:
         with files[-1].open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([sheet.headings, *sheet.rows])
     for figure in account.figures:
-        svg = folder / "figures" / f"{named(figure.title)}.svg"
-        svg.write_text(drawn(figure), encoding="utf-8")
-        files += [svg, *([made] if png and (made := rasterised(svg)) is not None else [])]
+        svg = folder / "figures" / f"{file_stem(figure.title)}.svg"
+        svg.write_text(draw_svg(figure), encoding="utf-8")
+        files += [svg, *([png_file] if png and (png_file := rasterise(svg)) is not None else [])]
     return files
 
 
 def content(account: Account) -> dict[str, Any]:
-    """What NAME.json holds."""
+    """Return the content of NAME.json."""
     return {
         "experiment": account.name,
         "title": account.title,
@@ -214,15 +214,15 @@ def content(account: Account) -> dict[str, Any]:
 
 
 def read(stored: Mapping[str, Any]) -> Account:
-    """The account that NAME.json holds, without its figures."""
-    kept = ("what", "expected", "measured", "tolerance", "relative", "source")
+    """Read an account back from the content of NAME.json, without its figures."""
+    fields = ("what", "expected", "measured", "tolerance", "relative", "source")
     return Account(
         name=stored["experiment"],
         title=stored["title"],
         about=stored["about"],
         facts=stored["facts"],
         sentences=stored["sentences"],
-        checks=[Check(**{key: check[key] for key in kept}) for check in stored["checks"]],
+        checks=[Check(**{key: check[key] for key in fields}) for check in stored["checks"]],
         sheets=[
             Sheet(
                 name=name,
@@ -247,7 +247,7 @@ def markdown(account: Account, figures: str = "figures") -> str:
     pieces += tables_as_text(account.tables())
     if figures:
         for figure in account.figures:
-            pieces += ["", f"![{_cell(figure.title)}]({figures}/{named(figure.title)}.svg)", "", _cell(figure.caption)]
+            pieces += ["", f"![{_cell(figure.title)}]({figures}/{file_stem(figure.title)}.svg)", "", _cell(figure.caption)]
     return "\n".join(pieces) + "\n"
 
 
@@ -262,31 +262,31 @@ def tables_as_text(tables: Sequence[Table], level: int = 2) -> list[str]:
     return pieces
 
 
-def named(title: str) -> str:
-    """A title as the name of a file."""
+def file_stem(title: str) -> str:
+    """Turn a title into a file name without extension."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def _head(account: Account) -> str:
     facts = "".join(f"<span>{_safe(name)} <b>{_safe(value)}</b></span>" for name, value in account.facts.items())
-    said = "".join(f"<li>{_safe(each)}</li>" for each in account.sentences)
-    checks = account.checked()
+    items = "".join(f"<li>{_safe(each)}</li>" for each in account.sentences)
+    checks = account.check_table()
     return (
         f'<header><h1>{_safe(account.title)}</h1><div class="facts">{facts}</div><p>{_safe(account.about)}</p>'
-        f'<div class="card"><ul>{said}</ul></div></header>{"" if checks is None else _table(checks)}'
+        f'<div class="card"><ul>{items}</ul></div></header>{"" if checks is None else _table(checks)}'
     )
 
 
-def _table(found: Table) -> str:
+def _table(table: Table) -> str:
     colours = defaultdict(str, {"differs": "bad", "as expected": "good"})
-    head = "".join(f"<th>{_safe(word)}</th>" for word in found.headings)
+    head = "".join(f"<th>{_safe(word)}</th>" for word in table.headings)
     rows = ""
-    for row in found.rows:
+    for row in table.rows:
         cells = "".join(f"<td class='{colours[word]}'>{_safe(word)}</td>" for word in row)
         rows += f"<tr>{cells}</tr>"
-    note = f'<p class="dim">{_safe(found.note)}</p>' if found.note else ""
+    note = f'<p class="dim">{_safe(table.note)}</p>' if table.note else ""
     return (
-        f"<section><h2>{_safe(found.title)}</h2>{note}"
+        f"<section><h2>{_safe(table.title)}</h2>{note}"
         f'<div class="card rows"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
 

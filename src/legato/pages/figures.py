@@ -1,11 +1,11 @@
-"""The figures of a run."""
+"""The figures of a run's report."""
 
 import html
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from legato.pages.curves import Bins, chunks, curve, points, rebinned, short
+from legato.pages.curves import Bins, chunks, curve, points, rebin, round_six
 from legato.pages.legible import legible
 from legato.pages.summary import Evaluation, Record, evaluations, number
 from legato.pages.traces import (
@@ -18,21 +18,21 @@ from legato.pages.traces import (
     VIOLET,
     Figure,
     Trace,
-    averaged,
+    average_line,
     axis,
     band,
     band_edges,
-    banded,
     figure,
     line,
+    line_with_band,
     shares,
 )
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:
-    """All that the records allow; what was not measured has no figure."""
+    """Return all figures that the records allow."""
     steps = [record for record in records if record.get("kind") == "step"]
-    made = (
+    drawn = (
         _accuracy(steps, evaluations(records)),
         _reward(steps),
         _components(steps),
@@ -40,7 +40,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _entropy(steps),
         _clipping(steps),
         _clip_fractions(steps),
-        _adapted(steps),
+        _clip_band(steps),
         _experts(steps),
         _ratios(steps),
         _gradient(steps),
@@ -50,37 +50,37 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         _rate(steps),
         _warm_up([record for record in records if record.get("kind") == "warm-up"]),
     )
-    return [each for each in made if each is not None]
+    return [each for each in drawn if each is not None]
 
 
 def _accuracy(steps: Sequence[Record], held_out: Sequence[Evaluation]) -> Figure | None:
     data: list[Trace] = []
     trained = curve(steps, "accuracy/mean")
     if trained is not None:
-        data += banded(trained, "training problems", GREY)
+        data += line_with_band(trained, "training problems", GREY)
     for name, colour, symbol in (("sampled", BLUE, "circle"), ("greedy", GREEN, "diamond")):
-        found = [(each.step, getattr(each, name)) for each in held_out if getattr(each, name) is not None]
-        if found:
-            data.append(_measured(found, f"held-out, {name}", colour, symbol))
+        measured = [(each.step, getattr(each, name)) for each in held_out if getattr(each, name) is not None]
+        if measured:
+            data.append(_accuracy_trace(measured, f"held-out, {name}", colour, symbol))
     caption = (
         "Held-out problems are never trained on; bars are 95 % intervals. Training accuracy is of the sampled rollouts."
     )
     return figure("Accuracy", caption, data, shares("accuracy"), wide=True)
 
 
-def _measured(found: Sequence[tuple[int, Any]], name: str, colour: str, symbol: str) -> Trace:
-    values = [interval.value for _, interval in found]
+def _accuracy_trace(measured: Sequence[tuple[int, Any]], name: str, colour: str, symbol: str) -> Trace:
+    values = [interval.value for _, interval in measured]
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(found) > 1 else "markers",
+        "mode": "lines+markers" if len(measured) > 1 else "markers",
         "name": name,
-        "x": [step for step, _ in found],
-        "y": [short(value) for value in values],
+        "x": [step for step, _ in measured],
+        "y": [round_six(value) for value in values],
         "error_y": {
             "type": "data",
             "symmetric": False,
-            "array": [short(max(0.0, interval.high - interval.value)) for _, interval in found],
-            "arrayminus": [short(max(0.0, interval.value - interval.low)) for _, interval in found],
+            "array": [round_six(max(0.0, interval.high - interval.value)) for _, interval in measured],
+            "arrayminus": [round_six(max(0.0, interval.value - interval.low)) for _, interval in measured],
             "thickness": 1.2,
             "width": 3,
         },
@@ -90,17 +90,21 @@ def _measured(found: Sequence[tuple[int, Any]], name: str, colour: str, symbol: 
 
 
 def _reward(steps: Sequence[Record]) -> Figure | None:
-    found = curve(steps, "reward/mean")
-    data = [] if found is None else banded(found, "reward", BLUE)
+    rewards = curve(steps, "reward/mean")
+    data = [] if rewards is None else line_with_band(rewards, "reward", BLUE)
     return figure("Reward", "Mean reward of each step's rollouts.", data, axis("reward"))
 
 
 def _components(steps: Sequence[Record]) -> Figure | None:
-    taken = {"reward/mean", "reward/deviation"}
-    keys = sorted({key for record in steps for key in record if key.startswith("reward/") and "@" not in key} - taken)
+    left_out = {"reward/mean", "reward/deviation"}
+    keys = sorted({key for record in steps for key in record if key.startswith("reward/") and "@" not in key} - left_out)
     if len(keys) < 2:
         return None  # one component is the reward itself
-    data = [trace for index, key in enumerate(keys) for trace in averaged(steps, key, _named(key), UPDATES[index % 8])]
+    data = [
+        trace
+        for index, key in enumerate(keys)
+        for trace in average_line(steps, key, _component_name(key), UPDATES[index % 8])
+    ]
     return figure("Reward by component", "Mean of each component before its weight; moving averages.", data, axis("reward"))
 
 
@@ -109,10 +113,12 @@ def _lengths(steps: Sequence[Record]) -> Figure | None:
     x, low = points(steps, "length/tokens_p10")
     x_high, high = points(steps, "length/tokens_p95")
     if x and x == x_high:
-        data += band(x, [short(value) for value in low], [short(value) for value in high], "p10 to p95 of responses", VIOLET)
-    found = curve(steps, "length/mean")
-    if found is not None:
-        data += [line(found.steps, found.average, "mean", VIOLET)] if data else banded(found, "mean", VIOLET)
+        data += band(
+            x, [round_six(value) for value in low], [round_six(value) for value in high], "p10 to p95 of responses", VIOLET
+        )
+    means = curve(steps, "length/mean")
+    if means is not None:
+        data += [line(means.steps, means.average, "mean", VIOLET)] if data else line_with_band(means, "mean", VIOLET)
     longest = curve(steps, "length/maximum") or curve(steps, "length/max")
     if longest is not None:
         data.append(line(longest.steps, longest.values, "longest", AMBER, width=1.2, dash="dot"))
@@ -121,8 +127,8 @@ def _lengths(steps: Sequence[Record]) -> Figure | None:
 
 
 def _entropy(steps: Sequence[Record]) -> Figure | None:
-    found = curve(steps, "entropy/mean")
-    data = [] if found is None else banded(found, "entropy", GREEN)
+    entropies = curve(steps, "entropy/mean")
+    data = [] if entropies is None else line_with_band(entropies, "entropy", GREEN)
     caption = "Mean over tokens. Near 0 exploration is over; rising late the policy dissolves."
     return figure("Entropy", caption, data, axis("nats", least=0))
 
@@ -136,32 +142,32 @@ def _clipping(steps: Sequence[Record]) -> Figure | None:
 
 
 def _clip_fractions(steps: Sequence[Record]) -> Figure | None:
-    """Tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
-    named = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
+    """Clip fractions of tokens and responses on one logarithmic axis, where 15 % and 0.1 % can both be read."""
+    series = (("clip/tokens", "tokens", AMBER), ("clip/sequences", "responses", BLUE))
     data = [
-        line(found.steps, [value or None for value in found.average], name, colour)
-        for key, name, colour in named
-        if (found := curve(steps, key)) is not None and any(found.average)
+        line(fractions.steps, [value or None for value in fractions.average], name, colour)
+        for key, name, colour in series
+        if (fractions := curve(steps, key)) is not None and any(fractions.average)
     ]
     layout = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
     caption = "Clip fraction over all updates of a step, moving averages; a step that clips nothing has no point."
     return figure("Clip fraction, logarithmic", caption, data, layout)
 
 
-def _adapted(steps: Sequence[Record]) -> Figure | None:
-    """Of a clip whose band adapts, whatever its name: the course of its bounds."""
+def _clip_band(steps: Sequence[Record]) -> Figure | None:
+    """The bounds of an adaptive clip band over steps."""
     if not any("clip/beyond_positive" in step for step in steps):  # measured only where a band adapts
         return None
     noise = next((key for step in steps for key in step if key.startswith("state/") and key.endswith(".noise")), "")
-    named = (
+    series = (
         ("clip/band_high", "upper bound", BLUE),
         ("clip/band_low", "lower bound", VIOLET),
         (noise, "noise floor", GREY),
     )
-    found = [(curve(steps, key), name, colour) for key, name, colour in named if key]
+    bounds = [(curve(steps, key), name, colour) for key, name, colour in series if key]
     data = [
         line(each.steps, each.values, name, colour)
-        for each, name, colour in found
+        for each, name, colour in bounds
         if each is not None and min(each.values) > 0
     ]
     caption = "Distance of the bounds from a ratio of 1, moved so that the target share of responses is clipped."
@@ -170,43 +176,45 @@ def _adapted(steps: Sequence[Record]) -> Figure | None:
 
 
 def _by_update(steps: Sequence[Record], key: str) -> list[Trace]:
-    """A line for each update within the step; one for all where they are not told apart."""
+    """Return a line for each update within the step, or one line if updates are not recorded separately."""
     pattern = re.compile(re.escape(key) + r"@(\d+)")
-    found = {int(match.group(1)) for record in steps for name in record if (match := pattern.fullmatch(name))}
+    indices = {int(match.group(1)) for record in steps for name in record if (match := pattern.fullmatch(name))}
     data = [
         trace
-        for index in sorted(found)
-        for trace in averaged(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
+        for index in sorted(indices)
+        for trace in average_line(steps, f"{key}@{index}", f"update {index + 1}", UPDATES[index % 8])
     ]
-    return data or averaged(steps, key, "all updates", BLUE)
+    return data or average_line(steps, key, "all updates", BLUE)
 
 
 def _experts(steps: Sequence[Record]) -> Figure | None:
-    """Of a mixture of experts."""
+    """Share of experts that changed, for a mixture of experts."""
     if all(number(record, "router/flip_mean") is None for record in steps):
         return None
-    data = _by_update(steps, "router/flip_mean") + averaged(steps, "router/mismatch_flip_mean", "engine and trainer", GREY)
+    data = _by_update(steps, "router/flip_mean") + average_line(
+        steps, "router/mismatch_flip_mean", "engine and trainer", GREY
+    )
     caption = "Share of the active experts that differ from those of the old policy, by update within the step."
     return figure("Experts that changed", caption, data, shares("share of experts", whole=False))
 
 
 def _ratios(steps: Sequence[Record]) -> Figure | None:
-    found = []
+    measured = []
     for record in steps:
         histograms = record.get("histograms")
         bins = Bins.read(histograms.get("ratio/sequence_log")) if isinstance(histograms, dict) else None
         if bins is not None:
-            found.append((record, bins))
-    if not found:
+            measured.append((record, bins))
+    if not measured:
         return None
-    ends = [found[0], found[-1]] if len(found) > 1 else found
-    edges, filled = rebinned([bins for _, bins in ends], 48)
+    ends = [measured[0], measured[-1]] if len(measured) > 1 else measured
+    edges, filled = rebin([bins for _, bins in ends], 48)
     width = edges[1] - edges[0]
     data: list[Trace] = [
         {
             "type": "bar",
             "name": f"step {record.get('step')}",
-            "x": [short(edge + width / 2) for edge in edges[:-1]],
+            "x": [round_six(edge + width / 2) for edge in edges[:-1]],
             "y": share,
             "width": width,
             "marker": {"color": colour, "opacity": 0.6, "line": {"width": 0}},
@@ -224,23 +232,23 @@ def _ratios(steps: Sequence[Record]) -> Figure | None:
 
 
 def _gradient(steps: Sequence[Record]) -> Figure | None:
-    found = curve(steps, "gradient/norm")
-    data = [] if found is None else banded(found, "gradient norm", AMBER)
+    norms = curve(steps, "gradient/norm")
+    data = [] if norms is None else line_with_band(norms, "gradient norm", AMBER)
     layout = axis("norm", least=0)
-    if found is not None and min(found.values) > 0 and max(found.values) > 30 * min(found.values):
+    if norms is not None and min(norms.values) > 0 and max(norms.values) > 30 * min(norms.values):
         layout = {"yaxis": {"title": {"text": "norm"}, "type": "log", "exponentformat": "power"}}
     return figure("Gradient norm", "Before clipping. Spikes that grow come before a collapse.", data, layout)
 
 
 def _groups(steps: Sequence[Record]) -> Figure | None:
-    named = (
+    series = (
         ("groups/zero_variance", "all rewards equal", GREY),
         ("groups/all_right", "all right", GREEN),
         ("groups/all_wrong", "all wrong", RED),
         ("length/truncated", "responses cut at the limit", AMBER),
         ("rollouts/unscorable", "rollouts not scored", VIOLET),
     )
-    data = [trace for key, name, colour in named for trace in averaged(steps, key, name, colour)]
+    data = [trace for key, name, colour in series for trace in average_line(steps, key, name, colour)]
     caption = "A group whose rewards are equal teaches nothing: the problems are too easy or too hard. Moving averages."
     return figure("Groups", caption, data, shares("share"))
 
@@ -268,25 +276,25 @@ def _bars(at: list[float], seconds: list[float], name: str, colour: str) -> Trac
 
 
 def _speed(steps: Sequence[Record]) -> Figure | None:
-    found = curve(steps, "tokens/per_second")
-    data = [] if found is None else banded(found, "tokens/s", BLUE)
+    speeds = curve(steps, "tokens/per_second")
+    data = [] if speeds is None else line_with_band(speeds, "tokens/s", BLUE)
     return figure("Speed", "Response tokens a second, over the whole step.", data, axis("tokens/s", least=0))
 
 
 def _rate(steps: Sequence[Record]) -> Figure | None:
-    found = curve(steps, "optimizer/lr")
-    if found is None or len(set(found.values)) < 2:
+    rates = curve(steps, "optimizer/lr")
+    if rates is None or len(set(rates.values)) < 2:
         return None  # a constant is in the config
     layout = {"yaxis": {"title": {"text": "learning rate"}, "tickformat": ".1e", "rangemode": "tozero"}}
-    return figure("Learning rate", "As the schedule set it.", [line(found.steps, found.values, "lr", GREY)], layout)
+    return figure("Learning rate", "As the schedule set it.", [line(rates.steps, rates.values, "lr", GREY)], layout)
 
 
 def _warm_up(records: Sequence[Record]) -> Figure | None:
-    found = curve(records, "loss")
-    data = [] if found is None else banded(found, "loss", GREY)
+    losses = curve(records, "loss")
+    data = [] if losses is None else line_with_band(losses, "loss", GREY)
     return figure("Warm-up", "Loss of the supervised stage before training.", data, axis("loss"))
 
 
-def _named(key: str) -> str:
-    """The part of a key after its topic. Plotly reads tags in names, and a component may be called anything."""
+def _component_name(key: str) -> str:
+    """Return the part of a key after its topic, escaped: Plotly reads tags in names."""
     return html.escape(legible(key.partition("/")[2], one_line=True))

@@ -1,4 +1,4 @@
-"""What the health watch found in a run, and what was done about it, as text: for the report and for the live page."""
+"""Findings and recoveries of the health watch as text, for the report and the dashboard."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ _CLASS = {"alarm": "bad", "warning": "", "note": "dim", "recovery": "good"}
 _SEVERAL = {"alarm": "alarms", "warning": "warnings", "recovery": "recoveries"}
 
 
-def shown(record: Record) -> dict[str, Any] | None:
-    """A line of health.jsonl; None where it is none of ours. What was done is a note: the alarm before it is graver."""
+def finding_row(record: Record) -> dict[str, Any] | None:
+    """Return a record of health.jsonl as fields to show; None if it is malformed. A recovery counts as a note."""
     recovery = record.get("kind") == "recovery"
     level = "note" if recovery else record.get("level")
     if level not in LEVELS:
@@ -29,29 +29,29 @@ def shown(record: Record) -> dict[str, Any] | None:
 
 
 def health_words(records: Sequence[Record]) -> str:
-    """The same in a few words."""
-    return counted([found for record in records if (found := shown(record)) is not None])
+    """Count the alarms, warnings and recoveries among records, in words."""
+    return count_findings([row for record in records if (row := finding_row(record)) is not None])
 
 
-def counted(found: Sequence[Mapping[str, Any]]) -> str:
-    """How many alarms, warnings and recoveries there are."""
-    what = [each["what"] for each in found]
+def count_findings(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Count alarms, warnings and recoveries, in words."""
+    what = [each["what"] for each in rows]
     counts = {word: what.count(word) for word in _SEVERAL}
-    told = [f"{count} {word if count == 1 else _SEVERAL[word]}" for word, count in counts.items() if count]
-    return ", ".join(told) or "nothing found"
+    words = [f"{count} {word if count == 1 else _SEVERAL[word]}" for word, count in counts.items() if count]
+    return ", ".join(words) or "nothing found"
 
 
 def health_section(records: Sequence[Record]) -> str:
-    """Findings and recoveries in the order in which they happened."""
-    found = [_line(each) for record in records if (each := shown(record)) is not None]
-    if not found:
+    """Return the HTML section of findings and recoveries, in order."""
+    lines = [_line(each) for record in records if (each := finding_row(record)) is not None]
+    if not lines:
         inside = "<p>No rule of the health watch held. <code>legato doctor</code> explains a run in more words.</p>"
     else:
-        inside = f"<ul>{''.join(f'<li>{line}</li>' for line in found)}</ul>"
+        inside = f"<ul>{''.join(f'<li>{line}</li>' for line in lines)}</ul>"
     return f'<section><h2>Health</h2><div class="card">{inside}</div></section>'
 
 
-def _line(found: Mapping[str, Any]) -> str:
-    folder = f' <span class="dim">({html.escape(found["evidence"])})</span>' if found["evidence"] else ""
-    what, words = found["what"], html.escape(found["words"])
-    return f'<b class="{_CLASS[what]}">{what}</b> at step {found["step"]}: {words}{folder}'
+def _line(row: Mapping[str, Any]) -> str:
+    folder = f' <span class="dim">({html.escape(row["evidence"])})</span>' if row["evidence"] else ""
+    what, words = row["what"], html.escape(row["words"])
+    return f'<b class="{_CLASS[what]}">{what}</b> at step {row["step"]}: {words}{folder}'

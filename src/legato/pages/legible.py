@@ -1,4 +1,4 @@
-"""Text of a model made safe to look at: what would not be seen, or would move what is seen, is shown as an escape."""
+"""Makes model text safe to display: invisible and direction-changing characters are shown as escapes."""
 
 import unicodedata
 
@@ -7,21 +7,21 @@ _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def legible(text: str, *, one_line: bool = False) -> str:
-    """`text` with every unseen character as its Python escape; line feeds stay unless `one_line`.
+    """Return `text` with every invisible character as its Python escape; line feeds stay unless `one_line`.
 
-    It escapes neither HTML nor rich markup: that is the affair of who prints it.
+    HTML and rich markup are not escaped; the caller does that.
     """
     kept = "" if one_line else "\n\t"
     return "".join(character if character in kept or not _unseen(character) else _escape(character) for character in text)
 
 
 def piece(text: str) -> str:
-    """The text of a token: its spaces are seen, and so is that it has none."""
+    """Return the text of a token with visible spaces; an empty token is shown as a symbol."""
     return legible(text, one_line=True).replace(" ", "\u2423") or "\u2205"
 
 
-def shortened(text: str, width: int) -> str:
-    """At most `width` characters, the middle left out: questions start a text and answers end it."""
+def shorten(text: str, width: int) -> str:
+    """Shorten to `width` characters by leaving out the middle: questions start a text and answers end it."""
     if len(text) <= width:
         return text
     if width < 8:

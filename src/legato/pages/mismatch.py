@@ -23,16 +23,16 @@ svg .most { stroke: var(--accent); stroke-width: 2; } svg .bound { stroke: var(-
 
 def page(result: Found) -> str:
     """The whole page of a result of `compare_samplers`."""
-    found: Found = result["samplers"]
-    floors = [each["floor"] for each in found.values()]
+    samplers: Found = result["samplers"]
+    floors = [each["floor"] for each in samplers.values()]
     band = next((floor["band"] for floor in floors if floor["band"] is not None), None)
     facts = "".join(
         f"<span>{word} <b>{html.escape(str(result[key]))}</b></span>"
         for key, word in (("model", "model"), ("dtype", "weights"), ("task", "task"), ("algorithm", "algorithm"))
     )
     bounds = [] if band is None else [(band / 3, "a third of the band"), (band, "clip band")]
-    responses = {name: each["response_size"] for name, each in found.items()}
-    tokens = {name: each["token_size"] for name, each in found.items()}
+    responses = {name: each["response_size"] for name, each in samplers.items()}
+    tokens = {name: each["token_size"] for name, each in samplers.items()}
     body = "\n".join(
         [
             "<h1>Samplers that differ from the trainer</h1>",
@@ -40,12 +40,12 @@ def page(result: Found) -> str:
             f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in verdicts(result))}</ul>",
             _card("Gap of a response, |log Geo|, beside the clip band (truncation included)", strips(responses, bounds)),
             _card("Gap of a token: |old - behaviour|", strips(tokens, [])),
-            _card("old - behaviour: distribution, divergence, effective sizes", table(*gaps(found))),
-            _card("Noise floor beside the clip band", table(*floor_rows(found))),
+            _card("old - behaviour: distribution, divergence, effective sizes", table(*gaps(samplers))),
+            _card("Noise floor beside the clip band", table(*floor_rows(samplers))),
             "<h2>What each correction does to the weights</h2>",
-            *(_card(name, table(*correction_rows(each))) for name, each in found.items()),
+            *(_card(name, table(*correction_rows(each))) for name, each in samplers.items()),
             "<h2>By length: share cut</h2>",
-            *(_card(name, table(*length_rows(each))) for name, each in found.items()),
+            *(_card(name, table(*length_rows(each))) for name, each in samplers.items()),
         ]
     )
     safety = "default-src 'none'; style-src 'unsafe-inline'"
@@ -97,14 +97,14 @@ Rows = tuple[Sequence[str], list[list[str]]]
 """Headings, and cells row by row."""
 
 
-def gaps(found: Found) -> Rows:
+def gaps(samplers: Found) -> Rows:
     """Distribution of le per token and of log Geo per response, divergences and effective sizes."""
     headings = (
         *("sampler", "mean", "sd", "p01", "p99", "max |.|", "response sd", "response max |.|"),
         *("k1", "k3", "chi2 token", "chi2 response", "ESS/N token", "ESS/N response"),
     )
     rows = []
-    for name, each in found.items():
+    for name, each in samplers.items():
         token, response, divergence = each["token_gap"], each["response_gap"], each["divergence"]
         numbers = [token[key] for key in ("mean", "deviation", "p01", "p99")]
         numbers += [each["token_size"]["greatest"], response["deviation"], each["response_size"]["greatest"]]
@@ -114,11 +114,11 @@ def gaps(found: Found) -> Rows:
     return headings, rows
 
 
-def floor_rows(found: Found) -> Rows:
+def floor_rows(samplers: Found) -> Rows:
     """The noise floor of log s."""
     headings = ("sampler", "rms |log s|", "max |log s|", "of what is clipped", "a third of the band", "clipped", "anchor")
     rows = []
-    for name, each in found.items():
+    for name, each in samplers.items():
         floor = each["floor"]
         third = None if floor["band"] is None else floor["band"] / 3
         word = {True: "sampler is safe", False: "recompute", None: "no band"}[floor["safe"]]

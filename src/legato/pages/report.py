@@ -1,4 +1,4 @@
-"""`report.html`: a run in one file that opens offline, asks nothing of any server and runs nothing that a run names."""
+"""Writes `report.html`: a run in one offline file that loads nothing and runs no code from the run."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from legato.pages.figures import figures
 from legato.pages.health import health_section, health_words
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.page import page, plotly_library
 from legato.pages.summary import Evaluation, Interval, Record, Samples, Summary, number, samples, summarise, summary
 from legato.pages.token_figures import token_figures
@@ -21,13 +21,13 @@ _LONGEST_TEXT = 4000
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Write `report.html` from what the directory holds; what is missing is left out."""
+    """Write `report.html` from the records in the run directory. Missing parts are left out."""
     records, health = directory.metrics(), directory.health.read()
-    found = summarise(records, directory.name)
+    run = summarise(records, directory.name)
     start = next((record for record in records if record.get("kind") == "start"), {})
     text = page(
-        title=f"{legible(found.name, one_line=True)} - Legato",
-        head=_head(found, health_words(health)),
+        title=f"{legible(run.name, one_line=True)} - Legato",
+        head=_head(run, health_words(health)),
         body="\n".join(
             [
                 health_section(health) if _steps(records) else "",
@@ -56,7 +56,7 @@ def _steps(records: Sequence[Record]) -> list[Record]:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 42 s, 3 min 05 s, 2 h 10 min."""
+    """Format seconds for people: 42 s, 3 min 05 s, 2 h 10 min."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -68,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 def verdict(before: Interval | None, after: Interval | None) -> str:
-    """What happened between two measurements, no more than the intervals allow."""
+    """Say how accuracy changed between two measurements, as far as their intervals allow."""
     if before is None or after is None:
         return "measured once"
     if after.low > before.high:
@@ -78,29 +78,29 @@ def verdict(before: Interval | None, after: Interval | None) -> str:
     return "did not change beyond the 95 % intervals"
 
 
-def _head(found: Summary, health: str) -> str:
+def _head(run: Summary, health: str) -> str:
     facts = [
-        ("model", found.model),
-        ("algorithm", found.algorithm),
-        ("steps", f"{found.steps:,}"),
-        ("time", duration(found.seconds)),
-        ("ended", found.reason or "no end recorded"),
+        ("model", run.model),
+        ("algorithm", run.algorithm),
+        ("steps", f"{run.steps:,}"),
+        ("time", duration(run.seconds)),
+        ("ended", run.reason or "no end recorded"),
         ("health", health),
     ]
-    told = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts)
-    tiles = "".join(_tile(found, word) for word in ("greedy", "sampled"))
+    spans = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts)
+    tiles = "".join(_tile(run, word) for word in ("greedy", "sampled"))
     return (
-        f'<header><h1>{_safe(found.name)}</h1><div class="facts">{told}</div>'
-        f'<p class="verdict">{_sentence(found)}</p><div class="grid">{tiles}</div></header>'
+        f'<header><h1>{_safe(run.name)}</h1><div class="facts">{spans}</div>'
+        f'<p class="verdict">{_sentence(run)}</p><div class="grid">{tiles}</div></header>'
     )
 
 
-def _sentence(found: Summary) -> str:
-    if found.before is None and found.after is None:
+def _sentence(run: Summary) -> str:
+    if run.before is None and run.after is None:
         return "No evaluation on held-out problems was recorded."
     parts = []
     for word in ("greedy", "sampled"):
-        before, after = _of(found.before, word), _of(found.after, word)
+        before, after = _accuracy_of(run.before, word), _accuracy_of(run.after, word)
         if before and after:
             parts.append(f"{word} accuracy {verdict(before, after)}: {_percent(before)} &rarr; {_percent(after)}")
         elif before or after:
@@ -111,11 +111,11 @@ def _sentence(found: Summary) -> str:
     return f"On held-out problems, {'; '.join(parts)}."
 
 
-def _tile(found: Summary, word: str) -> str:
-    before, after = _of(found.before, word), _of(found.after, word)
+def _tile(run: Summary, word: str) -> str:
+    before, after = _accuracy_of(run.before, word), _accuracy_of(run.after, word)
     if before is None and after is None:
         return ""
-    ends = [(found.before, before), (found.after, after)]
+    ends = [(run.before, before), (run.after, after)]
     shown = [(evaluation, interval) for evaluation, interval in ends if evaluation is not None and interval is not None]
     values = ' <span class="dim">&rarr;</span> '.join(_percent(interval) for _, interval in shown)
     change = ""
@@ -127,8 +127,8 @@ def _tile(found: Summary, word: str) -> str:
     at = ", then ".join(f"step {evaluation.step}" for evaluation, _ in shown)
     problems = next((evaluation.problems for evaluation, _ in reversed(shown) if evaluation.problems), None)
     count = f"; {problems:,} problems" if problems else ""
-    best = _of(found.best, word)
-    best_words = f"; best {_percent(best)} at step {found.best.step}" if best and found.best and len(shown) > 1 else ""
+    best = _accuracy_of(run.best, word)
+    best_words = f"; best {_percent(best)} at step {run.best.step}" if best and run.best and len(shown) > 1 else ""
     label = "greedy" if word == "greedy" else "sampled at the run's temperature"
     return (
         f'<div class="card tile"><div class="label">Held-out accuracy, {label}</div>'
@@ -139,27 +139,27 @@ def _tile(found: Summary, word: str) -> str:
 
 def _samples(directory: RunDirectory) -> str:
     try:
-        found = samples(directory, _SHOWN_SAMPLES)
+        stored = samples(directory, _SHOWN_SAMPLES)
     except (RunDirectoryError, ValueError) as error:
         return f'<section><h2>Samples</h2><p class="bad">{_safe(str(error))}</p></section>'
-    if found.before_step is None:
+    if stored.before_step is None:
         return ""
-    span = f"step {found.before_step}" + ("" if found.after_step is None else f" and step {found.after_step}")
+    span = f"step {stored.before_step}" + ("" if stored.after_step is None else f" and step {stored.after_step}")
     note = f'<p class="dim">First rollout of each prompt as stored at {span}; nothing is picked by hand.</p>'
-    return f"<section><h2>Samples before and after</h2>{note}{''.join(_pairs(found))}</section>"
+    return f"<section><h2>Samples before and after</h2>{note}{''.join(_pairs(stored))}</section>"
 
 
-def _pairs(found: Samples) -> list[str]:
-    same = [each.get("prompt") for each in found.before] == [each.get("prompt") for each in found.after]
+def _pairs(stored: Samples) -> list[str]:
+    same = [each.get("prompt") for each in stored.before] == [each.get("prompt") for each in stored.after]
     cards = []
-    for index in range(max(len(found.before), len(found.after))):
-        before = found.before[index] if index < len(found.before) else None
-        after = found.after[index] if index < len(found.after) else None
+    for index in range(max(len(stored.before), len(stored.after))):
+        before = stored.before[index] if index < len(stored.before) else None
+        after = stored.after[index] if index < len(stored.after) else None
         first = before or after or {}
         shared = _prompt(first) if same or before is None or after is None else ""
         columns = "".join(
             f"<div>{'' if shared else _prompt(record)}{_rollout(record, step)}</div>"
-            for record, step in ((before, found.before_step), (after, found.after_step))
+            for record, step in ((before, stored.before_step), (after, stored.after_step))
             if record is not None
         )
         cards.append(f'<article class="card sample">{shared}<div class="pair">{columns}</div></article>')
@@ -183,37 +183,37 @@ def _rollout(record: Record, step: int | None) -> str:
 
 
 def _probes(records: Sequence[Record]) -> str:
-    found = [record for record in records if record.get("kind") == "probe"]
-    if not found:
+    probes = [record for record in records if record.get("kind") == "probe"]
+    if not probes:
         return ""
     band = next((each for each in records if each.get("kind") == "step" and number(each, "clip/band_low") is not None), {})
-    chosen = found if len(found) < 3 else [found[0], found[-1]]
+    chosen = probes if len(probes) < 3 else [probes[0], probes[-1]]
     items = "".join(f"<li>{_safe(probe_words(record, band))}</li>" for record in chosen)
     return f'<section><h2>Noise floor</h2><div class="card"><ul>{items}</ul></div></section>'
 
 
 def probe_words(record: Record, band: Record) -> str:
-    """What a probe measured, and what that means for the clip band of a step record."""
+    """Describe the result of a probe, and what it means for the clip band of the step record `band`."""
     if isinstance(record.get("words"), str):
         return str(record["words"])
     step, count = number(record, "step"), number(record, "responses")
     when = "Before the first step" if not step else f"At step {step:g}"
     of = "responses" if count is None else f"{count:g} responses"
-    told, worst = [], []
+    differences, worst = [], []
     for key, what in (("packs", "scored again in other packs"), ("engine", "as the engine reported them")):
         middle, most = number(record, f"probe/{key}_median"), number(record, f"probe/{key}_max")
         if middle is not None or most is not None:
             sizes = [
                 f"{value:.1e} {word}" for value, word in ((middle, "in the median"), (most, "at most")) if value is not None
             ]
-            told.append(f"{of} {what} differed in log s by {' and '.join(sizes)}")
+            differences.append(f"{of} {what} differed in log s by {' and '.join(sizes)}")
             worst.append(middle if middle is not None else most or 0.0)
-    if not told:
+    if not differences:
         numbers = [f"{key} {value:.3g}" for key in record if key != "step" and (value := number(record, key)) is not None]
         return f"{when}: {', '.join(numbers) or 'nothing was measured'}."
     edges = [value for key in ("clip/band_low", "clip/band_high") if (value := number(band, key))]
     if not edges:
-        return f"{when}, {'; '.join(told)}."
+        return f"{when}, {'; '.join(differences)}."
     share = max(worst) / min(edges)
     meaning = (
         "the clip acts on how the policy moved, not on rounding"
@@ -222,14 +222,14 @@ def probe_words(record: Record, band: Record) -> str:
         if share < 1
         else "the clip band lies inside the noise: what is clipped is decided by rounding"
     )
-    return f"{when}, {'; '.join(told)}. That is {share:.2%} of the clip band ({min(edges):.1e}): {meaning}."
+    return f"{when}, {'; '.join(differences)}. That is {share:.2%} of the clip band ({min(edges):.1e}): {meaning}."
 
 
 def _list(title: str, items: Any, otherwise: str | None) -> str:
-    found = [_item(item) for item in items] if isinstance(items, list) else None
-    if not found and (otherwise is None or found is None):
+    lines = [_item(item) for item in items] if isinstance(items, list) else None
+    if not lines and (otherwise is None or lines is None):
         return ""
-    inside = f"<ul>{''.join(f'<li>{_safe(item)}</li>' for item in found)}</ul>" if found else f"<p>{otherwise}</p>"
+    inside = f"<ul>{''.join(f'<li>{_safe(item)}</li>' for item in lines)}</ul>" if lines else f"<p>{otherwise}</p>"
     return f'<section><h2>{title}</h2><div class="card">{inside}</div></section>'
 
 
@@ -257,9 +257,9 @@ def _environment(directory: RunDirectory) -> str:
     return f'<section><h2>Environment</h2><div class="card">{inside}</div></section>'
 
 
-def _of(evaluation: Evaluation | None, word: str) -> Interval | None:
-    found: Interval | None = None if evaluation is None else getattr(evaluation, word)
-    return found
+def _accuracy_of(evaluation: Evaluation | None, word: str) -> Interval | None:
+    interval: Interval | None = None if evaluation is None else getattr(evaluation, word)
+    return interval
 
 
 def _percent(interval: Interval) -> str:
@@ -267,10 +267,10 @@ def _percent(interval: Interval) -> str:
 
 
 def _safe(text: str) -> str:
-    """For one line of HTML."""
+    """Escape text for one line of HTML."""
     return html.escape(legible(text, one_line=True))
 
 
 def _text(value: Any) -> str:
-    """For a block of HTML."""
-    return html.escape(shortened(legible("" if value is None else str(value)), _LONGEST_TEXT))
+    """Escape and shorten text for a block of HTML."""
+    return html.escape(shorten(legible("" if value is None else str(value)), _LONGEST_TEXT))

@@ -11,13 +11,13 @@ from typing import Any
 from legato.diagnostics.statistics.seeds import mean
 from legato.pages.comparison_figures import ARMS, cost_bars, over_seeds
 from legato.pages.curves import points
-from legato.pages.legible import legible, shortened
+from legato.pages.legible import legible, shorten
 from legato.pages.page import page, plotly_library
 from legato.pages.summary import Record, number
 from legato.pages.traces import Figure, Trace, axis, figure, shares
 from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
-from legato.records.tail import opened
+from legato.records.tail import open_plain_file
 
 OF_A_RUN = ("training.seed", "output.name", "output.directory")
 """What may differ between seeds of the same thing."""
@@ -39,47 +39,47 @@ _PHASES = ("rollouts", "anchor", "update")
 
 def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """A config by dotted path."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         inner = flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-        found |= inner
-    return found
+        values |= inner
+    return values
 
 
 def arms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Names of runs by arm. An arm is called by its algorithm and by where it differs from the other arms."""
     alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, found in options.items():
-        kept = tuple(sorted((path, repr(value)) for path, value in found.items() if path not in OF_A_RUN))
-        alike.setdefault(kept, []).append(name)
+    for name, config in options.items():
+        settings = tuple(sorted((path, repr(value)) for path, value in config.items() if path not in OF_A_RUN))
+        alike.setdefault(settings, []).append(name)
     values: dict[str, set[str | None]] = {}
-    for path in {path for kept in alike for path, _ in kept}:
-        values[path] = {dict(kept).get(path) for kept in alike}
-    said: dict[str, list[str]] = {}
-    for kept, names in alike.items():
-        found = options[names[0]]
+    for path in {path for settings in alike for path, _ in settings}:
+        values[path] = {dict(settings).get(path) for settings in alike}
+    by_label: dict[str, list[str]] = {}
+    for settings, names in alike.items():
+        config = options[names[0]]
         # What an algorithm brings with it needs no saying: its name says it.
-        differs = [p for p, _ in kept if len(values[p]) > 1 and not p.startswith("algorithm.")]
-        words = [str(found.get("algorithm.name", names[0])), *(f"{path}={found[path]}" for path in differs)]
+        differs = [p for p, _ in settings if len(values[p]) > 1 and not p.startswith("algorithm.")]
+        words = [str(config.get("algorithm.name", names[0])), *(f"{path}={config[path]}" for path in differs)]
         label = ", ".join(words)
-        said[label if label not in said else f"{label} ({names[0]})"] = names
-    return said
+        by_label[label if label not in by_label else f"{label} ({names[0]})"] = names
+    return by_label
 
 
 def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
     """The page of these runs."""
-    named = {str(directory.path): directory for directory in directories}
-    options = {name: flat(read_config(directory)) for name, directory in named.items()}
-    records = {name: directory.metrics() for name, directory in named.items()}
-    groups = _named(arms(options), named)
+    by_path = {str(directory.path): directory for directory in directories}
+    options = {name: flat(read_config(directory)) for name, directory in by_path.items()}
+    records = {name: directory.metrics() for name, directory in by_path.items()}
+    groups = _label_arms(arms(options), by_path)
     drawn = _figures({word: [records[name] for name in names] for word, (_, names) in groups.items()})
     listed = "".join(
-        f"<li><b>{_safe(word)}</b>: {_safe(arm)}; {', '.join(_safe(named[name].name) for name in names)}</li>"
+        f"<li><b>{_safe(word)}</b>: {_safe(arm)}; {', '.join(_safe(by_path[name].name) for name in names)}</li>"
         for word, (arm, names) in groups.items()
     )
     text = page(
-        title=f"{len(named)} runs - Legato",
-        head=f"<header><h1>{len(named)} runs</h1></header>",
+        title=f"{len(by_path)} runs - Legato",
+        head=f"<header><h1>{len(by_path)} runs</h1></header>",
         body=f'<section><h2>Which runs</h2><div class="card"><ul>{listed}</ul></div></section>',
         drawn=drawn,
         plotly=plotly_library(),
@@ -91,22 +91,24 @@ def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
     return path
 
 
-def _named(groups: Mapping[str, Sequence[str]], named: Mapping[str, RunDirectory]) -> dict[str, tuple[str, Sequence[str]]]:
+def _label_arms(
+    groups: Mapping[str, Sequence[str]], by_path: Mapping[str, RunDirectory]
+) -> dict[str, tuple[str, Sequence[str]]]:
     """Arms by the name of their first run: what sets an arm apart is too long for the legend of a small figure."""
-    found: dict[str, tuple[str, Sequence[str]]] = {}
+    labels: dict[str, tuple[str, Sequence[str]]] = {}
     for arm, names in groups.items():
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        word = shortened(named[names[0]].name, _LONGEST_NAME) + others
+        word = shorten(by_path[names[0]].name, _LONGEST_NAME) + others
         number = 2
-        while word in found:
-            word, number = f"{shortened(named[names[0]].name, _LONGEST_NAME)} ({number}){others}", number + 1
-        found[word] = arm, names
-    return found
+        while word in labels:
+            word, number = f"{shorten(by_path[names[0]].name, _LONGEST_NAME)} ({number}){others}", number + 1
+        labels[word] = arm, names
+    return labels
 
 
 def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
     colours = dict(zip(runs, cycle(ARMS), strict=False))
-    made: list[Figure | None] = []
+    drawn: list[Figure | None] = []
     for title, kind, key, layout in _CURVES:
         data = []
         for arm, seeds in runs.items():
@@ -115,14 +117,14 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
         if layout["yaxis"].get("type") == "log":
             data = _above_zero(data)
         caption = "Mean over seeds, and its 95 % interval where there are several."
-        made.append(figure(title, caption, data, layout, wide=not made))
-    phases = {arm: found for arm, seeds in runs.items() if (found := _phases(seeds))}
+        drawn.append(figure(title, caption, data, layout, wide=not drawn))
+    phases = {arm: seconds for arm, seeds in runs.items() if (seconds := _phases(seeds))}
     caption = (
         "Seconds of a step by where they go, mean over steps and seeds. Replaying routes shows under anchor and update."
     )
-    made.append(cost_bars(phases, "Cost of a step", caption, "seconds of a step") if phases else None)
-    made.append(_routing(runs))
-    return [each for each in made if each is not None]
+    drawn.append(cost_bars(phases, "Cost of a step", caption, "seconds of a step") if phases else None)
+    drawn.append(_routing(runs))
+    return [each for each in drawn if each is not None]
 
 
 def _above_zero(data: Sequence[Trace]) -> list[Trace]:
@@ -141,14 +143,14 @@ def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
     """Of mixtures: what keeping and replaying experts costs, for as many tokens; None where no run is one."""
     if not any(number(record, _FLIPS) is not None for seeds in runs.values() for seed in seeds for record in seed):
         return None
-    found = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _of_a_thousand))}
+    costs = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _of_a_thousand))}
     caption = (
         "Seconds for a thousand tokens, so that arms whose responses differ in length can be laid side by side: sampled"
         " ones under rollouts, those of responses that were trained on under anchor and update. Recording routes in the"
         " engine (rollouts.record_routes) costs under rollouts, replay (R2, R3) under anchor and update; routers are"
         " measured in every arm. What else two arms differ in costs too."
     )
-    return cost_bars(found, "Cost of routing", caption, "seconds of 1,000 tokens") if found else None
+    return cost_bars(costs, "Cost of routing", caption, "seconds of 1,000 tokens") if costs else None
 
 
 def _of_a_thousand(record: Record, phase: str) -> float | None:
@@ -164,20 +166,20 @@ def _of_a_step(record: Record, phase: str) -> float | None:
 
 def _phases(seeds: Sequence[Sequence[Record]], cost: Callable[[Record, str], float | None] = _of_a_step) -> dict[str, float]:
     """Mean seconds by phase; the first step, which sets things up, is left out where there are more."""
-    found = {}
+    means = {}
     for phase in _PHASES:
         each = []
         for seed in seeds:
             seconds = [value for record in seed if (value := cost(record, phase)) is not None]
             each += [mean(seconds[1:] or seconds)] if seconds else []
-        found[phase] = mean(each) if each else math.nan
-    return {} if any(map(math.isnan, found.values())) else found
+        means[phase] = mean(each) if each else math.nan
+    return {} if any(map(math.isnan, means.values())) else means
 
 
 def read_config(directory: RunDirectory) -> dict[str, Any]:
     """The resolved recipe; empty where it cannot be read."""
     try:
-        with opened(directory.config_path) as file:
+        with open_plain_file(directory.config_path) as file:
             return tomllib.load(file)
     except (OSError, ValueError, RecursionError):
         return {}

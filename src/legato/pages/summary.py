@@ -1,4 +1,4 @@
-"""A run in a few numbers: before and after, how long it took, the best it was, and what it wrote."""
+"""A run in a few numbers: accuracy before, after and at best, duration, and sample rollouts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What the report's head and the end screen say."""
+    """The numbers in the report's head and on the end screen."""
 
     name: str
     model: str
@@ -59,19 +59,19 @@ class Samples:
 
 
 def summary(directory: RunDirectory) -> Summary:
-    """The run so far."""
+    """Summarise the run so far."""
     return summarise(directory.metrics(), directory.name)
 
 
 def summarise(records: Sequence[Record], name: str) -> Summary:
-    """The same from the records of metrics.jsonl."""
+    """Summarise a run from the records of metrics.jsonl."""
     start = next((record for record in records if record.get("kind") == "start"), {})
     steps = [record for record in records if record.get("kind") == "step"]
     ends = [record for record in records if record.get("kind") == "end"]
-    found = evaluations(records)
-    before, after = (found[0] if found else None), (found[-1] if found else None)
-    if len(found) == 1:
-        before, after = (before, None) if found[0].step == 0 else (None, after)
+    measured = evaluations(records)
+    before, after = (measured[0] if measured else None), (measured[-1] if measured else None)
+    if len(measured) == 1:
+        before, after = (before, None) if measured[0].step == 0 else (None, after)
     seconds = number(ends[-1], "seconds") if ends else None
     return Summary(
         name=str(start.get("name") or name),
@@ -82,13 +82,13 @@ def summarise(records: Sequence[Record], name: str) -> Summary:
         reason=str(ends[-1]["reason"]) if ends and ends[-1].get("reason") else None,
         before=before,
         after=after,
-        best=max(found, key=_rank, default=None),
+        best=max(measured, key=_rank, default=None),
     )
 
 
 def evaluations(records: Sequence[Record]) -> list[Evaluation]:
-    """All evaluations that measured something, in order."""
-    found = []
+    """Return all evaluations with an accuracy, in order."""
+    measured = []
     for record in records:
         if record.get("kind") != "evaluation":
             continue
@@ -96,33 +96,33 @@ def evaluations(records: Sequence[Record]) -> list[Evaluation]:
         sampled, greedy = (_interval(record, f"eval/accuracy_{word}", problems) for word in ("sampled", "greedy"))
         if sampled or greedy:
             step, count = int(number(record, "step") or 0), None if problems is None else int(problems)
-            found.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy))
-    return found
+            measured.append(Evaluation(step=step, problems=count, sampled=sampled, greedy=greedy))
+    return measured
 
 
-def wilson(share: float, trials: float) -> Interval:
-    """A share with its Wilson interval."""
-    low, high = intervals.wilson(share * trials, trials)
+def wilson_interval(share: float, trials: float) -> Interval:
+    """Return a share with its Wilson interval."""
+    low, high = intervals.wilson_interval(share * trials, trials)
     return Interval(value=share, low=low, high=high)
 
 
 def number(record: Record, key: str) -> float | None:
-    """A finite number of a record, or None: whatever else stands there is not drawn."""
+    """Return a value of a record if it is a finite number, else None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        finite = float(value)
     except OverflowError:  # a whole number beyond what a float holds
         return None
-    return found if math.isfinite(found) else None
+    return finite if math.isfinite(finite) else None
 
 
 def samples(directory: RunDirectory, count: int = 3) -> Samples:
-    """At most `count` rollouts of different prompts from either end of the run, in stored order: nothing is picked."""
+    """Return up to `count` rollouts of different prompts from the first and the last stored step, in stored order."""
     steps = directory.rollout_steps()
-    first = _one_a_prompt(directory.read_rollouts(steps[0])) if steps else {}
-    last = _one_a_prompt(directory.read_rollouts(steps[-1])) if len(steps) > 1 else {}
+    first = _first_by_prompt(directory.read_rollouts(steps[0])) if steps else {}
+    last = _first_by_prompt(directory.read_rollouts(steps[-1])) if len(steps) > 1 else {}
     shared = [prompt for prompt in first if prompt in last]
     before = [first[prompt] for prompt in (shared or first)][:count]
     after = [last[prompt] for prompt in (shared or last)][:count]
@@ -134,11 +134,11 @@ def samples(directory: RunDirectory, count: int = 3) -> Samples:
     )
 
 
-def _one_a_prompt(records: Sequence[Record]) -> dict[str, Record]:
-    found: dict[str, Record] = {}
+def _first_by_prompt(records: Sequence[Record]) -> dict[str, Record]:
+    first: dict[str, Record] = {}
     for record in records:
-        found.setdefault(str(record.get("prompt", "")), record)
-    return found
+        first.setdefault(str(record.get("prompt", "")), record)
+    return first
 
 
 def _interval(record: Record, key: str, problems: float | None) -> Interval | None:
@@ -148,7 +148,7 @@ def _interval(record: Record, key: str, problems: float | None) -> Interval | No
     low, high = number(record, f"{key}_low"), number(record, f"{key}_high")
     if low is not None and high is not None:
         return Interval(value=value, low=low, high=high)
-    return wilson(value, problems or 0.0)
+    return wilson_interval(value, problems or 0.0)
 
 
 def _rank(evaluation: Evaluation) -> tuple[float, float]:

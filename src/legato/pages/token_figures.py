@@ -1,4 +1,4 @@
-"""Figures of what was measured at the tokens of stored rollouts: ratios, their spread against length, one response."""
+"""Figures of the token ratios in stored rollouts: distribution, variance against length, one response."""
 
 import html
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from legato.pages.curves import quantile, short
+from legato.pages.curves import quantile, round_six
 from legato.pages.legible import piece
 from legato.pages.summary import Record, number
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, VIOLET, Figure, Trace, axis, band_edges, figure, line, shares
@@ -15,16 +15,16 @@ from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
 _STEPS_READ = 10
-"""The last steps with stored rollouts: a long run has hundreds."""
+"""Only the last steps with stored rollouts are read: a long run has hundreds."""
 _FEWEST = 8
-"""Responses of like length whose variance means something."""
+"""Fewest responses of similar length for a variance."""
 _STRIP = 60
-"""Tokens of the one response that is drawn."""
+"""Tokens drawn of the one response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A response whose ratios an update saw after the policy had moved."""
+class MeasuredResponse:
+    """A response whose ratios were measured after the policy had moved."""
 
     step: int
     record: Record
@@ -32,7 +32,7 @@ class Measured:
 
     @property
     def update(self) -> tuple[int, float | None]:
-        """Which update saw it: its step, and its number there."""
+        """The step and the number of the update that measured it."""
         return self.step, number(self.record["details"], "update")
 
     @property
@@ -41,9 +41,9 @@ class Measured:
         return math.fsum(self.log_ratios) / len(self.log_ratios)
 
 
-def measured(directory: RunDirectory) -> list[Measured]:
-    """Of the last steps; what cannot be read is left out."""
-    found = []
+def measured_responses(directory: RunDirectory) -> list[MeasuredResponse]:
+    """Read the measured responses of the last steps. Unreadable files are left out."""
+    responses = []
     try:
         steps = directory.rollout_steps()[-_STEPS_READ:]
     except OSError:
@@ -53,36 +53,36 @@ def measured(directory: RunDirectory) -> list[Measured]:
             records = directory.read_rollouts(step)
         except (RunDirectoryError, ValueError):
             continue
-        found += [each for record in records if (each := _measured(record, step)) is not None]
-    return found
+        responses += [each for record in records if (each := _measured_response(record, step)) is not None]
+    return responses
 
 
-def _measured(record: Record, step: int) -> Measured | None:
+def _measured_response(record: Record, step: int) -> MeasuredResponse | None:
     details = record.get("details")
     values = details.get("log_ratios") if isinstance(details, Mapping) else None
     known = [value for each in values if (value := number({"": each}, "")) is not None] if isinstance(values, list) else []
     # The first update of a step measures the policy against itself; a response measured in part has no log s.
     moved = isinstance(details, Mapping) and bool(number(details, "update"))
     whole = isinstance(values, list) and len(values) == number(record, "tokens")
-    return Measured(step=step, record=record, log_ratios=known) if moved and whole and any(known) else None
+    return MeasuredResponse(step=step, record=record, log_ratios=known) if moved and whole and any(known) else None
 
 
 def token_figures(directory: RunDirectory, steps: Sequence[Record]) -> list[Figure]:
-    """What the stored rollouts allow."""
-    found = measured(directory)
-    if not found:
+    """Return the figures that the stored rollouts allow."""
+    responses = measured_responses(directory)
+    if not responses:
         return []
     band = next((record for record in reversed(steps) if number(record, "clip/band_high") is not None), {})
-    made = (_histograms(found, band), _variance(found), strip(_most_moved(found), band))
-    return [each for each in made if each is not None]
+    drawn = (_histograms(responses, band), _variance(responses), strip(_typical_response(responses), band))
+    return [each for each in drawn if each is not None]
 
 
 # Histograms
 
 
-def _histograms(found: Sequence[Measured], band: Record) -> Figure | None:
-    tokens = [abs(value) for each in found for value in each.log_ratios if value]
-    sequences = [abs(each.log_s) for each in found if each.log_s]
+def _histograms(responses: Sequence[MeasuredResponse], band: Record) -> Figure | None:
+    tokens = [abs(value) for each in responses for value in each.log_ratios if value]
+    sequences = [abs(each.log_s) for each in responses if each.log_s]
     if not tokens or not sequences:
         return None
     both = [math.log10(value) for value in [*tokens, *sequences]]
@@ -103,13 +103,13 @@ def _histograms(found: Sequence[Measured], band: Record) -> Figure | None:
 
 
 def _outline(values: Sequence[float], edges: Sequence[float], name: str, colour: str) -> Trace:
-    """A histogram as a filled line: two of them can be seen through each other."""
+    """Return a histogram as a filled line, so that two can overlap visibly."""
     counts = [0] * (len(edges) - 1)
     for value in values:
         place = math.floor((math.log10(value) - edges[0]) * 8)
         counts[min(max(0, place), len(counts) - 1)] += 1
     middles = [10 ** ((left + right) / 2) for left, right in pairwise(edges)]
-    trace = line([short(x) for x in middles], [short(count / len(values)) for count in counts], name, colour)
+    trace = line([round_six(x) for x in middles], [round_six(count / len(values)) for count in counts], name, colour)
     return trace | {
         "mode": "lines",
         "line": {"color": colour, "width": 2, "shape": "hvh"},
@@ -121,24 +121,24 @@ def _outline(values: Sequence[float], edges: Sequence[float], name: str, colour:
 # Variance against length
 
 
-def _variance(found: Sequence[Measured]) -> Figure | None:
-    """Var(log s) by length, beside what independent tokens would give."""
-    groups: dict[int, list[Measured]] = {}
-    for each in found:
+def _variance(responses: Sequence[MeasuredResponse]) -> Figure | None:
+    """Draw Var(log s) by length beside the variance of independent tokens."""
+    groups: dict[int, list[MeasuredResponse]] = {}
+    for each in responses:
         groups.setdefault(round(4 * math.log2(len(each.log_ratios))), []).append(each)
-    kept = [members for _, members in sorted(groups.items()) if len(members) >= _FEWEST]
+    bins = [members for _, members in sorted(groups.items()) if len(members) >= _FEWEST]
     updates: dict[tuple[int, float | None], list[float]] = {}
-    for each in found:
+    for each in responses:
         updates.setdefault(each.update, []).append(each.log_s)
-    points = [(_length(members), *_spread(members, updates)) for members in kept]
+    points = [(_length(members), *_spread(members, updates)) for members in bins]
     points = [(length, variance, freedom) for length, variance, freedom in points if variance > 0]
     if len(points) < 2:
         return None
     lengths, variances = [length for length, _, _ in points], [variance for _, variance, _ in points]
     # Wilson-Hilferty: chi-squared, 95 %.
     ends = [_interval(variance, freedom) for _, variance, freedom in points]
-    inside = [(value - each.log_s) ** 2 for each in found for value in each.log_ratios]
-    freedom = sum(len(each.log_ratios) - 1 for each in found)
+    inside = [(value - each.log_s) ** 2 for each in responses for value in each.log_ratios]
+    freedom = sum(len(each.log_ratios) - 1 for each in responses)
     sigma2 = math.fsum(inside) / freedom if freedom else 0.0
     slope = _slope([math.log(x) for x in lengths], [math.log(y) for y in variances])
     data: list[Trace] = [
@@ -146,13 +146,13 @@ def _variance(found: Sequence[Measured]) -> Figure | None:
             "type": "scatter",
             "mode": "lines+markers",
             "name": f"measured, slope {slope:.2f}",
-            "x": [short(x) for x in lengths],
-            "y": [short(y) for y in variances],
+            "x": [round_six(x) for x in lengths],
+            "y": [round_six(y) for y in variances],
             "error_y": {
                 "type": "data",
                 "symmetric": False,
-                "array": [short(high - y) for y, (_, high) in zip(variances, ends, strict=True)],
-                "arrayminus": [short(y - low) for y, (low, _) in zip(variances, ends, strict=True)],
+                "array": [round_six(high - y) for y, (_, high) in zip(variances, ends, strict=True)],
+                "arrayminus": [round_six(y - low) for y, (low, _) in zip(variances, ends, strict=True)],
                 "thickness": 1.2,
                 "width": 3,
             },
@@ -161,8 +161,8 @@ def _variance(found: Sequence[Measured]) -> Figure | None:
         }
     ]
     if sigma2 > 0:
-        even = [short(sigma2 / x) for x in lengths]
-        data.append(line([short(x) for x in lengths], even, "independent tokens, slope -1", GREY, dash="dash"))
+        even = [round_six(sigma2 / x) for x in lengths]
+        data.append(line([round_six(x) for x in lengths], even, "independent tokens, slope -1", GREY, dash="dash"))
     layout: dict[str, Any] = {"hovermode": "closest"}
     layout["xaxis"] = {"title": {"text": "tokens of a response"}, "type": "log"}
     layout["yaxis"] = {"title": {"text": "Var(log s)"}, "type": "log", "exponentformat": "power"}
@@ -174,12 +174,12 @@ def _variance(found: Sequence[Measured]) -> Figure | None:
     return figure("Variance against length", caption, data, layout)
 
 
-def _length(members: Sequence[Measured]) -> float:
+def _length(members: Sequence[MeasuredResponse]) -> float:
     return math.fsum(len(each.log_ratios) for each in members) / len(members)
 
 
-def _spread(members: Sequence[Measured], updates: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
-    """Variance around the mean of each one's update, and its degrees of freedom: a mean of n takes 1 / n from each."""
+def _spread(members: Sequence[MeasuredResponse], updates: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
+    """Return the variance around the mean of each response's update, and its degrees of freedom."""
     around = [(each.log_s, updates[each.update]) for each in members]
     freedom = len(members) - math.fsum(1 / len(mine) for _, mine in around)
     squares = math.fsum((value - math.fsum(mine) / len(mine)) ** 2 for value, mine in around)
@@ -201,16 +201,16 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 # One response
 
 
-def _most_moved(found: Sequence[Measured]) -> Measured:
-    """Of the newest step, a typical response and no outlier: the one at the upper quartile of how far its tokens moved."""
-    newest = [each for each in found if each.step == found[-1].step]
+def _typical_response(responses: Sequence[MeasuredResponse]) -> MeasuredResponse:
+    """Return the response of the newest step at the upper quartile of the largest token movement: typical, no outlier."""
+    newest = [each for each in responses if each.step == responses[-1].step]
     sizes = [max(map(abs, each.log_ratios)) for each in newest]
     wanted = quantile(sorted(sizes), 0.75)
     return min(zip(newest, sizes, strict=True), key=lambda pair: abs(pair[1] - wanted))[0]
 
 
-def strip(chosen: Measured, band: Record) -> Figure | None:
-    """A response token by token: its log-ratios, which of them had no gradient, and log s."""
+def strip(chosen: MeasuredResponse, band: Record) -> Figure | None:
+    """Draw one response token by token: log-ratios, tokens without a gradient, and log s."""
     details = chosen.record["details"]
     pieces = [html.escape(piece(str(each))) for each in details["pieces"]][:_STRIP]
     values = [number({"": value}, "") for value in details["log_ratios"]][:_STRIP]
@@ -223,17 +223,17 @@ def strip(chosen: Measured, band: Record) -> Figure | None:
         {
             "type": "bar",
             "name": name,
-            "x": [x for x, _, _ in mine],
-            "y": [short(y) for _, y, _ in mine],
-            "text": [pieces[x - 1] for x, _, _ in mine],
+            "x": [x for x, _, _ in selected],
+            "y": [round_six(y) for _, y, _ in selected],
+            "text": [pieces[x - 1] for x, _, _ in selected],
             "textposition": "none",
             "hovertemplate": "%{text}: %{y:.3~e}<extra></extra>",
             "marker": {"color": colour, "line": {"width": 0}},
         }
         for name, colour, silent in (("with a gradient", GREEN, False), ("no gradient", AMBER, True))
-        if (mine := [bar for bar in bars if bar[2] is silent])
+        if (selected := [bar for bar in bars if bar[2] is silent])
     ]
-    data.append(line([0.5, len(pieces) + 0.5], [short(chosen.log_s)] * 2, "log s", VIOLET))
+    data.append(line([0.5, len(pieces) + 0.5], [round_six(chosen.log_s)] * 2, "log s", VIOLET))
     layout = axis("log-ratio") | {"hovermode": "closest", "barmode": "overlay", "shapes": band_edges(band, "y")}
     layout["yaxis"] |= {"tickformat": ".1e", "nticks": 7}
     layout["xaxis"] = {
@@ -244,7 +244,7 @@ def strip(chosen: Measured, band: Record) -> Figure | None:
         "tickangle": -60,
     }
     advantage = number(chosen.record, "advantage")
-    said = "" if advantage is None else f" Its advantage is {advantage:.3g}."
+    advantage_words = "" if advantage is None else f" Its advantage is {advantage:.3g}."
     more = "" if len(details["pieces"]) <= _STRIP else f" The first {_STRIP} of {len(details['pieces'])} tokens."
-    caption = f"A response of step {chosen.step}, token by token.{said}{more} Dashed: the clip band."
+    caption = f"A response of step {chosen.step}, token by token.{advantage_words}{more} Dashed: the clip band."
     return figure("Token strip", caption, data, layout, wide=True)

@@ -1,4 +1,4 @@
-"""The pieces of figures: plotly's plain dictionaries, SVG traces only, colours that read on light and on dark."""
+"""Building blocks of figures: plain plotly dictionaries, SVG traces only, colours for light and dark pages."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One picture with what to see in it."""
+    """One figure with its caption."""
 
     title: str
     caption: str
@@ -26,18 +26,22 @@ class Figure:
     wide: bool = False
 
 
-def averaged(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
-    found = curve(records, key)
-    return [] if found is None else [line(found.steps, found.average, name, colour)]
+def average_line(records: Sequence[Record], key: str, name: str, colour: str) -> list[Trace]:
+    average = curve(records, key)
+    return [] if average is None else [line(average.steps, average.average, name, colour)]
 
 
-def banded(found: Curve, name: str, colour: str) -> list[Trace]:
-    """The moving average in its band, and the values themselves faintly."""
-    if found.window == 1:
-        return [line(found.steps, found.values, name, colour)]
-    raw = line(found.steps, found.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
-    average = line(found.steps, found.average, name, colour)
-    return [*band(found.steps, found.low, found.high, f"p10 to p90 of {found.window} steps", colour), raw, average]
+def line_with_band(quantity: Curve, name: str, colour: str) -> list[Trace]:
+    """Return traces of a moving average with its band, and the values themselves faintly."""
+    if quantity.window == 1:
+        return [line(quantity.steps, quantity.values, name, colour)]
+    raw = line(quantity.steps, quantity.values, "each step", colour, width=1) | {"opacity": 0.3, "showlegend": False}
+    average = line(quantity.steps, quantity.average, name, colour)
+    return [
+        *band(quantity.steps, quantity.low, quantity.high, f"p10 to p90 of {quantity.window} steps", colour),
+        raw,
+        average,
+    ]
 
 
 def band(x: list[float], low: list[float], high: list[float], name: str, colour: str) -> list[Trace]:
@@ -73,13 +77,13 @@ def shares(title: str, *, whole: bool = True) -> dict[str, Any]:
 def figure(title: str, caption: str, data: list[Trace], layout: dict[str, Any], *, wide: bool = False) -> Figure | None:
     if not data:
         return None
-    named = sum(trace.get("showlegend", True) for trace in data)
-    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": named > 1} | layout
+    entries = sum(trace.get("showlegend", True) for trace in data)
+    whole = {"xaxis": {"title": {"text": "step"}}, "hovermode": "x unified", "showlegend": entries > 1} | layout
     return Figure(title=title, caption=caption, data=data, layout=whole, wide=wide)
 
 
 def band_edges(record: Record, direction: str, *, sizes: bool = False) -> list[dict[str, Any]]:
-    """The clip band of a step in log-ratios, as dashed lines at places on the axis "x" or "y"; `sizes`: without sign."""
+    """Return the clip band of a step as dashed lines at log-ratios on axis "x" or "y"; `sizes`: without sign."""
     low, high = number(record, "clip/band_low"), number(record, "clip/band_high")
     bounds = [math.log1p(-low) if low is not None and low < 1 else None, math.log1p(high) if high is not None else None]
     other = "y" if direction == "x" else "x"

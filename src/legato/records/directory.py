@@ -1,9 +1,9 @@
-"""The run directory: what a run leaves behind, read and written here and nowhere else. Standard library only.
+"""The run directory: every file a run writes. Only this module knows the layout. Standard library only.
 
     config.toml                     the resolved recipe; `legato train` on it repeats the run
     environment.json                format version, versions of packages by allow-list, hardware, seeds
-    metrics.jsonl                   one JSON object a line, told apart by "kind"
-    rollouts/step-000120.jsonl.gz   what the policy wrote in that step, a rollout a line
+    metrics.jsonl                   one JSON object per line; "kind" says which
+    rollouts/step-000120.jsonl.gz   the rollouts of that step, one per line
     checkpoints/step-000120/        model and trainer state; given-up-step-000120/: the best so far, behind which a recovery
                                     of the health watch went back; damaged-step-000120/: what a resumed run could not use
     given-up/step-000120/           what followed a checkpoint that `resume --step` went back to (`health/goback.py`)
@@ -55,10 +55,19 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import InputError
-from legato.records.lines import Lines, RunDirectoryError, beside, finite, parsed, reason, told, write_records
+from legato.records.lines import (
+    Lines,
+    RunDirectoryError,
+    atomic_replace,
+    explain_os_errors,
+    finite,
+    parse_line,
+    reason,
+    write_records,
+)
 
 FORMAT = 1
-"""Version of all the above; raised when a reader of the old one would misread the new one."""
+"""Version of this format. Increased when a reader of the old format would misread the new one."""
 
 PACKAGES = (
     "legato",
@@ -75,20 +84,20 @@ PACKAGES = (
     "sglang",
     "numpy",
 )
-"""Packages whose versions are stored: an allow-list, since what else is installed is nobody's business."""
+"""Packages whose versions are stored. An allow-list: other installed packages are private."""
 
 _STEP = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A run directory by its path. Use `create` for a new one and `open` for one that is there."""
+    """A run directory by its path. Use `create` for a new directory and `open` for an existing one."""
 
     path: Path
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunDirectory":
-        """A new, empty one; one that is there is never touched."""
+        """Create a new, empty run directory. An existing directory is never touched."""
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
             raise InputError(f"output.name: {name!r} is given; the plain name of a folder is needed, without slashes")
         path = Path(parent) / name
@@ -108,17 +117,17 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """One that is there."""
-        found = cls(Path(path))
-        if not found.path.is_dir():
+        """Open an existing run directory and check its files and its format."""
+        directory = cls(Path(path))
+        if not directory.path.is_dir():
             raise InputError(f"{path} is not a run directory: there is no such folder")
-        missing = [file.name for file in (found.config_path, found.metrics_path) if not file.is_file()]
+        missing = [file.name for file in (directory.config_path, directory.metrics_path) if not file.is_file()]
         if missing:
             raise InputError(f"{path} is not a run directory: {' and '.join(missing)} missing")
-        version = found.environment().get("format", FORMAT)
+        version = directory.environment().get("format", FORMAT)
         if version != FORMAT:
             raise InputError(f"{path} is written in format {version}; this legato reads format {FORMAT}")
-        return found
+        return directory
 
     @property
     def name(self) -> str:
@@ -137,13 +146,13 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def recorded(self) -> Lines:
-        """metrics.jsonl."""
+    def metrics_file(self) -> Lines:
+        """The file metrics.jsonl."""
         return Lines(self.metrics_path)
 
     @property
     def health(self) -> Lines:
-        """health.jsonl."""
+        """The file health.jsonl."""
         return Lines(self.path / "health.jsonl")
 
     @property
@@ -157,25 +166,25 @@ class RunDirectory:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
     def evidence_path(self, step: int, attempt: int = 1) -> Path:
-        """Of an alarm at a step, which a run that is rolled back may reach more than once."""
+        """Evidence folder of an alarm at a step. A run that is rolled back may reach a step several times: `attempt`."""
         return self.path / "evidence" / (f"step-{step:06d}" + (f"-{attempt}" if attempt > 1 else ""))
 
     # Metrics
 
     def append_metrics(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
-        """One line at the end; with `sync` it is on the disk when this returns."""
-        self.recorded.append(record, sync=sync)
+        """Append one record to metrics.jsonl. With `sync` the line is on disk when this returns."""
+        self.metrics_file.append(record, sync=sync)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records of metrics.jsonl."""
-        return self.recorded.read()
+        """Read all records of metrics.jsonl."""
+        return self.metrics_file.read()
 
-    def given(self) -> list[str]:
-        """What the run was given in Python, so that its configuration does not hold it: model, problems, reward."""
+    def python_parts(self) -> list[str]:
+        """Names of the parts passed as Python objects (model, problems, reward), which the configuration cannot hold."""
         return [str(name) for name in self._start().get("given") or ()]
 
     def code(self) -> list[dict[str, str]]:
-        """The user's files that the run was started with: reference, file and sha256 of each."""
+        """Files of user code the run was started with: reference, file and sha256 of each."""
         return [dict(each) for each in self._start().get("code") or ()]
 
     def _start(self) -> dict[str, Any]:
@@ -184,17 +193,17 @@ class RunDirectory:
     # Rollouts and checkpoints
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """The rollouts of a step. The same records give the same bytes."""
+        """Write the rollouts of a step. The same records give the same bytes."""
         return write_records(self.rollouts_path(step), records)
 
     def read_rollouts(self, step: int, most: int | None = None) -> list[dict[str, Any]]:
-        """The rollouts of a step, as written; a file that unpacks to more than `most` bytes is refused."""
+        """Read the stored rollouts of a step. A file that unpacks to more than `most` bytes is refused."""
         path = self.rollouts_path(step)
         if not path.is_file():
             there = ", ".join(map(str, self.rollout_steps())) or "none"
             raise InputError(f"{path} is not there; steps with stored rollouts: {there}")
         try:
-            with told(path, "read"), gzip.open(path) as file:
+            with explain_os_errors(path, "read"), gzip.open(path) as file:
                 data = bytearray()
                 while part := file.read(1 << 18):
                     data += part
@@ -203,29 +212,29 @@ class RunDirectory:
         except (EOFError, zlib.error) as error:
             raise RunDirectoryError(f"{path} is damaged: {error}") from error
         lines = bytes(data).splitlines()
-        records = [parsed(line) for line in lines]
+        records = [parse_line(line) for line in lines]
         if None in records:
             raise RunDirectoryError(f"{path}, line {records.index(None) + 1}: not a JSON object; the file is damaged")
         return [record for record in records if record is not None]
 
     def rollout_steps(self) -> list[int]:
-        """Steps whose rollouts are stored, ascending."""
+        """Return the steps with stored rollouts, ascending."""
         return _steps(self.path / "rollouts", ".jsonl.gz")
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps with a finished checkpoint folder, ascending. Whether it is sound, its manifest says."""
+        """Return the steps with a finished checkpoint folder, ascending. The folders may still be damaged."""
         return [step for step in _steps(self.path / "checkpoints", "") if self.checkpoint_path(step).is_dir()]
 
     # Config and environment
 
     def write_config(self, text: str) -> None:
-        """The resolved recipe as TOML text."""
+        """Write the resolved recipe, given as TOML text."""
         self._write(self.config_path, text)
 
     def write_environment(self, extra: Mapping[str, Any]) -> None:
-        """Versions by allow-list, hardware, and what the caller knows (seeds, devices). Never the environment variables."""
-        hardware = {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory()}
-        found: dict[str, Any] = {
+        """Write package versions, hardware and `extra` (seeds, devices). Environment variables are never stored."""
+        hardware = {"processor": _processor(), "cores": os.cpu_count(), "memory_bytes": _memory_bytes()}
+        environment: dict[str, Any] = {
             "format": FORMAT,
             "python": platform.python_version(),
             "system": platform.platform(),
@@ -233,41 +242,41 @@ class RunDirectory:
             **extra,
             "hardware": hardware | dict(extra.get("hardware", {})),
         }
-        self._write(self.environment_path, json.dumps(finite(found), indent=2, allow_nan=False) + "\n")
+        self._write(self.environment_path, json.dumps(finite(environment), indent=2, allow_nan=False) + "\n")
 
     def environment(self) -> dict[str, Any]:
-        """What `write_environment` wrote; empty if it did not get to that."""
+        """Read environment.json. Empty if the run did not come to write it."""
         if not self.environment_path.exists():
             return {}
-        with told(self.environment_path, "read"):
-            found = parsed(self.environment_path.read_bytes())
-        if found is None:
+        with explain_os_errors(self.environment_path, "read"):
+            environment = parse_line(self.environment_path.read_bytes())
+        if environment is None:
             raise RunDirectoryError(f"{self.environment_path} is not a JSON object; the file is damaged")
-        return found
+        return environment
 
     def _write(self, path: Path, text: str) -> None:
-        with told(path, "write"), beside(path) as partial:
+        with explain_os_errors(path, "write"), atomic_replace(path) as partial:
             partial.write_text(text, encoding="utf-8")
 
 
 def _steps(folder: Path, ending: str) -> list[int]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    found = (_STEP.fullmatch(name.removesuffix(ending)) for name in names if name.endswith(ending))
-    return sorted(int(match.group(1)) for match in found if match)
+    matches = (_STEP.fullmatch(name.removesuffix(ending)) for name in names if name.endswith(ending))
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _processor() -> str:
-    """The processor's name; what Linux calls it, since `platform` often knows only the architecture."""
+    """Return the processor's name, from Linux if possible: `platform` often knows only the architecture."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text(errors="replace").splitlines():
@@ -276,7 +285,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int | None:
+def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
@@ -284,7 +293,7 @@ def _memory() -> int | None:
 
 
 def unused_name(parent: Path, stem: str, number: int) -> str:
-    """`stem-N` for the first N from `number` on that no file in `parent` has."""
+    """Return `stem-N` with the first N >= `number` that is not taken in `parent`."""
     while (parent / f"{stem}-{number}").exists():
         number += 1
     return f"{stem}-{number}"

@@ -1,6 +1,7 @@
-"""Files of JSON, an object a line, that are appended to and now and then cut back. Standard library only.
+"""JSON-lines files that are appended to and sometimes truncated. Standard library only.
 
-A number that is not finite is null: JSON has no NaN. A line counts once it is whole; what a crash left of the last is none.
+Numbers that are not finite are stored as null, since JSON has no NaN. A line counts once it is whole; a last line torn by a
+crash is ignored.
 """
 
 import errno
@@ -18,33 +19,33 @@ from legato.errors import InputError
 
 
 class RunDirectoryError(OSError, InputError):
-    """The run directory cannot be written or read. Also a ValueError, so that the door says it in one line."""
+    """The run directory cannot be written or read. Also an InputError, so that the command line prints one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """One such file by its path; one that is not there is empty."""
+    """A JSON-lines file by its path. A file that does not exist counts as empty."""
 
     path: Path
 
     def append(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
-        """One line at the end; with `sync` it is on the disk when this returns."""
+        """Append one record as a line. With `sync` the line is on disk when this returns."""
         line = json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        with told(self.path, "write"), self.path.open("ab+") as file:
+        with explain_os_errors(self.path, "write"), self.path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             if end and not _ends_a_line(file, end):
                 # A line torn by a crash or a full disk would swallow the one that follows it.
-                file.truncate(_whole(self.path.read_bytes()))
+                file.truncate(_end_of_whole_lines(self.path.read_bytes()))
             file.write(line)
             file.flush()
             if sync:
                 os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All records. A torn last line is not there yet; a torn line before it means the file is damaged."""
+        """Read all records. A torn last line is skipped; a torn line before it means that the file is damaged."""
         records = []
         for number, line in enumerate(self.after(0).splitlines(), start=1):
-            record = parsed(line)
+            record = parse_line(line)
             if record is None:
                 shown = line[:60].decode(errors="replace")
                 raise RunDirectoryError(f"{self.path}, line {number}: {shown!r} is not a JSON object; the file is damaged")
@@ -52,25 +53,25 @@ class Lines:
         return records
 
     def position(self) -> int:
-        """Bytes of whole lines so far."""
+        """Return the number of bytes in whole lines."""
         return len(self.after(0))
 
     def after(self, position: int) -> bytes:
-        """The whole lines after a position."""
+        """Return the whole lines after a byte position."""
         if not self.path.exists():
             return b""
-        with told(self.path, "read"):
+        with explain_os_errors(self.path, "read"):
             data = self.path.read_bytes()
-        return data[position : _whole(data)]
+        return data[position : _end_of_whole_lines(data)]
 
     def truncate(self, position: int) -> None:
-        """Forget what was written after `position`: a resumed run writes those lines again."""
+        """Cut off everything after byte `position`: a resumed run writes those lines again."""
         here = self.position()
         if not 0 <= position <= here:
             raise InputError(f"{self.path}: position {position} is asked for; 0 to {here} (whole lines) are allowed")
         if not self.path.exists():
             return
-        with told(self.path, "write"), self.path.open("rb+") as file:
+        with explain_os_errors(self.path, "write"), self.path.open("rb+") as file:
             if position:
                 file.seek(position - 1)
                 if file.read(1) != b"\n":
@@ -80,8 +81,8 @@ class Lines:
 
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """A compressed file of lines, written at once. The same records give the same bytes."""
-    with told(path, "write"), beside(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
+    """Write records to a gzip file of JSON lines, atomically. The same records give the same bytes."""
+    with explain_os_errors(path, "write"), atomic_replace(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
         with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
             for record in records:
                 file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
@@ -89,7 +90,7 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """Copy a value for JSON, with None in place of NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -99,18 +100,18 @@ def finite(value: Any) -> Any:
     return value
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None where it is none."""
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Parse a line as a JSON object. None if the line is not a JSON object."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 @contextmanager
-def told(path: Path, verb: str) -> Iterator[None]:
-    """What the system refuses, as a sentence."""
+def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
+    """Raise OSErrors of the block as RunDirectoryError: `cannot <verb> <path>: <reason>`."""
     try:
         yield
     except RunDirectoryError:
@@ -120,7 +121,7 @@ def told(path: Path, verb: str) -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused."""
+    """Return why the operating system refused, in words."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full; what was written before is whole, and after making room the run can be resumed"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -129,8 +130,8 @@ def reason(error: OSError) -> str:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """Write beside and rename, so that a file is whole or not there."""
+def atomic_replace(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to, then rename it to `path`: the file is whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -145,8 +146,8 @@ def _ends_a_line(file: Any, end: int) -> bool:
     return bool(file.read(1) == b"\n")
 
 
-def _whole(data: bytes) -> int:
-    """Where the last whole line ends. The last line is torn if it does not parse, even with a newline."""
+def _end_of_whole_lines(data: bytes) -> int:
+    """Return the byte where the last whole line ends. A last line that does not parse is torn, newline or not."""
     end = data.rfind(b"\n") + 1
     start = data.rfind(b"\n", 0, max(0, end - 1)) + 1
-    return start if end == len(data) and parsed(data[start:end]) is None else end
+    return start if end == len(data) and parse_line(data[start:end]) is None else end

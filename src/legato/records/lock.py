@@ -1,4 +1,4 @@
-"""One process per run directory: a second one is refused, a lock left by a dead one is taken over."""
+"""A lock that admits one process per run directory. The lock of a dead process is free."""
 
 import fcntl
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from legato.records.directory import RunDirectory
 
 
 @contextmanager
-def locked(directory: RunDirectory) -> Iterator[None]:
-    """The kernel holds the lock, so it goes with the process however that ends."""
+def hold_lock(directory: RunDirectory) -> Iterator[None]:
+    """Hold the lock of a run directory during the block. The kernel frees it when the process ends, however it ends."""
     path = directory.path / ".lock"
     with path.open("w") as file:
         try:

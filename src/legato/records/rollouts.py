@@ -1,4 +1,4 @@
-"""Rollouts as the lines of a file."""
+"""Rollouts as JSON records."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
@@ -7,18 +7,18 @@ from typing import Any
 from legato.core.rollout import Group, Rollout, Score, Unscorable
 
 
-def records(groups: Iterable[Group], details: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
-    """Those a step was trained on, with what stood at their tokens where that is known."""
+def rollout_records(groups: Iterable[Group], details: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return a record for each rollout of a step; `details` (token by token) are merged into the first records."""
     plain = [
-        record(member.rollout, member.score) | {"group": number}
+        rollout_record(member.rollout, member.score) | {"group": number}
         for number, group in enumerate(groups)
         for member in group.members
     ]
     return [{**each, **more} for each, more in zip(plain, details or repeat({}), strict=False)]
 
 
-def record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
-    """One rollout with its score."""
+def rollout_record(rollout: Rollout, score: Score | Unscorable) -> dict[str, Any]:
+    """Return the record of one rollout with its score."""
     prompt = rollout.problem.prompt
     text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
     scored = not isinstance(score, Unscorable)

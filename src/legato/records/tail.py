@@ -1,4 +1,4 @@
-"""A file of lines that another process is writing: each line is read once, and only when it is whole."""
+"""Reading a file of lines while another process writes it. Each line is read once, when it is whole."""
 
 import os
 import stat
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 _GUARD = 4096
-"""Bytes: the end of a line may be the same in every line (counts of a histogram), all of it is not."""
+"""Bytes kept before the position. Lines may end alike (histogram counts), but not over this many bytes."""
 _SLICE = 1 << 20
 LONGEST = 1 << 21
-"""Bytes of a line; what is longer is none of ours (zeros after a power cut, say), and counts as lines that are damaged."""
+"""Longest line in bytes. Longer ones (zeros after a power cut, say) count as damaged lines."""
 
 
-def opened(path: Path) -> BinaryIO:
-    """A plain file for reading; OSError for anything else, since a pipe would be waited for and a device never ends."""
+def open_plain_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. OSError for others: a pipe would block and a device never ends."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -24,19 +24,19 @@ def opened(path: Path) -> BinaryIO:
 
 @dataclass(slots=True)
 class Tail:
-    """Where reading has come to in a file that grows, and now and then is cut back by a resumed run."""
+    """Reading position in a file that grows, and that a resumed run may truncate."""
 
     path: Path
     position: int = 0
     """Bytes of whole lines read so far."""
     inode: int = 0
     before: bytes = b""
-    """What stands right before `position`: a file that was cut back and grew again has something else there."""
+    """The bytes right before `position`. They differ in a file that was truncated and grew again."""
 
     def lines(self, most: int = _SLICE) -> tuple[bool, list[bytes]]:
-        """Whether the file was begun again, and the next whole lines: about `most` bytes of them, or one longer line."""
+        """Return whether the file was rewritten, and the next whole lines: about `most` bytes, or one longer line."""
         try:
-            with opened(self.path) as file:
+            with open_plain_file(self.path) as file:
                 again = self._begun_again(file.fileno())
                 file.seek(self.position)
                 data = file.read(most)
@@ -50,18 +50,18 @@ class Tail:
         return again, whole.splitlines()
 
     def _begun_again(self, descriptor: int) -> bool:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         again = False
         if self.position:
             stands = os.pread(descriptor, len(self.before), self.position - len(self.before))
-            again = found.st_ino != self.inode or found.st_size < self.position or stands != self.before
-        self.inode = found.st_ino
+            again = status.st_ino != self.inode or status.st_size < self.position or stands != self.before
+        self.inode = status.st_ino
         if again:
             self.position, self.before = 0, b""
         return again
 
     def size(self) -> int:
-        """Bytes in the file now; 0 where there is none."""
+        """Return the size of the file in bytes; 0 if it does not exist."""
         try:
             return self.path.stat().st_size
         except OSError:
@@ -69,9 +69,9 @@ class Tail:
 
 
 def last_lines(path: Path, most: int) -> list[bytes]:
-    """The whole lines among the last `most` bytes."""
+    """Return the whole lines among the last `most` bytes."""
     try:
-        with opened(path) as file:
+        with open_plain_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most))
             data = file.read(most)
@@ -83,10 +83,10 @@ def last_lines(path: Path, most: int) -> list[bytes]:
 
 
 def spread_lines(path: Path, count: int) -> list[bytes]:
-    """Whole lines at about equal distances through the file, the last among them: a first look at a long one."""
-    found, reached = [], -1
+    """Return about `count` whole lines spread evenly over the file, with the last one: an overview of a long file."""
+    lines, reached = [], -1
     try:
-        with opened(path) as file:
+        with open_plain_file(path) as file:
             size = file.seek(0, os.SEEK_END)
             for number in range(count):
                 file.seek(number * size // count)
@@ -97,7 +97,7 @@ def spread_lines(path: Path, count: int) -> list[bytes]:
                 line = file.readline(LONGEST)
                 reached = file.tell() - 1
                 if line.endswith(b"\n"):
-                    found.append(line)
+                    lines.append(line)
     except OSError:
         return []
-    return found + [line for line in last_lines(path, 1 << 18)[-1:] if not found or line + b"\n" != found[-1]]
+    return lines + [line for line in last_lines(path, 1 << 18)[-1:] if not lines or line + b"\n" != lines[-1]]

@@ -19,8 +19,17 @@ from legato.core.parts import nearest
 from legato.diagnostics.words import count
 from legato.errors import InputError
 from legato.health import foreign
-from legato.health.actions import meaningless
-from legato.health.explain import Diagnosis, Record, explain, judged, ranked, sparse, steps_of, tested
+from legato.health.actions import inapplicable_rules
+from legato.health.explain import (
+    Diagnosis,
+    Record,
+    explain,
+    has_gaps,
+    rank,
+    rules_with_enough_steps,
+    rules_with_metrics,
+    steps_of,
+)
 from legato.health.rules import RULES
 from legato.records.directory import RunDirectory
 
@@ -83,7 +92,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
             f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
             f" It is run by: legato train {path}"
         )
-    log = foreign.find(path)
+    log = foreign.find_log(path)
     if log is None:
         inside = _runs_in(path)
         if inside:
@@ -93,7 +102,7 @@ def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | 
             f"{path} is no run directory (config.toml, metrics.jsonl) and holds no trainer_state.json; name the file itself,"
             " as in: legato doctor logs/metrics.csv --column reward/mean=reward"
         )
-    records = foreign.read(log, columns)
+    records = foreign.read_log(log, columns)
     diagnoses = [_in_terms_of_trl(each) for each in (*explain(records), *(_trl_findings(words, records) if words else []))]
     return _summarize(str(log), _facts(records), diagnoses, records)
 
@@ -110,9 +119,9 @@ def _summarize(
     return Examination(
         title=title,
         facts=tuple(facts),
-        found=tuple(ranked(found)),
-        judged=len(judged(records)),
-        tested=len(tested(records, warming)),
+        found=tuple(rank(found)),
+        judged=len(rules_with_metrics(records)),
+        tested=len(rules_with_enough_steps(records, warming)),
         steps=len(steps_of(records)),
     )
 
@@ -120,9 +129,9 @@ def _summarize(
 def _in_terms_of_trl(diagnosis: Diagnosis) -> Diagnosis:
     return replace(
         diagnosis,
-        says=foreign.beside(diagnosis.says),
-        causes=tuple(foreign.beside(each) for each in diagnosis.causes),
-        tries=tuple(foreign.beside(each) for each in diagnosis.tries),
+        says=foreign.add_trl_names(diagnosis.says),
+        causes=tuple(foreign.add_trl_names(each) for each in diagnosis.causes),
+        tries=tuple(foreign.add_trl_names(each) for each in diagnosis.tries),
     )
 
 
@@ -141,7 +150,7 @@ def _examine_run(directory: RunDirectory) -> Examination:
         named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
-        warming, ignored, lr = training.warm_up_steps, meaningless(resolved.algorithm), training.lr
+        warming, ignored, lr = training.warm_up_steps, inapplicable_rules(resolved.algorithm), training.lr
         diagnoses = setting_findings(resolved.algorithm, updates, records, "training.updates_per_step")
     diagnoses += explain(
         records,
@@ -160,7 +169,7 @@ def _facts(records: Sequence[Record]) -> list[str]:
     steps = steps_of(records)
     rewards = _finite(steps, "reward/mean")
     newest = max(int(step["step"]) for step in steps)
-    facts = [f"{count(len(steps), 'row' if sparse(steps) else 'step')} recorded, to step {newest}"]
+    facts = [f"{count(len(steps), 'row' if has_gaps(steps) else 'step')} recorded, to step {newest}"]
     if rewards:
         many = max(1, min(20, len(rewards) // 4))
         first, last = sum(rewards[:many]) / many, sum(rewards[-many:]) / many

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from legato.core.generators import seed_generators
 from legato.core.rollout import Problem
-from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.diagnostics.statistics.intervals import mean_interval, wilson_interval
 from legato.errors import InputError
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
@@ -79,11 +79,11 @@ def evaluate(
         sampling = Sampling(temperature=config.evaluation.temperature if temperature is None else temperature)
         answers = evaluator.answer(chosen, sampling, samples, seed, 1)
         means = [sum(a.accuracy for a in row) / samples for row in answers]
-        low, high = wilson(sum(means), len(means)) if samples == 1 else of_means(means)
+        low, high = wilson_interval(sum(means), len(means)) if samples == 1 else mean_interval(means)
         rows.append(Measured(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))
         for k in _powers(samples):
             each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in answers]
-            low, high = of_means(each)
+            low, high = mean_interval(each)
             rows.append(Measured(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
     failed = sum(not hasattr(a.score, "accuracy") for row in answers for a in row)
     return EvaluationResult(
@@ -97,7 +97,7 @@ def _pad_for_pool(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _share(name: str, right: float, count: int) -> Measured:
-    low, high = wilson(right, count)
+    low, high = wilson_interval(right, count)
     return Measured(name=name, value=right / count, low=low, high=high)
 
 

@@ -12,10 +12,10 @@ from legato.health.actions import Health
 from legato.health.explain import STOPPED
 from legato.health.recovery import NoRecoveryError, recover
 from legato.health.rule import Finding
-from legato.health.tighten import tightened
+from legato.health.tighten import tighten_clip
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
-from legato.records.rollouts import record, records
+from legato.records.rollouts import rollout_record, rollout_records
 from legato.rollouts.sampling import Sampling
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
@@ -112,7 +112,7 @@ class Execution:
     def _healthiest(self) -> int | None:
         """The step of the healthiest earlier checkpoint; None if there is none."""
         step = self.trainer.steps_done
-        candidates = self.health.by_health(self.directory.checkpoint_steps(), step)
+        candidates = self.health.checkpoints_by_health(self.directory.checkpoint_steps(), step)
         return next((each for each in candidates if each < step), None)
 
     def _end_early(self, reason: str, more: Mapping[str, Any] | None = None) -> str:
@@ -173,14 +173,14 @@ class Execution:
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
             line["histograms"] = report.histograms()
         self.directory.append_metrics(line)
-        alarm = self.health.see(report)
+        alarm = self.health.observe(report)
         for logger in self.loggers:
             logger.log(step, report.metrics)
         evaluate = bool(config.evaluation.every_steps) and (step % config.evaluation.every_steps == 0 or last)
         if evaluate:
             self._evaluate(report if every else None, keep=due or last)
         elif due:
-            self.directory.write_rollouts(step, records(report.groups, report.details))
+            self.directory.write_rollouts(step, rollout_records(report.groups, report.details))
         self.steps_run += 1
         left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
@@ -226,8 +226,10 @@ class Execution:
         self.latest, self.evaluated_at = metrics, step
         self._tell_notes()
         if keep or self._target_reached():
-            answers = [record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]]
-            trained = self._stored_rollouts(step) if report is None else records(report.groups, report.details)
+            answers = [
+                rollout_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]
+            ]
+            trained = self._stored_rollouts(step) if report is None else rollout_records(report.groups, report.details)
             self.directory.write_rollouts(step, [*answers, *trained])
 
     def _stored_rollouts(self, step: int) -> list[dict[str, Any]]:
@@ -264,7 +266,8 @@ class Execution:
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
         checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory(), self.trainer.sampler_state())
         self.saved_at = step
-        kept = [checkpoint.name_of(each) for each in self.health.kept(self.directory.checkpoint_steps(), step)]
+        healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
+        kept = [checkpoint.name_of(each) for each in healthy]
         kept += [] if self.best is None else [self.best[1]]
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, kept)
 
@@ -280,7 +283,7 @@ class Execution:
     def tighten(self, scale: float) -> None:
         """Multiply the clip bounds of the algorithm by `scale`."""
         self.health.clip_scale = scale
-        self.trainer.algorithm = tightened(self.resolved.algorithm, scale)
+        self.trainer.algorithm = tighten_clip(self.resolved.algorithm, scale)
 
     def memory(self) -> dict[str, Any]:
         """The state of a checkpoint beside weights, optimizer and generators."""
@@ -289,9 +292,9 @@ class Execution:
             "best": self.best,
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,
-            "metrics_position": self.directory.recorded.position(),
+            "metrics_position": self.directory.metrics_file.position(),
             "made_of": dict(self.made_of),
-            "health": self.health.memory(),
+            "health": self.health.state(),
         }
 
     def remember(self, memory: dict[str, Any]) -> None:
@@ -300,7 +303,7 @@ class Execution:
         self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
         self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
         self.saved_at = self.trainer.steps_done
-        self.health.remember(memory.get("health", {}))
+        self.health.load_state(memory.get("health", {}))
         self.tighten(self.health.clip_scale)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from legato.config.load import load
 from legato.config.resolved import Resolved
 from legato.errors import InputError
-from legato.health.goback import checkpoint_of
+from legato.health.goback import find_checkpoint
 from legato.policy.model.load import means_a_folder
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
@@ -59,8 +59,10 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
         if step is None:
             folder, warnings = checkpoint.latest(path / "checkpoints")
         else:
-            folder, warnings = checkpoint_of(directory, step), []
-        return Target(resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.given()))
+            folder, warnings = find_checkpoint(directory, step), []
+        return Target(
+            resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.python_parts())
+        )
     if means_a_folder(name) and not path.expanduser().exists():
         raise InputError(
             f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"

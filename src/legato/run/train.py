@@ -20,11 +20,11 @@ from legato.core.importing import OwnCode, code_at, is_import_path
 from legato.core.rollout import Problem
 from legato.diagnostics.words import count
 from legato.errors import InputError
-from legato.health.goback import checkpoint_of, give_up, recorded_at
+from legato.health.goback import find_checkpoint, give_up, positions_at
 from legato.pages.report import write_report
 from legato.policy.model.reference import Reference
 from legato.records.directory import RunDirectory, unused_name
-from legato.records.lock import locked
+from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.again import restart_advice
 from legato.run.execute import Execution, newest_model
@@ -140,7 +140,7 @@ def start(
             "policy.lora with policy.warm_up and a KL term: the reference would be the model before the warm-up; drop one"
         )
     directory = RunDirectory.create(Path(config.output.directory), _run_name(resolved))
-    with locked(directory):
+    with hold_lock(directory):
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
         notes, noted = _notes(resolved, policy.notes), len(policy.notes)
@@ -232,9 +232,9 @@ def resume(
     before = load([directory.config_path])
     resolved = load([directory.config_path], words) if words else before
     sentences = changes.check(before, resolved, allow_changes)
-    with locked(directory):
+    with hold_lock(directory):
         checkpoint.put_back(directory.path / "checkpoints")
-        folder = _newest_checkpoint(directory, before, watcher) if step is None else checkpoint_of(directory, step)
+        folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)
         memory = checkpoint.read_state(folder)
         config = resolved.config
         seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
@@ -254,7 +254,7 @@ def resume(
         trainer = wire.trainer_of(resolved, policy, collector, reference)
         checkpoint.restore(folder, policy, trainer.optimizer, memory)
         trainer.load_sampler(checkpoint.sampler_state(folder))
-        positions = recorded_at(directory, memory)
+        positions = positions_at(directory, memory)
         given_up = None if step is None else give_up(directory, step, positions)
         if given_up is not None:
             sentences.append(f"what came after step {step} is kept in {given_up}")
@@ -287,7 +287,7 @@ def _newest_checkpoint(directory: RunDirectory, resolved: Resolved, watcher: Wat
     try:
         folder, warnings = checkpoint.latest(directory.path / "checkpoints")
     except InputError as error:
-        raise InputError(f"{error}; {restart_advice(directory.path, resolved, directory.given())}") from None
+        raise InputError(f"{error}; {restart_advice(directory.path, resolved, directory.python_parts())}") from None
     for warning in warnings:
         watcher.message(warning)
     return folder

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
-from legato.diagnostics.statistics.intervals import of_means, wilson
+from legato.diagnostics.statistics.intervals import mean_interval, wilson_interval
 from legato.errors import InputError
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
@@ -70,7 +70,7 @@ def accuracy_metrics(name: str, answered: Sequence[Sequence[Answered]]) -> dict[
     """`eval/accuracy_<name>` with its 95 % interval, and the mean length."""
     means = [sum(a.accuracy for a in row) / len(row) for row in answered]
     one = all(len(row) == 1 for row in answered) and all(mean in (0.0, 1.0) for mean in means)
-    low, high = wilson(sum(means), len(means)) if one else of_means(means)
+    low, high = wilson_interval(sum(means), len(means)) if one else mean_interval(means)
     lengths = [len(a.rollout.tokens) for row in answered for a in row]
     return {
         f"eval/accuracy_{name}": sum(means) / len(means),

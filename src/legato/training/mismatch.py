@@ -17,7 +17,7 @@ from legato.core.counts import Counts, Tally
 from legato.core.mask import Mask
 from legato.core.rollout import Group
 from legato.core.signals import Signals
-from legato.diagnostics.gaps import distribution, effect, effective_share, length_bins, per_response
+from legato.diagnostics.gaps import correction_effect, distribution, effective_share, length_bins, per_response
 from legato.diagnostics.metrics.measure import measure
 from legato.objectives.aggregates import TokenMean
 from legato.objectives.corrections import (
@@ -160,7 +160,7 @@ class _Corrected:
 
     def effect(self, mask: Mask) -> dict[str, Any]:
         counted = self.counted(mask, torch.ones_like(mask.tokens[:, 0]))
-        found = effect(self.weights[counted], self.uncut[counted], self.exact[counted])
+        found = correction_effect(self.weights[counted], self.uncut[counted], self.exact[counted])
         return {"unit": "tokens" if self.of_tokens else "responses", **found}
 
 

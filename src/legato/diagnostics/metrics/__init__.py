@@ -1,1 +1,1 @@
-"""What every metric means, and how it is measured."""
+"""Definitions of all metrics and how they are computed."""

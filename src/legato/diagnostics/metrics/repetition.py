@@ -27,7 +27,7 @@ def repetition(tokens: Tensor, lengths: Tensor) -> float:
         hashed = hashed * _FACTOR + tokens[:, place : place + runs] + 1
     counts = lengths - LENGTH + 1
     outside = torch.arange(runs) >= counts[:, None]
-    # What is padding sorts to the end, each as a number of its own.
+    # Padding sorts to the end, each position with a number of its own.
     hashed = torch.where(outside, torch.iinfo(torch.int64).max - torch.arange(runs), hashed)
     ordered = hashed.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]).sum(1)

@@ -1,4 +1,4 @@
-"""Measures of routing in mixture-of-experts policies, from what a router gave for the same tokens twice.
+"""Compares two routings of the same tokens in a mixture-of-experts policy.
 
 Shapes: ... any leading dimensions (tokens), M layers with a router, E experts, K of them active.
 """
@@ -18,7 +18,7 @@ def router_shift(old_logprobs: Float[Tensor, "... M K"], new_logprobs: Float[Ten
 
 
 def shared_experts(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"]) -> Integer[Tensor, "..."]:
-    """How many of the K active experts are active both times."""
+    """Return how many of the K active experts are active both times."""
     return (old.unsqueeze(-1) == new.unsqueeze(-2)).any(-1).sum(-1)
 
 
@@ -39,5 +39,5 @@ def jaccard_distance(old: Integer[Tensor, "... K"], new: Integer[Tensor, "... K"
 
 
 def replayed_gates(logits: Float[Tensor, "... E"], experts: Integer[Tensor, "... K"]) -> Float[Tensor, "... K"]:
-    """The gates of forced experts: the softmax of the live logits over the forced set, so the router still learns."""
+    """Return the gates of forced experts: the softmax of live logits over the forced set, so the router still learns."""
     return torch.softmax(logits.gather(-1, experts.long()), dim=-1)

@@ -1,4 +1,4 @@
-"""What a run records beside the metrics of its objective (`metrics.py`): one definition per key, for people and for tests."""
+"""Metrics that a run records besides those of its objective (`definitions.py`): one definition per key."""
 
 from legato.diagnostics.metrics.definitions import Metric, table
 

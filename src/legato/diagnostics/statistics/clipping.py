@@ -1,4 +1,4 @@
-"""What share of responses a band clips, predicted and calibrated.
+"""The share of responses that a band clips: prediction and calibration.
 
 x_i = sgn(A_i) log s_i is clipped iff it exceeds the bound on its side: log(1 + high) where A > 0, -log(1 - low) where A < 0.
 """

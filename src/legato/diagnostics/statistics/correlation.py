@@ -1,7 +1,7 @@
-"""Token log-ratios made to order: five ways in which the tokens of a response are not independent.
+"""Synthetic token log-ratios: five ways in which the tokens of a response can be dependent.
 
 Each has the token variance sigma^2 and a closed form for its gap, Var(log s) / (sigma^2 / L). At one length all of them can
-explain the same gap; against length they part (`variance.py`).
+explain the same gap; they differ over length (`variance.py`).
 """
 
 import math
@@ -18,25 +18,25 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """How the tokens of a response hang together."""
+    """One model of the dependence between the tokens of a response."""
 
     name: str
     gap: Callable[[int], float]
-    """Of responses of a length."""
+    """The gap of responses of a given length."""
     unit: Callable[[int, int, torch.Generator], Tensor]
     """[rows, length] of token deviation 1, float64."""
 
     def tokens(self, rows: int, length: int, sigma: float, generator: torch.Generator) -> Tensor:
-        """Log-ratios of so many responses of one length."""
+        """Draw log-ratios [rows, length] with token deviation sigma."""
         return sigma * self.unit(rows, length, generator)
 
 
 def processes(gap: float, length: int) -> dict[str, Process]:
     """Independent tokens, and each explanation with the parameter that gives `gap` at `length`."""
-    found = explanations_of_gap(gap, length)
-    phi, rho, block = found["autoregressive_phi"], found["equal_correlation"], found["block_correlation_16"]
-    hurst, drift = found["hurst"], found["drift_share"]
-    made = (
+    parameters = explanations_of_gap(gap, length)
+    phi, rho, block = parameters["autoregressive_phi"], parameters["equal_correlation"], parameters["block_correlation_16"]
+    hurst, drift = parameters["hurst"], parameters["drift_share"]
+    explanations = (
         Process(name="independent", gap=lambda n: 1.0, unit=_normal),
         Process(
             name="AR(1)", gap=lambda n: autoregressive_kappa(phi, n), unit=lambda r, n, g: _autoregressive(r, n, phi, g)
@@ -52,7 +52,7 @@ def processes(gap: float, length: int) -> dict[str, Process]:
             unit=lambda r, n, g: _normal(r, n, g) + math.sqrt(drift) * _normal(r, 1, g),
         ),
     )
-    return {process.name: process for process in made}
+    return {process.name: process for process in explanations}
 
 
 def _normal(rows: int, length: int, generator: torch.Generator) -> Tensor:
@@ -85,9 +85,9 @@ def _fractional(rows: int, length: int, hurst: float, generator: torch.Generator
     covariance = 0.5 * ((lag + 1) ** (2 * hurst) - 2 * lag ** (2 * hurst) + (lag - 1).abs() ** (2 * hurst))
     circle = torch.cat([covariance, covariance[1:-1].flip(0)])
     root = torch.fft.fft(circle).real.clamp(min=0).sqrt()
-    made = []
+    parts = []
     for start in range(0, rows, 500):
         count = min(500, rows - start)
         noise = torch.complex(_normal(count, 2 * length, generator), _normal(count, 2 * length, generator))
-        made.append((torch.fft.fft(root * noise) / math.sqrt(2 * length)).real[:, :length])
-    return torch.cat(made)
+        parts.append((torch.fft.fft(root * noise) / math.sqrt(2 * length)).real[:, :length])
+    return torch.cat(parts)

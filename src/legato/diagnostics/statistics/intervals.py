@@ -7,8 +7,8 @@ _Z = 1.959963984540054
 """The 97.5 % point of the normal distribution."""
 
 
-def wilson(successes: float, trials: float) -> tuple[float, float]:
-    """The 95 % interval of a proportion; unlike the normal one it stays within 0 and 1 and is not empty at the ends."""
+def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a proportion. It stays within [0, 1] and is not empty at the ends."""
     if trials <= 0:
         return 0.0, 1.0
     share, square = successes / trials, _Z * _Z
@@ -17,8 +17,8 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def of_means(means: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean over problems: samples of one problem are not independent, problems are."""
+def mean_interval(means: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over problems. Samples of one problem are not independent; problems are."""
     count = len(means)
     if count < 2:
         return 0.0, 1.0

@@ -1,4 +1,4 @@
-"""What a handful of seeds says of one arm, and of two arms that share them. The same values always give the same numbers.
+"""Statistics over a few seeds, of one arm and of two arms with the same seeds. Deterministic.
 
 An interval is the middle 95 % of what the statistic would have been with other draws of the same seeds (the percentile
 bootstrap). Arms are resampled together: a draw takes the same seeds from each, so what a seed does to all arms cancels in
@@ -37,7 +37,7 @@ def probability_of_improvement(values: Sequence[float], others: Sequence[float])
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> float:
-    """How much higher the mean of the first is."""
+    """Return the mean of `values` minus the mean of `others`."""
     return mean(values) - mean(others)
 
 
@@ -47,21 +47,21 @@ def interval(statistic: Callable[..., float], *samples: Sequence[float]) -> tupl
         raise InputError(f"samples of {[len(sample) for sample in samples]} seeds; paired ones have the same seeds")
     if len(samples[0]) < 2:
         return None
-    found = sorted(statistic(*(drawn(sample) for sample in samples)) for drawn in _drawings(len(samples[0])))
-    # Between two draws there is nothing: the ends are draws, with at most 2.5 % of all beyond each.
-    beyond = int(0.025 * len(found))
-    return found[beyond], found[-1 - beyond]
+    statistics = sorted(statistic(*(draw(sample) for sample in samples)) for draw in _drawings(len(samples[0])))
+    # The ends are draws themselves, with at most 2.5 % of all draws beyond each.
+    beyond = int(0.025 * len(statistics))
+    return statistics[beyond], statistics[-1 - beyond]
 
 
 @cache
 def _drawings(count: int) -> tuple[Callable[[Sequence[float]], tuple[float, ...]], ...]:
-    """The draws as functions of a sample: bands of curves apply them thousands of times."""
+    """Return the draws as functions of a sample: bands of curves apply them thousands of times."""
     return tuple(itemgetter(*draw) for draw in resamples(count))
 
 
 @cache
 def resamples(count: int) -> tuple[tuple[int, ...], ...]:
-    """Draws of `count` seeds with replacement: all that there are up to five seeds, else the same 10,000 every time."""
+    """Return draws of `count` seeds with replacement: all of them up to five seeds, else the same 10,000 every time."""
     if count**count <= DRAWS:
         return tuple(itertools.product(range(count), repeat=count))
     generator = random.Random(0)

@@ -1,7 +1,7 @@
-"""How Var(log s) falls with length in measured responses, and which explanation fits it.
+"""How Var(log s) falls with length in measured responses, and which explanation fits.
 
-Responses are binned by length. Beside each bin stands what independent tokens would give, sigma^2 / L. Three explanations of
-one parameter each are fitted to the bins, by least squares of log variances weighted with the certainty of each:
+Responses are binned by length. Each bin also has the variance of independent tokens, sigma^2 / L. Three explanations with
+one parameter each are fitted to the bins, by least squares of log variances weighted by the certainty of each bin:
 
     short range   sigma^2 kappa / L           slope -1, gap kappa at every length
     drift         tau^2 + sigma^2 / L         slope above -1, gap grows with L
@@ -21,24 +21,24 @@ from legato.diagnostics.statistics.variance import integrated_autocorrelation
 FEWEST = 8
 """Responses a bin needs to count."""
 TELLING = 4
-"""By how much one misfit must be below another: two standard errors of one parameter."""
+"""How much lower a misfit must be to prefer its explanation: two standard errors of one parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """The responses of about one length."""
+    """Responses of similar length."""
 
     shortest: int
     longest: int
     length: float
-    """Their harmonic mean: what the mean of 1 / L is the inverse of."""
+    """Harmonic mean of their lengths."""
     responses: int
     variance: float
     """Of log s."""
     independent: float
     """sigma^2 / L"""
     distinct: int
-    """Different values of log s among them: responses that are the same text count once for what is certain."""
+    """Number of different values of log s: equal texts count once in the certainty."""
     kurtosis: float = 3.0
     """Of log s; 3 were it normal. A few tokens that moved far make it large, and the variance uncertain."""
 
@@ -53,17 +53,17 @@ class Bin:
 
     @property
     def effective_tokens(self) -> float:
-        """How many independent tokens would leave the same variance."""
+        """Number of independent tokens with the same variance."""
         return self.length / self.gap
 
     @property
-    def told(self) -> bool:
-        """Whether its gap is two standard errors away from 1."""
+    def differs_from_one(self) -> bool:
+        """Whether the gap is more than two standard errors away from 1."""
         return abs(self.gap - 1) > 2 * self.gap_error
 
     @property
     def gap_error(self) -> float:
-        """Its standard error."""
+        """Standard error of the gap."""
         return self.gap * self.relative_error
 
 
@@ -75,14 +75,14 @@ class Fit:
     parameter: float
     """kappa, tau or H."""
     variances: tuple[float, ...]
-    """What it predicts, bin by bin."""
+    """The predicted variance of each bin."""
     misfit: float
     """Sum over bins of ((log measured - log predicted) / error)^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What a set of responses says."""
+    """The variance of log s of a set of responses, by length."""
 
     sigma: float
     """Token deviation within a response."""
@@ -107,7 +107,7 @@ class Spread:
         if len(self.bins) < 3:
             return "too few lengths to tell explanations apart"
         best, second = self.fits[0], self.fits[1]
-        # Over all bins together: each of them alone may be within its error of 1 where all of them lie above it.
+        # Tested over all bins together: each bin alone may be within its error of 1 while all lie above 1.
         gained = _misfit(self.bins, [each.independent for each in self.bins]) - best.misfit
         if gained < TELLING:
             return (
@@ -126,41 +126,44 @@ class Spread:
 
 
 def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> Spread:
-    """From token log-ratios [n, T] with their mask; `batch` [n] tells updates apart, whose means are removed."""
+    """Measure the spread of token log-ratios [n, T] with their mask.
+
+    `batch` [n]: the update of each response; the mean of each update is removed.
+    """
     lengths = tokens.sum(1)
-    kept = torch.where(tokens, log_ratios.double(), 0.0)
-    log_s = kept.sum(1) / lengths
-    inside = torch.where(tokens, kept - log_s.unsqueeze(1), 0.0).square().sum()
+    values = torch.where(tokens, log_ratios.double(), 0.0)
+    log_s = values.sum(1) / lengths
+    inside = torch.where(tokens, values - log_s.unsqueeze(1), 0.0).square().sum()
     sigma2 = float(inside / (lengths - 1).clamp(min=0).sum())
     means = torch.zeros(int(batch.max()) + 1, dtype=torch.float64)
     weights = torch.zeros_like(means).index_add_(0, batch, lengths.double())
-    means = means.index_add_(0, batch, kept.sum(1)) / weights.clamp(min=1)
-    centred = torch.where(tokens, kept - means[batch].unsqueeze(1), 0.0)
+    means = means.index_add_(0, batch, values.sum(1)) / weights.clamp(min=1)
+    centred = torch.where(tokens, values - means[batch].unsqueeze(1), 0.0)
     kappa, first = integrated_autocorrelation(centred, tokens)
     moved = log_s - means[batch]
-    # What of a response is left beside a mean it is part of; in a batch of few the longest is most of the mean.
+    # Share of a response that remains after removing a mean that contains it: small for long responses of small batches.
     left = 1 - lengths.double() / weights[batch]
-    found = [
+    measured = [
         _bin(low, high, lengths[member].double(), moved[member], left[member], sigma2)
         for low, high, member in length_bins(lengths, bins)
         if int(member.sum()) >= FEWEST
     ]
-    found = [each for each in found if each.variance > 0]
-    fits = fitted(found, sigma2)
-    slope, error = weighted_slope(found)
-    between = intercept(found)
-    total = sum(each.responses for each in found)
-    mean = sum(each.responses * each.variance for each in found) / max(1, total)
-    plain = sum(each.responses * each.independent for each in found) / max(1, total)
+    measured = [each for each in measured if each.variance > 0]
+    fits = fit_explanations(measured, sigma2)
+    slope, error = weighted_slope(measured)
+    between = intercept(measured)
+    total = sum(each.responses for each in measured)
+    mean = sum(each.responses * each.variance for each in measured) / max(1, total)
+    plain = sum(each.responses * each.independent for each in measured) / max(1, total)
     return Spread(
         sigma=math.sqrt(sigma2),
-        tau=math.sqrt(max(between, 0.0)),  # in this order: what is not known stays so
+        tau=math.sqrt(max(between, 0.0)),  # in this order: NaN stays NaN
         kappa=kappa,
         first=first,
         slope=slope,
         slope_error=error,
         gap=mean / plain if plain else math.nan,
-        bins=tuple(found),
+        bins=tuple(measured),
         fits=fits,
     )
 
@@ -179,8 +182,8 @@ def _bin(low: int, high: int, lengths: Tensor, log_s: Tensor, left: Tensor, sigm
     )
 
 
-def fitted(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
-    """The explanations, the best first."""
+def fit_explanations(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
+    """Fit the three explanations to the bins; the best first."""
     if not bins:
         return ()
     kinds: dict[str, tuple[Callable[[float, float], float], float, float]] = {
@@ -188,13 +191,13 @@ def fitted(bins: Sequence[Bin], sigma2: float) -> tuple[Fit, ...]:
         "drift between responses": (lambda tau2, n: tau2 + sigma2 / n, 1e-8 * sigma2, 1e4 * sigma2),
         "long memory": (lambda hurst, n: sigma2 * n ** (2 * hurst - 2), 0.5, 1.0),
     }
-    found = []
+    fits = []
     for name, (predict, least, most) in kinds.items():
-        value = _least(lambda p, predict=predict: _misfit(bins, [predict(p, b.length) for b in bins]), least, most)  # type: ignore[misc]
+        value = _minimise(lambda p, predict=predict: _misfit(bins, [predict(p, b.length) for b in bins]), least, most)  # type: ignore[misc]
         predicted = tuple(predict(value, each.length) for each in bins)
         parameter = math.sqrt(value) if name.startswith("drift") else value
-        found.append(Fit(name=name, parameter=parameter, variances=predicted, misfit=_misfit(bins, predicted)))
-    return tuple(sorted(found, key=lambda fit: fit.misfit))
+        fits.append(Fit(name=name, parameter=parameter, variances=predicted, misfit=_misfit(bins, predicted)))
+    return tuple(sorted(fits, key=lambda fit: fit.misfit))
 
 
 def _misfit(bins: Sequence[Bin], predicted: Sequence[float]) -> float:
@@ -204,8 +207,8 @@ def _misfit(bins: Sequence[Bin], predicted: Sequence[float]) -> float:
     )
 
 
-def _least(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where a cost of one positive number is least, by golden section on its logarithm after a coarse look."""
+def _minimise(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Minimise a cost over a positive number: a coarse grid, then golden section on its logarithm."""
     grid = [low * (high / low) ** (place / 60) for place in range(61)]
     best = min(range(61), key=lambda place: cost(grid[place]))
     left, right = math.log(grid[max(0, best - 1)]), math.log(grid[min(60, best + 1)])

@@ -1,4 +1,4 @@
-"""How the spread of log s depends on length, and what that says about the tokens.
+"""How the variance of log s depends on length, and what that says about the dependence of tokens.
 
 Model: lw_it = mu_i + x_it; Var(log s_i) = tau^2 + sigma^2 kappa / L. sigma^2: token variance within a response; tau^2:
 variance of the drift mu_i between responses; kappa = 1 + 2 sum_k (1 - k/L) r_k: integrated autocorrelation.

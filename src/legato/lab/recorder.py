@@ -1,4 +1,4 @@
-"""What an experiment stands on: the user's policy and task made ready, a trainer, and eyes on every update."""
+"""A trainer for experiments: the user's policy and task, with every update recorded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +28,8 @@ DEFAULT = Path(__file__).parent / "default.toml"
 Say = Callable[[str], None]
 
 
-def named(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The target among the words of a command (a recipe, a run or a model; else the default), and the options."""
+def split_target(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the words of a command into the target (recipe, run or model; else the default) and the options."""
     targets, options = split_words(words)
     if len(targets) > 1:
         raise InputError(
@@ -39,30 +39,30 @@ def named(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def target_of(words: Sequence[str]) -> Target:
-    """What a command of the laboratory was pointed at."""
-    return find(*named(words))
+    """Return the target of a `legato lab` command."""
+    return find(*split_target(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """One update as its objective saw it, in float64 on the CPU; its rows are responses that have a token."""
+class ObservedUpdate:
+    """One update as its objective saw it, in float64 on the CPU. Rows are the n responses that have a token."""
 
     step: int
     index: int
     """k: the number of the update within its step, from 0."""
     rows: Tensor
-    """Which rows of the step they are."""
+    """[n]: their row numbers within the step."""
     new: Tensor
     old: Tensor
     mask: Tensor
     advantages: Tensor
-    """[n]: of a response, its mean where it varies."""
+    """[n]: the mean advantage of each response."""
     clipped: Tensor
-    """[n] bool: the response has an advantage and no coefficient."""
+    """[n] bool: the response has an advantage and all its coefficients are 0."""
     clipped_tokens: Tensor
-    """[n]: how many of its tokens the trust region left without one."""
+    """[n]: number of tokens with an advantage and coefficient 0."""
     precision: torch.dtype
-    """In which they were trained."""
+    """The dtype of the log-probs in training."""
 
     @property
     def log_ratios(self) -> Tensor:
@@ -78,19 +78,19 @@ class Observed:
         return self.log_ratios.sum(1) / self.lengths
 
 
-def observed(look: Look, step: int) -> Observed:
-    """What can be kept of a look."""
-    signals = look.signals
+def observe_update(update: Look, step: int) -> ObservedUpdate:
+    """Copy the numbers of an update to the CPU."""
+    signals = update.signals
     tokens = signals.mask.tokens.cpu()
     counted = tokens.any(1)
     new = signals.logprobs.detach().cpu()
     old = new if signals.old_logprobs is None else signals.old_logprobs.detach().cpu()
     advantages = signals.advantages.detach().cpu().double().expand(tokens.shape)
-    silent = (look.outcome.coefficients.detach().cpu() == 0) & tokens & (advantages != 0)
-    return Observed(
+    silent = (update.outcome.coefficients.detach().cpu() == 0) & tokens & (advantages != 0)
+    return ObservedUpdate(
         step=step,
-        index=look.update.index,
-        rows=look.rows[counted],
+        index=update.update.index,
+        rows=update.rows[counted],
         new=torch.where(tokens, new.double(), 0.0)[counted],
         old=torch.where(tokens, old.double(), 0.0)[counted],
         mask=tokens[counted],
@@ -102,25 +102,25 @@ def observed(look: Look, step: int) -> Observed:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bed:
-    """A policy in training whose updates are seen."""
+class UpdateRecorder:
+    """A trainer that records every update."""
 
     resolved: Resolved
     policy: Policy
     trainer: Trainer
-    seen: list[Observed] = field(default_factory=list)
+    observed: list[ObservedUpdate] = field(default_factory=list)
 
     def step(self) -> StepReport:
-        """Train one step; what its updates saw is added to `seen`."""
+        """Train one step and append its updates to `observed`."""
         number = self.trainer.steps_done + 1
-        self.trainer.look = lambda look: self.seen.append(observed(look, number))
+        self.trainer.look = lambda look: self.observed.append(observe_update(look, number))
         try:
             return self.trainer.step()
         finally:
             self.trainer.look = None
 
     def groups(self, prompts: int) -> list[Group]:
-        """Fresh responses of the policy as it is, on problems that training comes to later."""
+        """Sample responses of the current policy on the next problems."""
         groups, tally = self.trainer.source.next(prompts)
         if not groups:
             reasons = "; ".join(tally.reasons) or "no group had two scored responses"
@@ -128,25 +128,25 @@ class Bed:
         return groups
 
 
-def make_bed(target: Target, say: Say, **training: Any) -> Bed:
-    """The bed of a target; `training` are options of that section that win over the configuration's."""
+def make_recorder(target: Target, say: Say, **training: Any) -> UpdateRecorder:
+    """Return the recorder of a target. `training` overrides options of that section."""
     policy, source = target.prepare(say)
-    return bed_of(target.resolved, policy, source, **training)
+    return recorder_of(target.resolved, policy, source, **training)
 
 
-def bed_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> Bed:
-    """The same for a policy that is there."""
+def recorder_of(resolved: Resolved, policy: Policy, source: Any, **training: Any) -> UpdateRecorder:
+    """Return the recorder of a loaded policy. `training` overrides options of that section."""
     # Responses without an advantage are not trained on, but their ratios are measured like all others.
-    given = {"skip_silent_rows": False, **training}
-    config = replace(resolved.config, training=replace(resolved.config.training, **given))
+    options = {"skip_silent_rows": False, **training}
+    config = replace(resolved.config, training=replace(resolved.config.training, **options))
     resolved = replace(resolved, config=config)
     collector = wire.collector_of(config, policy, source, wire.reward_of(config, wire.Given()))
     reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
-    return Bed(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
+    return UpdateRecorder(resolved=resolved, policy=policy, trainer=wire.trainer_of(resolved, policy, collector, reference))
 
 
 def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | None = None) -> tuple[Tensor, Tensor]:
-    """[B, T] log-probs and entropies of responses under the policy as it is, float64; at another temperature if given."""
+    """Score responses under the current policy: log-probs and entropies [B, T], float64, at `temperature` if given."""
     batch = collate(groups, policy.dtype)
     texts = batch.texts
     if temperature is not None:
@@ -162,16 +162,16 @@ def channels_of(policy: Policy, groups: Sequence[Group], temperature: float | No
     return logprobs, entropy
 
 
-def facts(bed: Bed) -> dict[str, str]:
-    """What a page says of where an experiment ran."""
-    config = bed.resolved.config
+def facts(recorder: UpdateRecorder) -> dict[str, str]:
+    """Return model, task and settings of an experiment, to show on its page."""
+    config = recorder.resolved.config
     training = config.training
-    weights = str(bed.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    weights = str(recorder.policy.model.get_input_embeddings().weight.dtype).removeprefix("torch.")
     return {
-        "model": bed.policy.name,
-        "weights": f"{weights} on {bed.policy.device.type}",
+        "model": recorder.policy.name,
+        "weights": f"{weights} on {recorder.policy.device.type}",
         "task": config.task.kind,
-        "algorithm": bed.resolved.algorithm.name,
+        "algorithm": recorder.resolved.algorithm.name,
         "lr": f"{training.lr:g}",
         "a step": f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt},"
         f" {count(training.updates_per_step * training.epochs_per_step, 'update')}",

@@ -1,4 +1,4 @@
-"""What all metrics look at, computed once, and the reductions they share.
+"""The inputs that all metrics share, computed once, and their reductions.
 
 A response is a rollout: its first row with a token counts for it. Totals are summed over rows first and then in float64.
 """
@@ -18,8 +18,8 @@ from legato.diagnostics.metrics.definitions import LENGTH_EDGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """What all topics look at, computed once."""
+class MetricInputs:
+    """Inputs shared by all topics of metrics."""
 
     signals: Signals
     outcome: Outcome
@@ -29,7 +29,7 @@ class Sight:
     lengths: Tensor
     """[B, 1]: the length of the response a row belongs to."""
     work: PerToken
-    """[B, T] of memory for the one tensor a topic is working on: fresh memory is what costs on a CPU."""
+    """[B, T] scratch buffer for the tensor a topic works on: allocating memory is the main cost on a CPU."""
     tokens: Tensor
     """Tokens of this call."""
     responses: Tensor
@@ -42,7 +42,7 @@ class Sight:
         return self.outcome.trace
 
     def token_total(self, values: Spread) -> Tensor:
-        """Sum over tokens, rows first, then in float64."""
+        """Sum values over tokens: rows first, then in float64."""
         return self.signals.mask.sum(values).sum(dtype=torch.float64)
 
     def token_mean(self, values: Spread) -> Mean:
@@ -65,7 +65,8 @@ class Sight:
         return Histogram.from_values(values, self.counted if among is None else self.counted & among)
 
 
-def look(signals: Signals, outcome: Outcome) -> Sight:
+def metric_inputs(signals: Signals, outcome: Outcome) -> MetricInputs:
+    """Compute the inputs that all metrics share."""
     sequences = signals.segments("sequence")
     lengths = sequences.size()
     counted = lengths > 0
@@ -73,7 +74,7 @@ def look(signals: Signals, outcome: Outcome) -> Sight:
         rows = torch.arange(len(signals.rollout), device=lengths.device)
         first = torch.full_like(rows, len(rows)).scatter_reduce(0, signals.rollout, rows, "amin")[signals.rollout]
         counted = counted & (first == rows).unsqueeze(1)
-    return Sight(
+    return MetricInputs(
         signals=signals,
         outcome=outcome,
         sequences=sequences,
@@ -86,6 +87,6 @@ def look(signals: Signals, outcome: Outcome) -> Sight:
     )
 
 
-def magnitudes(values: PerToken) -> Tensor:
-    """[B, 1]: the largest |value| of each row, without room for the absolute values."""
+def largest_magnitudes(values: PerToken) -> Tensor:
+    """Return the largest |value| of each row, [B, 1], without allocating the absolute values."""
     return torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))
