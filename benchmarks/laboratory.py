@@ -83,7 +83,7 @@ def experiment_page(found: dict[str, dict[str, Any]]) -> str:
         words = " ".join(["legato lab", name, *COMMANDS[name]])
         lines += ["", f"## {account.title}", "", f"`{words}`: {facts}.", ""]
         lines += [f"- {sentence}" for sentence in account.sentences]
-        first = account.checked()
+        first = account.check_table()
         sheets = [sheet.table() for sheet in account.sheets if sheet.name not in LEFT_OUT]
         lines += tables_as_text([*([] if first is None else [first]), *sheets], level=3)
         for title in SHOWN.get(name, ()):

@@ -51,7 +51,7 @@ def test_slots_take_names_and_parts_and_fields_apply_after_them() -> None:
         ("objective.trst.clip.low", 1, "does not exist; did you mean 'objective.trust'"),
         ("objective.trust.clip.lo", 1, "'objective.trust.clip.lo' does not exist in trust 'clip'; did you mean 'low'"),
         ("objective.trust.clamp.low", 1, "unknown trust 'clamp'"),
-        ("objective.trust.clip.low", -1, "override of objective.trust.clip: trust 'clip': low = -1"),
+        ("objective.trust.clip.low", -1, "trust 'clip'.low: expected"),
         ("objective.trust", "clip", "a list of trust names or parts is"),
         ("objective.ratio", Clip(), "objective.ratio holds a ratio; 'clip' is a trust"),
         ("objective.ratio", 3, "the name of a ratio or such a part is"),

@@ -244,7 +244,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no such reward file": ({"reward.kind": "/no/such/file.py:score"}, ("/no/such/file.py",)),
     "no such function": ({"reward.kind": f"{verdicts.__file__}:odds"}, ("odds", "odd")),
     "a reward that is none": ({"reward.kind": f"{verdicts.__file__}:NOT_CALLABLE"}, ("NOT_CALLABLE", "function")),
-    "no such task module": ({"task.kind": "no_such_module:Task", "task.left_digits": None}, ("task.kind", "no_such_module")),
+    "no such task module": ({"task.kind": "no_such_module:Task", "task.left_digits": None}, ("task", "no_such_module")),
     "a task that is none": ({"task.kind": "json:dumps", "task.left_digits": None}, ("task.kind", "json:dumps")),
     "a timeout for a plain reward": ({"reward.timeout_seconds": 1.0}, ("timeout_seconds",)),
 }

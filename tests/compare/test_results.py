@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legato.compare.compare import compare
+from legato.compare.compare import Comparison, compare
 from legato.compare.jobs import differences
 from legato.compare.processes import Machine
 from legato.compare.results import collect

@@ -223,7 +223,7 @@ def test_a_stop_string_ends_a_response_and_is_no_text(subject: Subject) -> None:
     asked = requests(4, each=8)
     (free,) = subject.ask(*asked, limits=endless)
     stop = free[0].text[3:5]
-    (cut,) = subject.ask(*asked, limits=replace(endless, stop_strings=("~never~", stop)))
+    (cut,) = subject.ask(*asked, limits=replace(endless, stop=("~never~", stop)))
     assert len(stop) == 2 and cut[0].stop is StopReason.STOP_STRING
     for before, after in zip(free, cut, strict=True):
         if stop not in before.text:

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from legato.rewards.importing import import_reward
 
-from legato.config.kinds import is_import_path, make
+from legato.config.kinds import make
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.scoring import is_async, is_batched
 from legato.rewards.verifiers import finite
@@ -26,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def reward(name: str) -> Any:
-    return import_reward(name) if is_import_path(name) else make("reward", name, {})
+    return make("reward", name, {})
 
 
 def rollouts_of(problems: Sequence[Problem]) -> list[Rollout]:

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 from legato.policy.kernels.decode import Workspace, attend_slots, rows_per_block, store  # noqa: E402
 from legato.policy.kernels.layers import add_norm, heads, swiglu  # noqa: E402
 from legato.policy.kernels.sample import sample  # noqa: E402
-from legato.rollouts.gpu.slots import blocks  # noqa: E402
+from legato.rollouts.gpu.slots import group_by_prompt  # noqa: E402
 from legato.rollouts.randomness import uniform  # noqa: E402
 from legato.rollouts.sampling import Sampling, choose  # noqa: E402
 
@@ -65,7 +65,7 @@ def test_slot_attention_is_attention_over_prompt_and_response(
     slots, length = torch.tensor([3, 0, 6, 2, 1], device=DEVICE), torch.tensor([0, 5, 31, 2, 9, 1, 17], device=DEVICE)
     prompt_length, prompt = torch.tensor([40, 1, 17], device=DEVICE), [0, 0, 2, 1, 0]
     sinks = normal(count, source=source) if sink else None
-    owners, rows = blocks(prompt, rows_per_block(count, key_heads), 5)
+    owners, rows = group_by_prompt(prompt, rows_per_block(count, key_heads), 5)
     found = attend_slots(
         query,
         prompt_keys,
@@ -153,6 +153,6 @@ def test_heads_are_normed_turned_and_stored(normed: bool, source: torch.Generato
 
 
 def test_rows_of_a_prompt_share_blocks() -> None:
-    owners, rows = blocks([5, 5, -1, 2, 5], 2, 5)
+    owners, rows = group_by_prompt([5, 5, -1, 2, 5], 2, 5)
     assert owners == [5, 5, 2, -1, -1]
     assert rows[:3] == [[0, 1], [4, -1], [3, -1]]

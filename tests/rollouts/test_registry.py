@@ -54,7 +54,7 @@ def test_the_local_engine_is_found_by_name_and_told_its_options() -> None:
 
 
 def test_an_engine_of_a_file_is_one_file(file: Path) -> None:
-    options = EngineOptions(rows_at_once=3, seed=5)
+    options = EngineOptions(rows_at_once=3, run_seed=5)
     engine: Any = build_engine(f"{file}:Mine", policy("qwen3"), options)
     assert isinstance(engine, QueuedEngine) and engine.told is options
 

@@ -159,14 +159,16 @@ def test_gigpo_reads_the_states_of_the_environment() -> None:
         rollout = member.rollout
         assert rollout.dialogue is not None and batch.turn_states[row, 0] == START_STATE
         if len(rollout.dialogue) == 3:
-            by_sign.setdefault((int(batch.group[row]), rollout.dialogue[0][:1]), set()).add(int(batch.turn_states[row, 1]))
+            by_sign.setdefault((int(batch.texts.group[row]), rollout.dialogue[0][:1]), set()).add(
+                int(batch.turn_states[row, 1])
+            )
     assert all(len(states) == 1 for states in by_sign.values())
     assert len({state for states in by_sign.values() for state in states}) > 3
     plain = this.algorithm.advantage.estimate(
         Scores(
             rewards=batch.rewards,
-            group=batch.group,
-            mask=Mask(batch.mask, torch.float64),
+            group=batch.texts.group,
+            mask=Mask(batch.texts.mask, torch.float64),
             turn=batch.turn,
             turn_rewards=batch.turn_rewards,
             turn_states=torch.arange(batch.turn_states.numel()).reshape(batch.turn_states.shape),
@@ -188,9 +190,10 @@ def test_other_reward_components_stand_at_the_last_turn() -> None:
     judged = WeightedSum(
         components={
             "environment": Component(reward=EnvironmentReward(), weight=2.0),
-            "shape": Component(reward=shaped, weight=1.0, is_accuracy=False),
+            "shape": Component(reward=shaped, weight=1.0, judges=False),
         },
-        overlong=OverlongPunishment(max_response_tokens=4, cache_tokens=2, factor=1.0),
+        overlong=OverlongPunishment(cache_share=0.5, factor=1.0),
+        longest_response=4,
     ).score(rollout)
     assert isinstance(judged, Score) and judged.turn_rewards is not None and rollout.turn_rewards is not None
     assert judged.turn_rewards[0] == 2 * rollout.turn_rewards[0]

@@ -28,5 +28,5 @@ class Local(EngineKind):
             options.kv_memory_share,
             record_routes=options.records_routes,
             training_bytes=options.training_bytes,
-            seed=options.seed,
+            seed=options.run_seed,
         )

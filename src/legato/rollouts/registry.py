@@ -33,7 +33,7 @@ class EngineOptions(EngineSettings):
     """Memory of the policy's device that training will still allocate; 0 without training."""
     mismatch: Mismatch = field(default_factory=Mismatch)
     """How the sampler differs from the policy on purpose; only the engine "local" does that."""
-    seed: int = 0
+    run_seed: int = 0
     """Seed of the run. Requests carry the seeds of their responses."""
 
     @property

@@ -207,7 +207,7 @@ def _engine_options(config: Config, policy: Policy, *, trains: bool) -> EngineOp
             eight_bit=training.optimizer == "adamw-8bit",
             offload=training.offload_optimizer,
         )
-    return select(EngineOptions, [rollouts], mismatch=rollouts.mismatch, training_bytes=later, seed=training.seed)
+    return select(EngineOptions, [rollouts], mismatch=rollouts.mismatch, training_bytes=later, run_seed=training.seed)
 
 
 def check_engine(config: Config, policy: Policy, engine: Engine) -> None:

@@ -24,7 +24,7 @@ def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -
 
 @functools.lru_cache
 def _is_sharded(kind: Any) -> bool:
-    # By name: torch.distributed takes a while to import, and a module that is not sharded does not need it.
+    # By name: the packages that shard take a while to import, and a module that is not sharded does not need it.
     return any(base.__name__ in _SHARDED for base in kind.__mro__)
 
 
