@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legato.core.importing import import_object
+from legato.core.importing import make_imported
 from legato.core.rollout import Problem, StopReason
 from legato.policy.model.tiny import character_tokenizer
 from legato.rollouts.engine import Limits
@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def environment(name: str) -> Any:
-    return SingleTurn() if name == "single turn" else import_object("--environment", name)
+    return SingleTurn() if name == "single turn" else make_imported("--environment", name)
 
 
 def talk(environment: Any, problem: Problem, texts: Sequence[str], stop: StopReason = StopReason.END_TOKEN) -> list[Any]:

@@ -80,7 +80,7 @@ def test_format_and_length() -> None:
     assert FormatMatch(pattern=r"<a>\d+</a>")(rollout("<a>4</a> and more")) == 0
     penalty = LengthPenalty(free=2, most=6)
     assert [penalty(rollout("x", length=n)) for n in (1, 2, 4, 6, 9)] == [0, 0, -0.5, -1, -1]
-    with pytest.raises(ValueError, match="a regular expression is"):
+    with pytest.raises(ValueError, match="expected a regular expression"):
         FormatMatch(pattern="(")
     with pytest.raises(ValueError, match="not below most"):
         LengthPenalty(free=9, most=6)

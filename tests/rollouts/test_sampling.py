@@ -129,7 +129,7 @@ def test_the_ends_of_the_unit_interval_choose_tokens_that_can_be() -> None:
 
 def test_the_likeliest_token_always_stays() -> None:
     logits = torch.zeros(1, 5)
-    for sampling in (Sampling(top_p=1e-9), Sampling(top_k=1), Sampling(min_p=1.0)):
+    for sampling in (Sampling(top_p=1e-9), Sampling(top_k=1), Sampling(min_p=0.999)):
         choice = choose(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
         assert choice.kept_logmass is not None and float(choice.kept_logmass) >= math.log(0.2) - 1e-6
 

@@ -143,7 +143,7 @@ def test_checkpointing_is_off_where_the_model_cannot_be_estimated(monkeypatch: p
     def strange(config: Any) -> Shape:
         raise InputError("the configuration Strange has no hidden_size; memory cannot be estimated")
 
-    monkeypatch.setattr(Shape, "of", strange)
+    monkeypatch.setattr(Shape, "from_config", strange)
     having(monkeypatch, 1)
     on, notes = decided()
     assert not on and "Strange" in notes[0]

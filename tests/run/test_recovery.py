@@ -125,7 +125,7 @@ def test_a_checkpoint_saved_at_an_alarm_does_not_push_out_healthy_ones(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[int] = []
-    monkeypatch.setattr(execute.Health, "pause", lambda health, _: there.extend(health.directory.checkpoint_steps()))
+    monkeypatch.setattr(execute.Health, "pause", lambda health, *_: there.extend(health.directory.checkpoint_steps()))
     ended = run(tmp_path, {"health.action": action, "output.keep_last": 1})
     there = there or RunDirectory.open(ended.directory).checkpoint_steps()
     assert there[-1] == 7 and there[0] <= 2
@@ -215,7 +215,7 @@ def test_a_pause_that_a_person_has_answered_is_over(answered: bool, tmp_path: Pa
     """Else a run that is restarted by a machine waits for somebody who has been there."""
     paused: list[int] = []
 
-    def pause(health: Health, _: Any) -> None:
+    def pause(health: Health, *_: Any) -> None:
         paused.append(health.watch.last)
         if not answered:
             raise Kill

@@ -129,7 +129,7 @@ def test_no_kind_of_task_and_no_reward_is_left_out() -> None:
     # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py.
     assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"}
     used = {reward for _, rewards in MADE.values() for reward in rewards}
-    assert {*names("reward")} == {*used, "math-verify", "reasoning-gym", "format", "length"}
+    assert {*names("reward")} == {*used, "environment", "math-verify", "reasoning-gym", "format", "length"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

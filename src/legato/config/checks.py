@@ -16,6 +16,7 @@ from legato.errors import InputError
 from legato.health.actions import HealthSettings
 from legato.health.rules import RULES
 from legato.health.tighten import clip_bounds
+from legato.rollouts.registry import engine_names
 
 _LARGEST_EPSILON = 1e-3
 """Of Adam: a larger one is somebody's clip range, which other trainers call epsilon."""
@@ -36,7 +37,7 @@ class Case:
 
 def disagreements(case: Case) -> Iterator[str]:
     """Every message of every check."""
-    checks = (_updates, _stages, _epochs, _environment, _reward, _mismatch, _evaluation, _health, _output)
+    checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _health, _output)
     for check in (*checks, _algorithm, _turns, _values):
         yield from check(case)
 
@@ -108,6 +109,12 @@ def _reward(case: Case) -> Iterator[str]:
     components = case.config.reward.components
     if components and not any(component.judges for component in components.values()):
         yield "reward.components: none of them judges the answer (judges = true); accuracy would be unknown"
+
+
+def _engine(case: Case) -> Iterator[str]:
+    name = case.config.rollouts.engine
+    if not is_import_path(name) and name not in engine_names():
+        yield f'{case.says("rollouts.engine")}: expected an engine ({", ".join(engine_names())}) or "file.py:Name" of your own'
 
 
 def _mismatch(case: Case) -> Iterator[str]:

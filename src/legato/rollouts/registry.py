@@ -18,7 +18,7 @@ from importlib import import_module
 
 import legato.rollouts
 from legato.core.importing import make_imported
-from legato.core.parts import Part, lookup
+from legato.core.parts import Part, lookup, names
 from legato.errors import InputError
 from legato.policy.policy import Policy
 from legato.rollouts.engine import Engine, EngineSettings
@@ -58,6 +58,12 @@ def _register_engines() -> None:
     for module in pkgutil.iter_modules(legato.rollouts.__path__):
         if not module.ispkg:
             import_module(f"legato.rollouts.{module.name}")
+
+
+def engine_names() -> list[str]:
+    """The engines that `rollouts.engine` may name."""
+    _register_engines()
+    return names("engine")
 
 
 def build_engine(name: str, policy: Policy, options: EngineOptions) -> Engine:
