@@ -114,7 +114,8 @@ def _reward(case: Case) -> Iterator[str]:
 def _engine(case: Case) -> Iterator[str]:
     name = case.config.rollouts.engine
     if not is_import_path(name) and name not in engine_names():
-        yield f'{case.says("rollouts.engine")}: expected an engine ({", ".join(engine_names())}) or "file.py:Name" of your own'
+        known = ", ".join(engine_names())
+        yield f"{case.says('rollouts.engine')}: expected {known}, or file.py:Name of your own"
 
 
 def _mismatch(case: Case) -> Iterator[str]:
