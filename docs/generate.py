@@ -151,6 +151,8 @@ def parts_page() -> str:
         lines += ["", f"## {slot}"]
         for name in part_names(kind):
             part = lookup(kind, name)
+            if not part.__module__.startswith("legato."):
+                continue  # registered by somebody else in this process
             lines += ["", f"### {name}", "", " ".join((part.__doc__ or "").split())]
             fields = dataclasses.fields(part)
             if fields:
