@@ -115,6 +115,9 @@ def _read_whole(policy: Policy, store: KVStore, openings: Sequence[Opening], ent
 
     with policy.attending(_WholePrompts(store, packed, entries)), listen_to_routers(store.routers, note):
         hidden = policy.hidden(packed.tokens.unsqueeze(0), packed.positions.unsqueeze(0))[0]
+    if not store.prompt_keys:
+        # Comparing log-probs would not always notice it: those of small random weights hardly depend on attention.
+        raise RuntimeError(f"{type(policy.body).__name__} does not attend through transformers' attention interface")
     return hidden[packed.prompt_ends]
 
 
