@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 import legato.rollouts
-from legato.core.importing import make_imported
+from legato.core.importing import is_import_path, make_imported
 from legato.core.parts import Part, lookup, names
 from legato.errors import InputError
 from legato.policy.policy import Policy
@@ -68,7 +68,7 @@ def engine_names() -> list[str]:
 
 def build_engine(name: str, policy: Policy, options: EngineOptions) -> Engine:
     """The engine of a registered name or of a path "file.py:Name"."""
-    if ":" in name:
+    if is_import_path(name):
         kind = make_imported("rollouts.engine", name)
     else:
         _register_engines()

@@ -20,7 +20,7 @@ from legato.policy.layers.unrolled import Unrolled
 from legato.policy.layout.attention import Heads, as_bias, attend
 from legato.policy.layout.packs import Pack, pack
 from legato.policy.policy import Policy
-from legato.rollouts.engine import Capabilities, Finished, Handle, JobEngine, Limits, Request, Response, make_responses
+from legato.rollouts.engine import Capabilities, Finished, Handle, Job, JobEngine, Limits, Response, make_responses
 from legato.rollouts.local.agreement import disagreement
 from legato.rollouts.local.blocks import Blocks
 from legato.rollouts.local.recompute import Recompute
@@ -151,6 +151,8 @@ class _Wave:
     rows: Tensor
     """[n]: the wave's row of each row that the decoder holds."""
     seeds: Tensor
+    budgets: Tensor
+    """[n]: the most tokens of each row."""
     finished: Tensor
     """[n] bool"""
     writing: int
@@ -198,17 +200,18 @@ class LocalEngine(JobEngine):
             self._decoder_maker = None
 
     def _decode_wave(self) -> None:
-        """Decode the next `rows_at_once` responses with the sampling of the first, in the order of requests and seeds."""
+        """Decode the next `rows_at_once` responses with the sampling of the first, in the order of requests and seeds.
+
+        Their budgets may differ: the later turns of an episode have fewer tokens left.
+        """
         first = next(iter(self.jobs.values()))
         room, wave = self.rows_at_once, []
         for job in self.jobs.values():
-            if room and job.waiting and (job.sampling, job.limits) == (first.sampling, first.limits):
+            if room and job.waiting and _same_sampling(job, first):
                 wave.append((job, job.waiting[:room]))
                 room -= len(wave[-1][1])
         with self.policy.serving():
-            rows = self._decode_rows(
-                [(job.request, seeds) for job, seeds in wave], self._current_decoder_maker(), first.sampling, first.limits
-            )
+            rows = self._decode_rows(wave, self._current_decoder_maker(), first.sampling, first.limits)
         for (job, seeds), responses in zip(wave, rows, strict=True):
             job.responses |= dict(enumerate(responses, job.taken))
             job.taken += len(seeds)
@@ -256,25 +259,27 @@ class LocalEngine(JobEngine):
         return self._way
 
     def _decode_rows(
-        self, parts: list[tuple[Request, tuple[int, ...]]], make_decoder: _MakeDecoder, sampling: Sampling, limits: Limits
+        self, parts: list[tuple[Job, tuple[int, ...]]], make_decoder: _MakeDecoder, sampling: Sampling, limits: Limits
     ) -> list[list[Response]]:
+        """The responses of each job to some of its seeds. `limits` are those of any job: only their budgets differ."""
         device = self.policy.device
         counts = [len(seeds) for _, seeds in parts]
         owner = torch.repeat_interleave(torch.tensor(counts)).to(device)
-        prompts = [request.prompt for request, _ in parts]
-        decoder = make_decoder(prompts, owner, limits.max_response_tokens)
-        wave = _start_wave(parts, sampling, limits, len(owner), device)
+        prompts = [job.request.prompt for job, _ in parts]
+        longest = max(job.limits.max_response_tokens for job, _ in parts)
+        decoder = make_decoder(prompts, owner, longest)
+        wave = _start_wave(parts, sampling, limits, longest, device)
         routes = None
         if self.routers is not None and not isinstance(decoder, Recompute):
-            routes = WaveRoutes(self.routers, limits.max_response_tokens, len(owner), device)
+            routes = WaveRoutes(self.routers, longest, len(owner), device)
         with nullcontext() if routes is None else routes.listening():
             logits = decoder.first()
             if routes is not None:
                 routes.first()
-            for place in range(limits.max_response_tokens):
+            for place in range(longest):
                 choice = choose(logits, uniform(wave.seeds, place), sampling)
                 self._write(wave, choice, place, limits)
-                if wave.writing == 0 or place + 1 == limits.max_response_tokens:
+                if wave.writing == 0:
                     break
                 logits = decoder.next(_drop_finished_rows(wave, decoder, choice.tokens))
                 if routes is not None:
@@ -300,6 +305,7 @@ class LocalEngine(JobEngine):
             wave.stops[row] = StopReason.END_TOKEN
         if limits.stop:
             self._stop_at_strings(wave, ~(wave.finished | ended), place, limits, ended)
+        ended |= (wave.budgets == place + 1).logical_and_(~wave.finished)
         wave.lengths[wave.rows[ended]] = place + 1
         wave.finished |= ended
         wave.writing -= int(ended.sum())
@@ -314,6 +320,12 @@ class LocalEngine(JobEngine):
                 ended[index] = True
 
 
+def _same_sampling(job: Job, other: Job) -> bool:
+    """Whether two jobs can share a wave: they differ in nothing but their prompts, seeds and budgets."""
+    mine, theirs = job.limits, other.limits
+    return (job.sampling, mine.stop, mine.end_tokens) == (other.sampling, theirs.stop, theirs.end_tokens)
+
+
 def _pack_prompts(prompts: list[Tensor], device: torch.device) -> Pack:
     return pack(prompt_texts(prompts), torch.arange(len(prompts))).to(device)
 
@@ -325,23 +337,26 @@ def _drop_finished_rows(wave: _Wave, decoder: _Decoder, tokens: Tensor) -> Tenso
     writing = (~wave.finished).nonzero().squeeze(1)
     decoder.keep(writing)
     wave.rows, wave.seeds, wave.finished = wave.rows[writing], wave.seeds[writing], wave.finished[writing]
+    wave.budgets = wave.budgets[writing]
     return tokens[writing]
 
 
 def _start_wave(
-    parts: list[tuple[Request, tuple[int, ...]]], sampling: Sampling, limits: Limits, rows: int, device: torch.device
+    parts: list[tuple[Job, tuple[int, ...]]], sampling: Sampling, limits: Limits, width: int, device: torch.device
 ) -> _Wave:
-    width = limits.max_response_tokens
+    budgets = [job.limits.max_response_tokens for job, seeds in parts for _ in seeds]
+    rows = len(budgets)
     return _Wave(
         tokens=torch.zeros(width, rows, dtype=torch.int64, device=device),
         logprobs=torch.zeros(width, rows, dtype=torch.float32, device=device),
         kept=torch.zeros(width, rows, dtype=torch.float32, device=device) if sampling.truncates else None,
-        lengths=torch.full((rows,), width, device=device),
+        lengths=torch.zeros(rows, dtype=torch.int64, device=device),
         stops=[StopReason.LENGTH] * rows,
         cut={},
         ends=torch.tensor(limits.end_tokens, dtype=torch.int64, device=device),
         rows=torch.arange(rows, device=device),
         seeds=torch.tensor([seed for _, seeds in parts for seed in seeds], dtype=torch.int64, device=device),
+        budgets=torch.tensor(budgets, dtype=torch.int64, device=device),
         finished=torch.zeros(rows, dtype=torch.bool, device=device),
         writing=rows,
     )
