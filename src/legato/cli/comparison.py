@@ -29,14 +29,11 @@ def compare_command(
     retry_failed: bool,
 ) -> int:
     definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
-    named = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
-    if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in named):
-        raise InputError(f"--gpus {gpus!r} is not allowed; numbers are, as in 0,1,2,3")
     console = Console(highlight=False)
     compared = compare(
         definition,
         folder=out,
-        machine=Machine(parallel=parallel or max(1, len(named)), gpus=named),
+        machine=chosen_machine(parallel, gpus),
         retry_failed=retry_failed,
         say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
     )
@@ -49,3 +46,11 @@ def compare_command(
         console.print(Text(legible(sentence, one_line=True)))
     console.print(Text(f"page       {compared.folder / 'compare.html'}"), soft_wrap=True)
     return compared.exit_code
+
+
+def chosen_machine(parallel: int, gpus: str) -> Machine:
+    """The machine that --parallel and --gpus ask for."""
+    names = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
+    if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in names):
+        raise InputError(f"expected numbers as in 0,1,2,3, got {gpus!r} (--gpus)")
+    return Machine(parallel=parallel or max(1, len(names)), gpus=names)

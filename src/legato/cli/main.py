@@ -140,6 +140,26 @@ def compare(
     raise typer.Exit(code)
 
 
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(help="A study file: question, arms, seeds, beds, endpoint, comparisons.")],
+    parallel: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one per GPU given, else one.")] = 0,
+    gpus: Annotated[str, typer.Option(help="GPUs to deal the runs to, as in 0,1,2,3.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The folder of the study; else runs/study-FILE.")] = None,
+    pilot: Annotated[bool, typer.Option("--pilot", help="Run the pilot seeds, in a folder of their own.")] = False,
+    only: Annotated[str | None, typer.Option(help="Run one run of the study, by its name.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what failed before.")] = False,
+) -> None:
+    """Run a registered study: legato study studies/frontier.toml --gpus 0 --parallel 16
+
+    The same command again goes on where it was stopped. Nothing is compared before the last run has ended.
+    """
+    from legato.cli.study import study_command
+
+    code = study_command(file, parallel=parallel, gpus=gpus, out=out, pilot=pilot, only=only, retry_failed=retry_failed)
+    raise typer.Exit(code)
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str, typer.Argument(help="A run directory, a recipe, or a model (folder or name).")],

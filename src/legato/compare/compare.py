@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,40 @@ def compare(
     All configurations are checked before the first run.
     """
     machine = machine or Machine()
-    store = Store(folder or _folder(definition))
-    if "=" in str(store.path):
-        raise InputError(f"the folder {store.path} holds an equals sign, which is for options; --out FOLDER names another")
-    planned = jobs(definition, store.path)
+    store, planned = plan_runs(definition, folder or _folder(definition))
     unequal = differences(planned)
     if unequal and not definition.unequal:
         raise InputError(
             f"the arms do not share problems, weights and budget: {'; '.join(unequal)}; set it for all of them, or compare"
             " them as they are with --unequal"
         )
+    with preparing(store, definition, planned, retry_failed):
+
+        def report() -> dict[str, Any]:
+            results = collect(definition, planned, store, machine, unequal)
+            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+            (store.path / "compare.json").write_text(text, encoding="utf-8")
+            write_pages(store.path, results)
+            return results
+
+        code = run_jobs(planned, store, machine, say, report)
+        results = report()
+    reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
+    if all(run["status"] == "failed" for run in results["runs"]):
+        raise InputError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
+    return Comparison(folder=store.path, results=results, exit_code=code)
+
+
+def plan_runs(definition: Definition, folder: Path) -> tuple[Store, list[Job]]:
+    """The folder and the checked runs of a definition. Nothing is written."""
+    if "=" in str(folder):
+        raise InputError(f"the folder {folder} holds an equals sign, which is for options; --out FOLDER names another")
+    return Store(folder), jobs(definition, folder)
+
+
+@contextmanager
+def preparing(store: Store, definition: Definition, planned: Sequence[Job], retry_failed: bool) -> Iterator[None]:
+    """Create or check the folder and hold its lock during the block. With `retry_failed`, failed runs start again."""
     try:
         store.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,25 +91,13 @@ def compare(
         if retry_failed:
             for job in planned:
                 store.failed_path(job).unlink(missing_ok=True)
-
-        def report() -> dict[str, Any]:
-            results = collect(definition, planned, store, machine, unequal)
-            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
-            (store.path / "compare.json").write_text(text, encoding="utf-8")
-            write_pages(store.path, results)
-            return results
-
-        code = _run(planned, store, machine, say, report)
-        results = report()
-    reasons = {run["reason"] for run in results["runs"] if run["status"] == "failed"}
-    if all(run["status"] == "failed" for run in results["runs"]):
-        raise InputError(f"every run failed: {'; '.join(sorted(reasons))}; the logs are in {store.path / 'logs'}")
-    return Comparison(folder=store.path, results=results, exit_code=code)
+        yield
 
 
-def _run(
-    planned: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], dict[str, Any]]
+def run_jobs(
+    planned: Sequence[Job], store: Store, machine: Machine, say: Callable[[str], None], report: Callable[[], object]
 ) -> int:
+    """Run all unfinished jobs, with a report now and then; the exit code."""
     by_name = {job.name: job for job in planned}
     tasks = _tasks(planned, store)
     finished, reported = len(planned) - len(tasks), [time.monotonic()]

@@ -24,22 +24,32 @@ from legato.algorithms.catalogue import algorithm_names
 from legato.config.messages import show_value
 from legato.config.read import read_file
 from legato.config.sources import check_tree, read_word, split_words
-from legato.errors import InputError
+from legato.errors import InputError, nearest
 
 Options = Mapping[str, Any]
 """Values by their dotted paths."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,60}")
-_KEYS = ("recipe", "seeds", "options", "arms", "sweep", "unequal")
+KEYS = ("recipe", "seeds", "options", "arms", "sweep", "unequal")
 OURS = ("training.seed", "output.directory", "output.name", "evaluation.target", "evaluation.target_greedy")
 """What the comparison itself decides: every run has its seed and its folder, and does all of its steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bed:
+    """A test bed of a study: the recipe that its arms change."""
+
+    recipes: tuple[Path, ...]
+    options: Options = field(default_factory=dict)
+    arms: tuple[str, ...] | None = None
+    """The arms that run here; None: all. Routing Replay, for one, needs a mixture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
     """A comparison, as it was asked for."""
 
-    recipes: tuple[Path, ...]
+    recipes: tuple[Path, ...] = ()
     arms: Mapping[str, Options]
     """The first is what the others are compared with."""
     seeds: tuple[int, ...]
@@ -49,6 +59,12 @@ class Definition:
     """Paths and the values they take; every arm is trained at every combination."""
     unequal: bool = False
     """Whether arms may differ in problems, model or budget."""
+    beds: Mapping[str, Bed] = field(default_factory=dict)
+    """The test beds of a study; without any, `recipes` are the only one and it has no name."""
+
+    @property
+    def all_beds(self) -> Mapping[str, Bed]:
+        return self.beds or {"": Bed(recipes=self.recipes)}
 
     def __post_init__(self) -> None:
         for fault in self._faults():
@@ -58,9 +74,15 @@ class Definition:
         if len(self.arms) < 2 and not self.sweep:
             told = f"one arm ({next(iter(self.arms))})" if self.arms else "no arm"
             yield f"{told} and no sweep is nothing to compare; --arm gspo --arm grpo gives two"
-        for name in self.arms:
-            if not _NAME.fullmatch(name):
-                yield f"an arm is called {show_value(name)}; letters, digits and ._+- are allowed, at most 61 of them"
+        for what, names in (("an arm", self.arms), ("a bed", self.beds)):
+            for name in names:
+                if not _NAME.fullmatch(name):
+                    yield f"{what} is called {show_value(name)}; letters, digits and ._+- are allowed, at most 61 of them"
+        for name, bed in self.beds.items():
+            for arm in bed.arms or ():
+                if arm not in self.arms:
+                    known = nearest(arm, list(self.arms))
+                    yield f"expected arms of the study, got {show_value(arm)} (beds.{name}.arms); {known}"
         if not self.seeds:
             yield "no seed is given; at least one is needed, several for intervals"
         for seed in self.seeds:
@@ -105,11 +127,17 @@ def from_arguments(
 
 def from_file(path: Path, options: Options, unequal: bool = False) -> Definition:
     """A comparison file; `options` are words of the command line and win over its own."""
-    tree = read_file(path)[1]
-    check_tree(tree, str(path))
-    unknown = [key for key in tree if key not in _KEYS]
+    return read_definition(path, read_file(path)[1], options, unequal)
+
+
+def read_definition(
+    path: Path, tree: Mapping[str, Any], options: Options, unequal: bool = False, *, beds: Mapping[str, Bed] | None = None
+) -> Definition:
+    """The definition of a file's content."""
+    check_tree(dict(tree), str(path))
+    unknown = [key for key in tree if key not in KEYS]
     if unknown:
-        raise InputError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(_KEYS)} are")
+        raise InputError(f"{path}: {unknown[0]!r} is no key of a comparison; {', '.join(KEYS)} are")
     tables = {key: tree.get(key, {}) for key in ("options", "arms", "sweep")}
     tables |= {f"arms.{name}": arm for name, arm in tables["arms"].items()} if isinstance(tables["arms"], dict) else {}
     for key, table in tables.items():
@@ -123,26 +151,27 @@ def from_file(path: Path, options: Options, unequal: bool = False) -> Definition
         )
     if not isinstance(tree.get("unequal", False), bool):
         raise InputError(f"{path}: unequal = {show_value(tree['unequal'])} is not allowed; true or false is")
-    sweep = _flat(tables["sweep"])
+    sweep = flatten(tables["sweep"])
     for key, values in (("seeds", seeds), *((f"sweep.{axis}", values) for axis, values in sweep.items())):
         if not isinstance(values, list):
             raise InputError(f"{path}: {key} = {show_value(values)} is not allowed; a list is")
     return Definition(
         recipes=tuple(map(Path, recipes)),
-        arms={name: _flat(arm) for name, arm in tables["arms"].items()},
+        arms={name: flatten(arm) for name, arm in tables["arms"].items()},
         seeds=tuple(seeds),
-        options={**_flat(tables["options"]), **options},
+        options={**flatten(tables["options"]), **options},
         sweep={axis: tuple(values) for axis, values in sweep.items()},
         unequal=unequal or tree.get("unequal", False),
+        beds=beds or {},
     )
 
 
-def _flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Tables as dotted paths; an empty table stays one, since it switches something on."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{before}{key}"
-        found |= _flat(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+        found |= flatten(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
     return found
 
 

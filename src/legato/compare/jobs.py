@@ -37,6 +37,8 @@ class Job:
     """One run of a comparison."""
 
     name: str
+    bed: str = ""
+    """The test bed; "" where there is only one."""
     arm: str
     seed: int
     point: Mapping[str, Any]
@@ -53,10 +55,14 @@ class Job:
 def jobs(definition: Definition, folder: Path) -> list[Job]:
     """Return all runs, seed by seed, so that early results can be compared. InputError if a configuration is wrong."""
     planned = []
-    for seed, point, arm in itertools.product(definition.seeds, points(definition), definition.arms):
+    beds = definition.all_beds
+    for seed, place, point, arm in itertools.product(definition.seeds, beds, points(definition), definition.arms):
+        bed = beds[place]
+        if bed.arms is not None and arm not in bed.arms:
+            continue
         swept = [f"{path.rpartition('.')[2]}{value}" for path, value in point.items()]
         # The name of a folder and of a file: `legato train` takes what holds an equals sign for an option.
-        name = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([arm, *swept, f"seed{seed}"]))
+        name = re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join([*filter(None, [place]), arm, *swept, f"seed{seed}"]))
         ours = {
             "training.seed": seed,
             "output.directory": str(folder / "runs"),
@@ -66,14 +72,23 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
             "evaluation.target_greedy": None,
         }
         try:
-            resolved = load(definition.recipes, (), {**definition.options, **definition.arms[arm], **point, **ours})
+            options = {**definition.options, **bed.options, **definition.arms[arm], **point, **ours}
+            resolved = load(bed.recipes, (), _with_warm_cache(bed.recipes, options, folder))
         except InputError as error:
             raise InputError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
-        planned.append(Job(name=name, arm=arm, seed=seed, point=point, resolved=resolved))
+        planned.append(Job(name=name, bed=place, arm=arm, seed=seed, point=point, resolved=resolved))
     twice = next((job.name for job in planned if sum(job.name == each.name for each in planned) > 1), None)
     if twice is not None:
         raise InputError(f"two runs would be called {twice}; give arms and swept values names that can be told apart")
     return planned
+
+
+def _with_warm_cache(recipes: Sequence[Path], options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The options with a cache for the warm-up, if there is one: the arms of a seed start from the same weights."""
+    stage = load(recipes, (), options).config.policy.warm_up
+    if stage is None or stage.cache is not None:
+        return dict(options)
+    return {**options, "policy.warm_up.cache": str(folder / "warm")}
 
 
 def points(definition: Definition) -> list[dict[str, Any]]:
@@ -86,7 +101,7 @@ def differences(planned: Sequence[Job]) -> list[str]:
     sentences: dict[str, None] = {}
     first: dict[str, Job] = {}
     for job in planned:
-        base = first.setdefault(repr((job.seed, job.point)), job)
+        base = first.setdefault(repr((job.bed, job.seed, job.point)), job)
         for path, mine, theirs in _unequal_settings(base, job):
             sentences[
                 f"{path} is {show_value(theirs)} for {base.arm} ({base.resolved.provenance.get(path, 'default')}) and"

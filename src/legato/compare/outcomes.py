@@ -39,6 +39,7 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
     training = job.resolved.config.training
     return {
         "name": job.name,
+        "bed": job.bed,
         "arm": job.arm,
         "seed": job.seed,
         "point": dict(job.point),
@@ -49,7 +50,11 @@ def outcome(job: Job, store: Store) -> dict[str, Any]:
         "greedy": None if not measured or measured[-1][2] is None else measured[-1][2].value,
         "start": course[0][0] if course else None,
         "best": max(course)[0] if course else None,
-        "evaluations": [{"step": step, "sampled": round_six(sampled.value)} for step, sampled, _ in measured],
+        "evaluations": [
+            {"step": step, "sampled": round_six(sampled.value), "tokens": round(_tokens_until(steps, step))}
+            for step, sampled, _ in measured
+        ],
+        "problems": next((each.problems for each in reversed(evaluations(records)) if each.problems is not None), None),
         "clip": _curve(steps, CLIP, every=math.ceil(training.steps / MOST_POINTS)),
         "clip_mean": _mean(steps, CLIP),
         "flip_mean": _mean(steps, "router/flip_mean"),
@@ -83,6 +88,10 @@ def check_origins(runs: Sequence[tuple[Job, Mapping[str, Any]]]) -> None:
                     f" {run['origin'][what]} and {first_run['origin'][what]}; what they read has changed in between,"
                     " so they cannot be compared"
                 )
+
+
+def _tokens_until(steps: Sequence[Mapping[str, Any]], last: int) -> float:
+    return _total([record for record in steps if (number(record, "step") or 0) <= last], "tokens/response")
 
 
 def _total(steps: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -1,6 +1,10 @@
-"""Runs in processes of their own, several at once: the crash of one ends no other."""
+"""Runs in worker processes, several at once: the crash of one ends no other.
+
+A worker trains one run after another (`cli/worker.py`). One that dies is replaced.
+"""
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -8,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,15 +76,58 @@ class Machine:
         return {**os.environ, "OMP_NUM_THREADS": str(self.threads), **chosen}
 
 
-@dataclass(slots=True)
-class _Running:
-    tasks: dict[int, tuple[Task, "subprocess.Popen[bytes]"]] = field(default_factory=dict)
-    """By slot."""
+class _Worker:
+    """A worker process and the task it works on."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        # A session of its own: Ctrl-C in the terminal is for us to pass on, and once, since a second signal discards a step.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "legato.cli.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self.task: Task | None = None
+
+    def give(self, task: Task) -> None:
+        assert self.process.stdin is not None
+        self.task = task
+        task.log.touch()
+        self.process.stdin.write(json.dumps({"words": task.words, "log": str(task.log.absolute())}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ended(self) -> EndedRun | None:
+        """How the task ended; None while it runs."""
+        if self.task is None:
+            return None
+        assert self.process.stdout is not None
+        dead = self.process.poll()  # before reading, so that the answer of a worker that just ended is not lost
+        answer = self.process.stdout.read()
+        if not answer and dead is None:
+            return None
+        task, self.task = self.task, None
+        return EndedRun(name=task.name, code=int(answer) if answer else dead or 0, reason=_last_line(task.log))
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        for _, process in self.tasks.values():
-            if process.poll() is None:
-                process.send_signal(number)
+        if self.alive:
+            self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.send(signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        self.process.wait()
 
 
 @dataclass(slots=True)
@@ -118,50 +165,38 @@ def run_all(
     progress = _Progress(say)
     with (
         Interrupt(lambda text: say(text.replace("this step", "the steps under way"))) as interrupt,
-        _kill_at_exit() as running,
+        _closing_workers() as workers,
     ):
-        while running.tasks or (waiting and interrupt.received is None):
+        while any(worker.task for worker in workers.values()) or (waiting and interrupt.received is None):
             if interrupt.received is not None and not stopping:
                 stopping = True
-                running.send(signal.SIGTERM)
+                for worker in workers.values():
+                    worker.send(signal.SIGTERM)
             for slot in range(machine.parallel):
-                if slot not in running.tasks and waiting and interrupt.received is None:
+                if waiting and interrupt.received is None and (slot not in workers or workers[slot].task is None):
                     task = waiting.pop(0)
                     begun(task)
-                    running.tasks[slot] = task, _start(task, machine.environment(slot))
-            for slot, (task, process) in list(running.tasks.items()):
-                if process.poll() is not None:
-                    del running.tasks[slot]
-                    ended(EndedRun(name=task.name, code=process.returncode, reason=_last_line(task.log)))
-            progress.tell(task for task, _ in running.tasks.values())
+                    if slot not in workers or not workers[slot].alive:
+                        workers[slot] = _Worker(machine.environment(slot))
+                    workers[slot].give(task)
+            for worker in workers.values():
+                end = worker.ended()
+                if end is not None:
+                    ended(end)
+            progress.tell(worker.task for worker in workers.values() if worker.task is not None)
             time.sleep(_POLL_SECONDS)
     return interrupt.exit_code
 
 
 @contextmanager
-def _kill_at_exit() -> Iterator[_Running]:
-    """Kill and reap all processes when the block ends, however it ends."""
-    running = _Running()
+def _closing_workers() -> Iterator[dict[int, _Worker]]:
+    """Workers by slot. All are killed and reaped when the block ends, however it ends."""
+    workers: dict[int, _Worker] = {}
     try:
-        yield running
+        yield workers
     finally:
-        running.send(signal.SIGKILL)
-        for _, process in running.tasks.values():
-            process.wait()
-
-
-def _start(task: Task, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
-    with task.log.open("ab") as log:
-        # A session of its own: Ctrl-C in the terminal is for us to pass on, and once, since a second signal discards a step.
-        return subprocess.Popen(
-            [sys.executable, "-m", "legato.cli.main", *task.words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+        for worker in workers.values():
+            worker.close()
 
 
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -63,7 +63,7 @@ class Store:
                 changes += [
                     f"{path} = {new.get(path)!r} (was {old.get(path)!r}) in {job.name}"
                     for path in sorted({*old, *new})
-                    if old.get(path) != new.get(path) and not path.startswith("output.")
+                    if old.get(path) != new.get(path) and not path.startswith(("output.", "policy.warm_up.cache"))
                 ]
         if changes:
             more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""

@@ -23,7 +23,12 @@ def write_pages(folder: Path, results: Results) -> None:
         drawn=figures(results),
         plotly=plotly_library(),
     )
-    for name, content in (("compare.html", text), ("compare.md", _markdown(results, shown))):
+    write_files(folder, {"compare.html": text, "compare.md": _markdown(results, shown)})
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write files that a reader never sees half written."""
+    for name, content in contents.items():
         partial = folder / f".{name}.partial"
         partial.write_text(content, encoding="utf-8")
         partial.replace(folder / name)
@@ -37,19 +42,20 @@ def _head(results: Results, listed: Sequence[Table]) -> str:
         "seeds": ", ".join(map(str, results["seeds"])),
         "recipe": ", ".join(results["recipes"]) or "defaults",
     }
-    spans = "".join(f"<span>{name} <b>{_safe(value)}</b></span>" for name, value in facts.items())
-    paragraphs = "".join(f'<p class="verdict">{_safe(each)}</p>' for each in sentences(results))
-    unlike = "".join(f"<li>{_safe(each)}</li>" for each in results["unequal"])
+    spans = "".join(f"<span>{name} <b>{escape(value)}</b></span>" for name, value in facts.items())
+    paragraphs = "".join(f'<p class="verdict">{escape(each)}</p>' for each in sentences(results))
+    unlike = "".join(f"<li>{escape(each)}</li>" for each in results["unequal"])
     warning = f'<div class="card"><b class="bad">{_UNLIKE}</b><ul>{unlike}</ul></div>' if unlike else ""
-    shown = "".join(_table(each) for each in listed)
-    return f'<header><h1>{_safe(results["name"])}</h1><div class="facts">{spans}</div>{paragraphs}{warning}</header>{shown}'
+    shown = "".join(table_html(each) for each in listed)
+    return f'<header><h1>{escape(results["name"])}</h1><div class="facts">{spans}</div>{paragraphs}{warning}</header>{shown}'
 
 
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{_safe(word)}</th>" for word in table.headings)
-    rows = "".join(f"<tr>{''.join(f'<td>{_safe(word)}</td>' for word in row)}</tr>" for row in table.rows)
+def table_html(table: Table) -> str:
+    """A table as a section of a page."""
+    head = "".join(f"<th>{escape(word)}</th>" for word in table.headings)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in table.rows)
     return (
-        f'<section><h2>{_safe(table.title)}</h2><p class="dim">{_safe(table.note)}</p>'
+        f'<section><h2>{escape(table.title)}</h2><p class="dim">{escape(table.note)}</p>'
         f'<div class="card rows"><table><tr>{head}</tr>{rows}</table></div></section>'
     )
 
@@ -61,7 +67,7 @@ def _arms(results: Results) -> str:
         changes = ", ".join(f"{path} = {_value(value)}" for path, value in results["changes"][arm].items()) or "nothing"
         unlike = "; ".join(run["deviations"])
         paper = f". Deviates from the paper: {unlike}" if unlike else ""
-        items.append(f"<li><b>{_safe(arm)}</b> changes {_safe(changes + paper)}</li>")
+        items.append(f"<li><b>{escape(arm)}</b> changes {escape(changes + paper)}</li>")
     return f'<section><h2>Arms</h2><div class="card"><ul>{"".join(items)}</ul></div></section>'
 
 
@@ -77,7 +83,7 @@ def _runs(results: Results) -> str:
         for run in results["runs"]
     )
     note = "Each is an ordinary run directory below runs/, with a report of its own."
-    return _table(Table(title="Every run", note=note, headings=headings, rows=rows))
+    return table_html(Table(title="Every run", note=note, headings=headings, rows=rows))
 
 
 def _terms(results: Results) -> str:
@@ -88,7 +94,7 @@ def _terms(results: Results) -> str:
         "The interquartile mean is the mean of the middle half of the seeds.",
         "P is over all pairs of seeds; a tie counts half.",
     ]
-    items = "".join(f"<li>{_safe(each)}</li>" for each in terms)
+    items = "".join(f"<li>{escape(each)}</li>" for each in terms)
     return f'<section><h2>What the words mean</h2><div class="card"><ul>{items}</ul></div></section>'
 
 
@@ -96,11 +102,17 @@ def _markdown(results: Results, listed: Sequence[Table]) -> str:
     pieces = [f"# {_cell(results['name'])}", "", *(f"{_cell(each)}" for each in sentences(results))]
     if results["unequal"]:
         pieces += ["", _UNLIKE, *(f"- {_cell(each)}" for each in results["unequal"])]
+    return "\n".join([*pieces, *tables_markdown(listed)]) + "\n"
+
+
+def tables_markdown(listed: Sequence[Table]) -> list[str]:
+    """Tables as lines of Markdown, each below a heading."""
+    lines = []
     for each in listed:
-        pieces += ["", f"## {_cell(each.title)}", "", _cell(each.note), ""]
-        pieces += [f"| {' | '.join(map(_cell, each.headings))} |", "|" + "---|" * len(each.headings)]
-        pieces += [f"| {' | '.join(map(_cell, row))} |" for row in each.rows]
-    return "\n".join(pieces) + "\n"
+        lines += ["", f"## {_cell(each.title)}", "", _cell(each.note), ""]
+        lines += [f"| {' | '.join(map(_cell, each.headings))} |", "|" + "---|" * len(each.headings)]
+        lines += [f"| {' | '.join(map(_cell, row))} |" for row in each.rows]
+    return lines
 
 
 def _value(value: Any) -> str:
@@ -111,5 +123,6 @@ def _cell(text: str) -> str:
     return legible(text, one_line=True).replace("|", "\\|")
 
 
-def _safe(text: str) -> str:
+def escape(text: str) -> str:
+    """Text that may stand in a page."""
     return html.escape(legible(text, one_line=True))

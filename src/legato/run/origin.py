@@ -1,5 +1,6 @@
 """Prepares the start of training: runs the warm-up and makes the reference policy."""
 
+from pathlib import Path
 from typing import Any
 
 from legato.config.resolved import Resolved
@@ -8,6 +9,7 @@ from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import texts_of
 from legato.records.directory import RunDirectory
 from legato.run import wire
+from legato.run.warm import warm_up_key, warm_up_once
 from legato.run.watcher import Watcher
 from legato.tasks.source import Source
 from legato.training.checkpoint import save_model
@@ -58,5 +60,10 @@ def _warm_up(
             directory.append_metrics({"kind": "note", "step": 0, "text": text})
 
     record_divergence("before")
-    wire.warm_up(resolved.config, policy, examples, after)
+    if stage.cache is None:
+        wire.warm_up(resolved.config, policy, examples, after)
+    else:
+        key = warm_up_key(wire.weights_fingerprint(policy), wire.fingerprint(source), stage, examples(0), policy.device)
+        if warm_up_once(policy, Path(stage.cache), key, lambda: wire.warm_up(resolved.config, policy, examples, after)):
+            watcher.message(f"the warm-up is taken from {stage.cache} ({key})")
     record_divergence("after")

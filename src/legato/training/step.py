@@ -106,6 +106,12 @@ class TrainingSettings:
         says="Coefficient of the routers' load-balance loss, which is 1 where the load is even; 0: off. Takes two passes.",
         minimum=0.0,
     )
+    router_noise: float = number(
+        default=0.0,
+        says="Standard deviation of noise that is added to the routers' logits in the updates and not in the old-policy"
+        " pass, the same for a token in all updates of a step. An experiment: it makes experts flip.",
+        minimum=0.0,
+    )
 
 
 def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[str]:
@@ -115,6 +121,8 @@ def routing_options(algorithm: Algorithm, settings: TrainingSettings) -> list[st
         options.append(f"training.routing_replay = {settings.routing_replay!r}")
     if settings.load_balance:
         options.append(f"training.load_balance = {settings.load_balance:g}")
+    if settings.router_noise:
+        options.append(f"training.router_noise = {settings.router_noise:g}")
     if needs_router_shift(algorithm):
         options.append(f"algorithm {algorithm.name} with the part router-shift")
     return options
@@ -158,6 +166,8 @@ class Trainer:
             return self._idle(tally, clock)
         batch = collate(groups, self.policy.dtype)
         tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
+        if self.settings.router_noise:
+            tables = tables.with_router_noise(self.settings.router_noise, self.settings.seed, self.steps_done)
         updates = self._plan(batch.texts)
         floor = self._probe(tables)
         # Where the estimator reads no scores, advantages come first: rows without one need no old log-probs.
@@ -244,7 +254,8 @@ class Trainer:
             self.reference,
             updates,
             choice=self.anchor_choice,
-            skip_first=first_update_anchors_itself(algorithm, epochs),
+            # With noise at the routers even the first update is not the old policy.
+            skip_first=first_update_anchors_itself(algorithm, epochs) and not self.settings.router_noise,
             silent=silent,
             replay=self.settings.routing_replay,
             shift=needs_router_shift(algorithm),

@@ -53,6 +53,8 @@ class Tables:
     """[B, T] bool: where `sampler_experts` has a record."""
     replay: Record | None = None
     """Routes to force in every pass of an update; under R3 the engine's, which are forced in the old-policy pass too."""
+    router_noise: Tensor | None = None
+    """[G * P + B * T, M, E]: noise on the routers' logits in the updates of this step."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Signals that only some parts read: uniform."""
 
@@ -146,6 +148,14 @@ class Tables:
             sampler_known=known,
             replay=record if replay == "R3" else None,
         )
+
+    def with_router_noise(self, scale: float, seed: int, step: int) -> "Tables":
+        """The tables with normal noise for the routers, drawn anew for each step."""
+        assert self.routers is not None, "checked before the run began"
+        generator = torch.Generator(self.device).manual_seed(seed_of(seed, "router-noise", step) % 2**63)
+        tokens = self.texts.prompts.numel() + self.texts.tokens.numel()
+        shape = (tokens, len(self.routers.modules), self.routers.experts)
+        return replace(self, router_noise=scale * torch.randn(shape, generator=generator, device=self.device))
 
     def with_uniform(self, seed: int, update: int) -> "Tables":
         """The tables with a uniform number per token for random selections, derived from (seed, update, row)."""

@@ -162,7 +162,12 @@ class _Work:
         own = tables.anchors_itself(rows)
         # R2 has no record of rows that are their own anchor, and needs none: the routes of this very pass are the old ones.
         replay = tables.replay if tables.replay is None or tables.replay.of_sampler or not own else None
-        return Directions(old=None if own else tables.old_experts, replay=replay, count=self.load_balance > 0)
+        return Directions(
+            old=None if own else tables.old_experts,
+            replay=replay,
+            noise=tables.router_noise,
+            count=self.load_balance > 0,
+        )
 
     def signals(self, rows: Tensor, channels: Channels) -> Signals:
         """The signals of some rows of the update."""

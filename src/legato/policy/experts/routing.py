@@ -92,6 +92,8 @@ class Directions:
     old: Tensor | None = None
     """[B, T, M, K]: experts whose log-probs are wanted; None: those the routers choose now."""
     replay: Record | None = None
+    noise: Tensor | None = None
+    """[G * P + B * T, M, E]: added to the routers' logits, by the token that is read. For experiments on flips."""
     balance: Balance | None = None
     record: bool = True
     count: bool = False
@@ -172,6 +174,7 @@ class Tap:
         self.logits: list[Tensor | None] = [None] * count
         self.chosen: list[Tensor | None] = [None] * count
         self.forced, self.known = self._look_up_routes()
+        self.noise = self._look_up_noise()
         self.weight = self._weights() if directions.balance is not None else None
 
     def _look_up_routes(self) -> tuple[Tensor | None, Tensor | None]:
@@ -184,6 +187,13 @@ class Tap:
         if self.cells is not None:
             forced, known = forced[self.cells.token], known[self.cells.token] & self.cells.inside
         return forced, known
+
+    def _look_up_noise(self) -> Tensor | None:
+        """The noise for each token the body reads, [C, M, E]."""
+        if self.directions.noise is None:
+            return None
+        noise = self.directions.noise.index_select(0, self.packed.source)
+        return noise if self.cells is None else noise[self.cells.token]
 
     def _weights(self) -> Tensor:
         """[C]: how many tokens each token the body reads predicts; a prompt's last token predicts one per response."""
@@ -202,12 +212,16 @@ class Tap:
 
     def _on_router_forward(self, layer: int, _module: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits, gates, experts = output
+        if self.noise is not None:
+            logits = logits + self.noise[:, layer].to(logits.dtype)
+            experts = logits.topk(self.routers.active).indices
+            gates = self.routers.gates(logits, experts)
         if self.chosen[layer] is None:
             self.chosen[layer] = experts.detach()
             if self.directions.record:
                 self.logits[layer] = logits.detach()
         if self.forced is None and self.weight is None:
-            return None
+            return None if self.noise is None else (logits, gates, experts)
         if self.forced is not None and self.known is not None:
             experts = torch.where(self.known.unsqueeze(1), self.forced[:, layer].to(experts.dtype), experts)
             gates = self.routers.gates(logits, experts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from legato.core.fields import integer, number
+from legato.core.fields import integer, number, text
 from legato.core.outcome import Coefficients
 from legato.core.settings import settings
 from legato.core.texts import Texts
@@ -24,6 +24,13 @@ class WarmUp:
     steps: int = integer(default=150, says="How many supervised updates.", minimum=1)
     examples_per_step: int = integer(default=256, says="Problems in each.", minimum=1)
     lr: float = number(default=2e-3, says="Their learning rate.", above=0.0)
+    cache: str | None = text(
+        default=None,
+        says="A folder for the weights after the stage: runs that begin with the same weights, examples and stage take them"
+        " from there. `legato compare` and `legato study` set one.",
+        optional=True,
+        resume="free",
+    )
     stop_loss: float | None = number(
         default=None,
         says="Ends the stage as soon as the mean loss of its last five steps is at most this; absent: all steps are done.",

@@ -22,6 +22,9 @@ class TinyShape:
     hidden: int = integer(default=128, says="Width.", minimum=1)
     layers: int = integer(default=2, says="Depth.", minimum=1)
     heads: int = integer(default=4, says="Attention heads; they divide the width.", minimum=1)
+    feed_forward: int = integer(
+        default=3, says='Width of the feed-forward layers of "tiny", in multiples of `hidden`.', minimum=1
+    )
     experts: int = integer(default=8, says='Experts of a layer ("tiny-moe").', minimum=1)
     experts_per_token: int = integer(default=2, says='Experts a token is sent to ("tiny-moe").', minimum=1)
 
@@ -79,7 +82,7 @@ def tiny_model(
             mlp_only_layers=[],
         )
     else:
-        config = Qwen3Config(**common, intermediate_size=3 * shape.hidden)
+        config = Qwen3Config(**common, intermediate_size=shape.feed_forward * shape.hidden)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         automatic: Any = AutoModelForCausalLM

@@ -1,0 +1,36 @@
+"""What `legato study` prints: a line as each run starts and ends, then the comparisons and the verdict."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from legato.cli.comparison import chosen_machine
+from legato.cli.tables import show_table
+from legato.compare.registration import read_study
+from legato.compare.study import run_study
+from legato.pages.legible import legible
+from legato.pages.study import tables
+
+
+def study_command(
+    file: Path, *, parallel: int, gpus: str, out: Path | None, pilot: bool, only: str | None, retry_failed: bool
+) -> int:
+    console = Console(highlight=False)
+    result = run_study(
+        read_study(file),
+        folder=out,
+        machine=chosen_machine(parallel, gpus),
+        pilot=pilot,
+        only=only,
+        retry_failed=retry_failed,
+        say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
+    )
+    for table in tables(result.results):
+        console.print()
+        show_table(console, table.title, table.headings, table.rows)
+        console.print(Text(table.note, style="dim"))
+    console.print()
+    console.print(Text(f"verdict    {result.results['verdict']}"))
+    console.print(Text(f"page       {result.folder / 'study.html'}"), soft_wrap=True)
+    return result.exit_code

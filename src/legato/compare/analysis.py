@@ -1,0 +1,142 @@
+"""From the runs of a study to its verdict: endpoints by seed, paired comparisons, power, and what the registration says."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from legato.compare.outcomes import COUNTED
+from legato.compare.registration import Comparison, Study, Term
+from legato.diagnostics.statistics.paired import WANTED_POWER, Paired, compare_pairs, power, seeds_needed
+
+Outcome = Mapping[str, Any]
+
+
+def is_complete(runs: Sequence[Outcome]) -> bool:
+    """Whether every run has ended; before that nothing is compared."""
+    return all(run["status"] in COUNTED for run in runs)
+
+
+def analyse(study: Study, runs: Sequence[Outcome], seeds: Sequence[int]) -> dict[str, Any]:
+    """The comparisons of a complete study, and its verdict."""
+    compared = [_compare(study, comparison, runs, seeds) for comparison in study.comparisons]
+    return {"comparisons": compared, "verdict": _verdict(compared)}
+
+
+def describe_power(study: Study, seeds: int) -> list[dict[str, Any]]:
+    """For each comparison its power with so many seeds, and how many it would need."""
+    count = len(study.comparisons)
+    return [
+        {
+            "name": each.name,
+            "power": power(each.detects, each.spread, seeds, count),
+            "wanted": WANTED_POWER,
+            "seeds_needed": seeds_needed(each.detects, each.spread, count),
+        }
+        for each in study.comparisons
+    ]
+
+
+def endpoint(study: Study, term: Term, seed: int, runs: Sequence[Outcome]) -> dict[str, Any]:
+    """{"value", "variance", "censored"} of a term at one seed.
+
+    `variance` is that of the measurement itself. `censored` is "low" or "high" where a frontier lies beyond the sweep.
+    """
+    here = [run for run in runs if (run["arm"], run["bed"], run["seed"]) == (term.arm, term.bed, seed)]
+    here = [run for run in here if all(run["point"][path] == value for path, value in term.at.items())]
+    if study.endpoint.kind == "frontier":
+        assert study.endpoint.axis is not None
+        return frontier({run["point"][study.endpoint.axis]: run["status"] == "done" for run in here})
+    (run,) = here
+    value = run["score"] or 0.0 if study.endpoint.kind == "score" else area(run["evaluations"])
+    # A share of n problems, shrunk to the middle: 0 of 48 is not a measurement without error.
+    problems = run["problems"] or 1
+    share = (value * problems + 1) / (problems + 2)
+    return {"value": value, "variance": share * (1 - share) / problems, "censored": None}
+
+
+def frontier(survived: Mapping[float, bool]) -> dict[str, Any]:
+    """log2 of the largest value up to which all survived. Half the smallest value if none did."""
+    values = sorted(survived)
+    stable = 0
+    while stable < len(values) and survived[values[stable]]:
+        stable += 1
+    steps = [math.log2(high / low) for low, high in pairwise(values)]
+    edge = values[stable - 1] if stable else values[0] / 2 ** (steps[0] if steps else 1)
+    # A frontier read off a grid is off by up to one step: the variance of a uniform error.
+    variance = (max(steps) if steps else 1.0) ** 2 / 12
+    censored = "low" if stable == 0 else "high" if stable == len(values) else None
+    return {"value": math.log2(edge), "variance": variance, "censored": censored}
+
+
+def area(evaluations: Sequence[Mapping[str, Any]]) -> float:
+    """The mean accuracy over sampled tokens, by the trapezoid rule."""
+    if not evaluations:
+        return 0.0
+    total = evaluations[-1]["tokens"] - evaluations[0]["tokens"]
+    if total <= 0:
+        return float(evaluations[-1]["sampled"])
+    weighted = [(b["tokens"] - a["tokens"]) * (a["sampled"] + b["sampled"]) / 2 for a, b in pairwise(evaluations)]
+    return math.fsum(weighted) / float(total)
+
+
+def _compare(study: Study, comparison: Comparison, runs: Sequence[Outcome], seeds: Sequence[int]) -> dict[str, Any]:
+    measured = {seed: [endpoint(study, term, seed, runs) for term in comparison.terms] for seed in seeds}
+    weights = [term.weight for term in comparison.terms]
+    differences = [
+        math.fsum(weight * each["value"] for weight, each in zip(weights, values, strict=True))
+        for values in measured.values()
+    ]
+    variances = [
+        math.fsum(weight**2 * each["variance"] for weight, each in zip(weights, values, strict=True))
+        for values in measured.values()
+    ]
+    floor = math.sqrt(math.fsum(variances) / len(variances))
+    count = len(study.comparisons)
+    paired = compare_pairs(differences, comparisons=count, margin=comparison.margin, floor=floor)
+    found = finding(paired)
+    return {
+        "name": comparison.name,
+        "terms": [
+            {"arm": term.arm, "bed": term.bed, "at": dict(term.at), "weight": term.weight} for term in comparison.terms
+        ],
+        "values": [[each["value"] for each in values] for values in measured.values()],
+        "censored": [[each["censored"] for each in values] for values in measured.values()],
+        "differences": differences,
+        "mean": paired.mean,
+        "interval": [paired.low, paired.high],
+        "level": 1 - 0.05 / count,
+        "spread": paired.spread,
+        "margin": comparison.margin,
+        "verdict": paired.verdict,
+        "finding": found,
+        "large_enough": abs(paired.mean) >= comparison.detects,
+        "confirms": _meets(comparison.confirms_if, found, paired, comparison.detects),
+        "refutes": _meets(comparison.refutes_if, found, paired, 0.0),
+        "power": power(comparison.detects, comparison.spread, len(seeds), count),
+        "power_at_measured_spread": power(comparison.detects, paired.spread, len(seeds), count) if paired.spread else 1.0,
+    }
+
+
+def finding(paired: Paired) -> str:
+    """ "above", "below", "equivalent" or "undecided"."""
+    if paired.verdict == "difference":
+        return "above" if paired.mean > 0 else "below"
+    return paired.verdict
+
+
+def _meets(wanted: str | None, found: str, paired: Paired, least: float) -> bool | None:
+    """Whether a finding is the registered one; a difference must also be at least `least`. None: nothing is registered."""
+    if wanted is None:
+        return None
+    return found == wanted and (wanted == "equivalent" or abs(paired.mean) >= least)
+
+
+def _verdict(compared: Sequence[Mapping[str, Any]]) -> str:
+    """ "confirmed", "refuted", "both" or "undecided"."""
+    confirming = [each["confirms"] for each in compared if each["confirms"] is not None]
+    confirmed = bool(confirming) and all(confirming)
+    refuted = any(each["refutes"] for each in compared)
+    if confirmed and refuted:
+        return "both"
+    return "confirmed" if confirmed else "refuted" if refuted else "undecided"

@@ -1,0 +1,237 @@
+"""A study file: what is asked, how it will be measured and judged, written down before the reported runs.
+
+question = "Does GSPO tolerate a larger learning rate than GRPO on a mixture?"
+confirmed = "..."                          # in words; the comparisons below say it exactly
+refuted = "..."
+seeds = [200, 201, 202, 203, 204, 205]
+pilot_seeds = [100, 101]
+
+[beds.mixture]                             # recipes that the arms change
+recipe = "recipes/tiny-moe-long.toml"
+arms = ["grpo", "gspo"]                    # without it: all
+[beds.mixture.options]
+training.steps = 15
+
+[options], [arms.NAME], [sweep]            # as in a comparison file
+
+[endpoint]
+kind = "frontier"                          # or "score", "area"
+axis = "training.lr"
+
+[[comparisons]]
+name = "gspo beside grpo"
+terms = [{ arm = "gspo", bed = "mixture", weight = 1 }, { arm = "grpo", bed = "mixture", weight = -1 }]
+margin = 0.5                               # smaller differences do not matter
+detects = 1.0                              # the difference the number of seeds is chosen for ...
+spread = 0.6                               # ... at this standard deviation between seeds
+confirms_if = "above"                      # "above", "below" or "equivalent"
+refutes_if = "equivalent"
+"""
+
+import hashlib
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legato.compare.definition import KEYS, Bed, Definition, Options, flatten, read_definition
+from legato.config.messages import show_value
+from legato.config.read import read_file
+from legato.errors import InputError, nearest
+
+ENDPOINTS = {
+    "score": "sampled accuracy on held-out problems at the end of a run",
+    "area": "mean held-out accuracy over the tokens sampled (area under the curve, divided by the tokens)",
+    "frontier": "log2 of the largest value of the swept option up to which no run of the seed collapsed or failed",
+}
+FINDINGS = ("above", "below", "equivalent")
+_STUDY_KEYS = ("title", "question", "confirmed", "refuted", "pilot_seeds", "beds", "endpoint", "comparisons")
+_COMPARISON_KEYS = ("name", "terms", "margin", "detects", "spread", "confirms_if", "refutes_if")
+_TERM_KEYS = ("arm", "bed", "at", "weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The number that the study compares."""
+
+    kind: str
+    axis: str | None = None
+    """The swept option of a frontier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One summand of a comparison: the endpoint of an arm on a bed, at values of the sweep, with a weight."""
+
+    arm: str
+    bed: str
+    weight: float
+    at: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A weighted sum of endpoints, computed seed by seed, and what its verdict would mean."""
+
+    name: str
+    terms: tuple[Term, ...]
+    margin: float
+    detects: float
+    spread: float
+    confirms_if: str | None = None
+    refutes_if: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A registered study."""
+
+    file: Path
+    sha256: str
+    title: str
+    question: str
+    confirmed: str
+    refuted: str
+    pilot_seeds: tuple[int, ...]
+    definition: Definition
+    endpoint: Endpoint
+    comparisons: tuple[Comparison, ...]
+
+    def __post_init__(self) -> None:
+        for fault in self._faults():
+            raise InputError(f"{self.file}: {fault}")
+
+    def _faults(self) -> Iterator[str]:
+        definition = self.definition
+        shared = sorted({*self.pilot_seeds} & {*definition.seeds})
+        if shared:
+            yield f"expected pilot seeds that are not reported, got {shared} in both (pilot_seeds)"
+        if len(definition.seeds) < 2:
+            yield f"expected at least 2 seeds, got {len(definition.seeds)} (seeds)"
+        if self.endpoint.kind == "frontier" and self.endpoint.axis not in definition.sweep:
+            yield f"expected one of {[*definition.sweep]}, got {show_value(self.endpoint.axis)} (endpoint.axis)"
+        if not self.comparisons:
+            yield "expected at least one [[comparisons]], got none"
+        for comparison in self.comparisons:
+            for fault in self._comparison_faults(comparison):
+                yield f"{fault} (the comparison {comparison.name!r})"
+
+    def _comparison_faults(self, comparison: Comparison) -> Iterator[str]:
+        beds, arms = self.definition.all_beds, self.definition.arms
+        swept = [path for path in self.definition.sweep if path != self.endpoint.axis]
+        if abs(sum(term.weight for term in comparison.terms)) > 1e-9:
+            yield f"expected weights whose sum is 0, got {[term.weight for term in comparison.terms]}"
+        for term in comparison.terms:
+            if term.arm not in arms:
+                yield f"expected an arm, got {term.arm!r}; {nearest(term.arm, list(arms))}"
+            elif term.bed not in beds:
+                yield f"expected a bed, got {term.bed!r}; {nearest(term.bed, list(beds))}"
+            elif beds[term.bed].arms is not None and term.arm not in (beds[term.bed].arms or ()):
+                yield f"expected an arm that runs on {term.bed!r}, got {term.arm!r}"
+            elif sorted(term.at) != sorted(swept):
+                yield f"expected at = a value for each of {swept}, got {show_value(dict(term.at))}"
+            for path, value in term.at.items():
+                if path in self.definition.sweep and value not in self.definition.sweep[path]:
+                    yield f"expected a swept value of {path}, got {show_value(value)}"
+        for name in ("margin", "detects", "spread"):
+            if not getattr(comparison, name) > 0:
+                yield f"expected {name} above 0, got {getattr(comparison, name)}"
+        for name in ("confirms_if", "refutes_if"):
+            if getattr(comparison, name) not in (None, *FINDINGS):
+                yield f"expected one of {', '.join(FINDINGS)}, got {getattr(comparison, name)!r} ({name})"
+
+
+def read_study(path: Path) -> Study:
+    """The study of a file. InputError says what is wrong with it."""
+    tree = read_file(path)[1]
+    unknown = [key for key in tree if key not in (*_STUDY_KEYS, *KEYS)]
+    if unknown:
+        raise InputError(
+            f"{path}: expected keys of a study, got {unknown[0]!r}; {nearest(unknown[0], [*_STUDY_KEYS, *KEYS])}"
+        )
+    for key in ("question", "confirmed", "refuted"):
+        if not isinstance(tree.get(key), str) or not tree[key].strip():
+            raise InputError(f"{path}: expected a sentence, got {show_value(tree.get(key))} ({key})")
+    beds = {name: _bed(path, name, table) for name, table in _table(path, tree, "beds").items()}
+    definition = read_definition(path, {key: value for key, value in tree.items() if key in KEYS}, {}, beds=beds)
+    endpoint = _table(path, tree, "endpoint")
+    if endpoint.get("kind") not in ENDPOINTS or set(endpoint) - {"kind", "axis"}:
+        raise InputError(
+            f"{path}: expected [endpoint] with kind = one of {', '.join(ENDPOINTS)}, got {show_value(endpoint)}"
+        )
+    comparisons = tree.get("comparisons", [])
+    if not isinstance(comparisons, list):
+        raise InputError(f"{path}: expected [[comparisons]], got {show_value(comparisons)}")
+    return Study(
+        file=path,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        title=tree.get("title", path.stem),
+        question=tree["question"],
+        confirmed=tree["confirmed"],
+        refuted=tree["refuted"],
+        pilot_seeds=tuple(tree.get("pilot_seeds", ())),
+        definition=definition,
+        endpoint=Endpoint(kind=endpoint["kind"], axis=endpoint.get("axis")),
+        comparisons=tuple(_comparison(path, number, table) for number, table in enumerate(comparisons, 1)),
+    )
+
+
+def registering_commit(file: Path, sha256: str) -> dict[str, str] | None:
+    """The first commit that holds the file with this content, with its date; None outside git or if there is none."""
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *words], cwd=file.parent, capture_output=True, check=True).stdout
+
+    try:
+        history = git("log", "--follow", "--reverse", "--format=%H %cI", "--", file.name).decode().splitlines()
+        for line in history:
+            commit, date = line.split(" ", 1)
+            if hashlib.sha256(git("show", f"{commit}:./{file.name}")).hexdigest() == sha256:
+                return {"commit": commit, "date": date}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return None
+
+
+def _table(path: Path, tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    table = tree.get(key, {})
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: expected a table [{key}], got {show_value(table)}")
+    return table
+
+
+def _bed(path: Path, name: str, table: Any) -> Bed:
+    where = f"{path}: beds.{name}"
+    if not isinstance(table, dict) or set(table) - {"recipe", "options", "arms"} or "recipe" not in table:
+        raise InputError(f"{where}: expected recipe, and optionally options and arms, got {show_value(table)}")
+    recipes = table["recipe"] if isinstance(table["recipe"], list) else [table["recipe"]]
+    arms = table.get("arms")
+    return Bed(
+        recipes=tuple(map(Path, recipes)),
+        options=flatten(table.get("options", {})),
+        arms=None if arms is None else tuple(arms),
+    )
+
+
+def _comparison(path: Path, number: int, table: Any) -> Comparison:
+    where = f"{path}: comparisons {number}"
+    needed = {"name", "terms", "margin", "detects", "spread"}
+    if not isinstance(table, dict) or set(table) - {*_COMPARISON_KEYS} or needed - {*table}:
+        raise InputError(f"{where}: expected {', '.join(_COMPARISON_KEYS)}, got {show_value(table)}")
+    for term in table["terms"]:
+        if not isinstance(term, dict) or set(term) - {*_TERM_KEYS} or {"arm", "weight"} - {*term}:
+            raise InputError(f"{where}: expected terms with {', '.join(_TERM_KEYS)}, got {show_value(term)}")
+    terms = tuple(
+        Term(arm=term["arm"], bed=term.get("bed", ""), weight=float(term["weight"]), at=flatten(term.get("at", {})))
+        for term in table["terms"]
+    )
+    return Comparison(
+        name=table["name"],
+        terms=terms,
+        margin=float(table["margin"]),
+        detects=float(table["detects"]),
+        spread=float(table["spread"]),
+        confirms_if=table.get("confirms_if"),
+        refutes_if=table.get("refutes_if"),
+    )

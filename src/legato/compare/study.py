@@ -1,0 +1,115 @@
+"""`legato study`: run a registered grid of arms, seeds, sweeps and beds, and compare them once every run has ended."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from legato.compare.analysis import analyse, describe_power, is_complete
+from legato.compare.compare import plan_runs, preparing, run_jobs
+from legato.compare.jobs import differences
+from legato.compare.outcomes import check_origins, outcome
+from legato.compare.processes import Machine
+from legato.compare.registration import ENDPOINTS, Study, registering_commit
+from legato.diagnostics.collapse import DEFINITION
+from legato.errors import InputError
+from legato.pages.study import write_study_page
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """The result of a study."""
+
+    folder: Path
+    results: dict[str, Any]
+    """The content of study.json."""
+    exit_code: int
+
+
+def run_study(
+    study: Study,
+    *,
+    folder: Path | None = None,
+    machine: Machine | None = None,
+    pilot: bool = False,
+    only: str | None = None,
+    retry_failed: bool = False,
+    say: Callable[[str], None] = print,
+) -> StudyResult:
+    """Train all unfinished runs. When the last one has ended, compare; before that the results hold no comparison.
+
+    With `pilot` the pilot seeds run instead, in a folder of their own. With `only`, the run of that name alone.
+    """
+    machine = machine or Machine()
+    definition = study.definition
+    if pilot:
+        if not study.pilot_seeds:
+            raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
+        definition = replace(definition, seeds=study.pilot_seeds)
+    store, planned = plan_runs(definition, folder or Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}")
+    unequal = differences(planned)
+    if unequal and not definition.unequal:
+        raise InputError(f"the arms of a bed do not share problems, weights and budget: {'; '.join(unequal)}")
+    chosen = planned if only is None else [job for job in planned if job.name == only]
+    if not chosen:
+        raise InputError(f"expected the name of a run, got {only!r} (--only); the first is {planned[0].name}")
+    for each in describe_power(study, len(definition.seeds)) if not pilot else ():
+        if each["power"] < each["wanted"]:
+            say(
+                f"power {each['power']:.0%} with {len(definition.seeds)} seeds for {each['name']!r}; {each['seeds_needed']}"
+                f" seeds would have {each['wanted']:.0%}"
+            )
+    with preparing(store, definition, planned, retry_failed):
+
+        def report() -> dict[str, Any]:
+            runs = [outcome(job, store) for job in planned]
+            check_origins(list(zip(planned, runs, strict=True)))
+            results = describe(study, runs, machine, pilot=pilot, seeds=definition.seeds)
+            text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+            (store.path / "study.json").write_text(text, encoding="utf-8")
+            write_study_page(store.path, results)
+            return results
+
+        code = run_jobs(chosen, store, machine, say, report)
+        results = report()
+    return StudyResult(folder=store.path, results=results, exit_code=code)
+
+
+def describe(
+    study: Study, runs: list[dict[str, Any]], machine: Machine, *, pilot: bool, seeds: tuple[int, ...]
+) -> dict[str, Any]:
+    """The content of study.json. An unfinished study has no comparisons, and its runs no scores: nobody looks early."""
+    definition, complete = study.definition, is_complete(runs)
+    analysis = analyse(study, runs, seeds) if complete else {"comparisons": [], "verdict": "unfinished"}
+    if not complete:
+        runs = [{key: run[key] for key in ("name", "bed", "arm", "seed", "point", "status", "reason")} for run in runs]
+    return {
+        "format": FORMAT,
+        "name": study.file.stem,
+        "title": study.title,
+        "pilot": pilot,
+        "registration": {
+            "file": study.file.name,
+            "sha256": study.sha256,
+            "registered": registering_commit(study.file.absolute(), study.sha256),
+        },
+        "question": study.question,
+        "confirmed": study.confirmed,
+        "refuted": study.refuted,
+        "endpoint": {"kind": study.endpoint.kind, "axis": study.endpoint.axis, "means": ENDPOINTS[study.endpoint.kind]},
+        "collapse": DEFINITION,
+        "seeds": list(seeds),
+        "arms": {arm: dict(options) for arm, options in definition.arms.items()},
+        "beds": {name: [str(path) for path in bed.recipes] for name, bed in definition.all_beds.items()},
+        "sweep": {path: list(values) for path, values in definition.sweep.items()},
+        "machine": {"parallel": machine.parallel, "threads": machine.threads, "gpus": list(machine.gpus)},
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "complete": complete,
+        "power": describe_power(study, len(seeds)) if len(seeds) > 1 else [],
+        **analysis,
+        "runs": runs,
+    }
