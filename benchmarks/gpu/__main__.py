@@ -53,9 +53,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="print sections and parts")
-    asked = parser.parse_args()
-    if asked.list:
-        for section in asked.only:
+    options = parser.parse_args()
+    if options.list:
+        for section in options.only:
             print(section, *(f"\n    {name}" for name in parts_of(section)), sep="")
         return
     # Nothing is fetched here; without these, libraries look for a hub on a machine that has no network.
@@ -66,20 +66,20 @@ def main() -> None:
     from benchmarks.gpu.measure import Bench, Document, run_parts
     from benchmarks.gpu.page import section_table
 
-    if asked.device == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(2)
     bench = Bench(
-        device=torch.device(asked.device),
-        tiny=asked.tiny,
-        deadline=time.monotonic() + asked.seconds,
-        without=tuple(asked.without),
+        device=torch.device(options.device),
+        tiny=options.tiny,
+        deadline=time.monotonic() + options.seconds,
+        without=tuple(options.without),
     )
     bench.measure_ceilings()
     print(f"ceilings: {bench.ceilings}", flush=True)
-    document = Document(asked.output or (Path("tiny-gpu.json") if asked.tiny else RESULTS))
-    for section in asked.only:
-        run_parts(bench, document, section, parts_of(section), tuple(asked.parts))
-    for section in asked.only:
+    document = Document(options.output or (Path("tiny-gpu.json") if options.tiny else RESULTS))
+    for section in options.only:
+        run_parts(bench, document, section, parts_of(section), tuple(options.parts))
+    for section in options.only:
         print("\n" + section_table(section, document.content["sections"][section]), flush=True)
     print(f"wrote {document.path}")
 

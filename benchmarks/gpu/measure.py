@@ -41,7 +41,7 @@ class Bench:
     run: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
     """When the command began: parts of one section may come from several."""
 
-    def wanted(self, peer: str) -> bool:
+    def check_allowed(self, peer: str) -> bool:
         if peer in self.without:
             raise ValueError("left out by --without")
         return True
@@ -54,7 +54,7 @@ class Bench:
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.cuda else torch.float32
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until this command should end."""
         return self.deadline - time.monotonic()
 
@@ -68,20 +68,20 @@ class Bench:
         if self.cuda:
             torch.cuda.empty_cache()
 
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes, with what CUDA graphs keep for themselves."""
-        return torch.cuda.memory_allocated(self.device) + pooled() if self.cuda else 0
+        return torch.cuda.memory_allocated(self.device) + graph_pool_bytes() if self.cuda else 0
 
     @contextlib.contextmanager
     def peak(self, into: dict[str, Any], before: int | None = None) -> Iterator[None]:
         """The peak over what was held before, in GiB; 0 where there is no counter of it."""
         self.wait()
-        start = self.held() if before is None else before
+        start = self.held_bytes() if before is None else before
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
         yield
         self.wait()
-        most = torch.cuda.max_memory_allocated(self.device) + pooled() if self.cuda else 0
+        most = torch.cuda.max_memory_allocated(self.device) + graph_pool_bytes() if self.cuda else 0
         into["peak_gib"] = (most - start) / GIB
 
     def seconds(self, call: Callable[[], Any]) -> float:
@@ -99,7 +99,7 @@ class Bench:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
-    def wall(self, call: Callable[[], Any]) -> float:
+    def wall_seconds(self, call: Callable[[], Any]) -> float:
         """Of one call, host work included."""
         self.wait()
         started = time.perf_counter()
@@ -107,7 +107,7 @@ class Bench:
         self.wait()
         return time.perf_counter() - started
 
-    def interleaved(
+    def time_interleaved(
         self, calls: Mapping[str, Callable[[], Any]], *, warm: int, samples: int, seconds: float
     ) -> dict[str, dict[str, Any]]:
         """Rounds of all calls. One that fails is noted with its words and left out from then on.
@@ -119,28 +119,28 @@ class Bench:
         what it compiles and tunes, is reported apart; so is its peak of memory.
         """
         started, order = time.monotonic(), random.Random(0)
-        found: dict[str, dict[str, Any]] = {name: {"samples": []} for name in calls}
+        results: dict[str, dict[str, Any]] = {name: {"samples": []} for name in calls}
         alive = dict(calls)
         for turn in range(warm + samples):
-            if turn >= warm + FEWEST and time.monotonic() - started > min(seconds, max(self.left(), 0.0)):
+            if turn >= warm + FEWEST and time.monotonic() - started > min(seconds, max(self.seconds_left(), 0.0)):
                 break
             for name, call in order.sample(list(alive.items()), len(alive)):
                 try:
                     first = time.perf_counter()
-                    took = self.seconds(call)
+                    elapsed = self.seconds(call)
                     if turn == 0:
-                        found[name]["first_seconds"] = time.perf_counter() - first
-                        with self.peak(found[name]):
+                        results[name]["first_seconds"] = time.perf_counter() - first
+                        with self.peak(results[name]):
                             call()
                     if turn >= warm:
-                        found[name]["samples"].append(took)
+                        results[name]["samples"].append(elapsed)
                 except Exception as error:  # a peer's failure is a result
-                    found[name] = {"error": words(error)}
+                    results[name] = {"error": describe_error(error)}
                     del alive[name]
                     self.free()
                 if turn == 0:
                     self.free()
-        return {name: {**row, **spread(row["samples"])} if row.get("samples") else row for name, row in found.items()}
+        return {name: {**row, **spread(row["samples"])} if row.get("samples") else row for name, row in results.items()}
 
     def measure_ceilings(self) -> None:
         """The matrix products and copies of this run: 8192^3 in bfloat16, one gibibyte copied."""
@@ -149,10 +149,10 @@ class Bench:
         out, source = torch.empty_like(first), torch.empty(length, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         calls = {"product": lambda: torch.mm(first, second, out=out), "copy": lambda: target.copy_(source)}
-        found = self.interleaved(calls, warm=10 if not self.tiny else 1, samples=count, seconds=20)
+        results = self.time_interleaved(calls, warm=10 if not self.tiny else 1, samples=count, seconds=20)
         self.ceilings = {
-            "tflops": 2 * size**3 / found["product"]["seconds"] / 1e12,
-            "terabytes_per_second": 2 * length / found["copy"]["seconds"] / 1e12,
+            "tflops": 2 * size**3 / results["product"]["seconds"] / 1e12,
+            "terabytes_per_second": 2 * length / results["copy"]["seconds"] / 1e12,
         }
 
     def machine(self) -> dict[str, str]:
@@ -166,13 +166,13 @@ class Bench:
         }
 
 
-def pooled() -> int:
+def graph_pool_bytes() -> int:
     """Bytes that CUDA graphs keep for themselves: no allocation is counted while they are replayed."""
     own = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
@@ -196,19 +196,19 @@ class Document:
         self.path = path
         self.content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"machine": {}, "sections": {}}
 
-    def begin(self, section: str, machine: Mapping[str, str], *, whole: bool) -> None:
+    def begin_section(self, section: str, machine: Mapping[str, str], *, whole: bool) -> None:
         """`whole`: what was stored of the section before goes; otherwise its parts are replaced one by one."""
         self.content["machine"] = dict(machine)
-        known = self.content["sections"]
-        if whole or section not in known:
-            known[section] = {"parts": {}}
+        sections = self.content["sections"]
+        if whole or section not in sections:
+            sections[section] = {"parts": {}}
 
-    def measured(self, section: str, part: str) -> bool:
-        known = self.content["sections"][section]["parts"].get(part)
-        return known is not None and "error" not in known
+    def has_result(self, section: str, part: str) -> bool:
+        result = self.content["sections"][section]["parts"].get(part)
+        return result is not None and "error" not in result
 
-    def put(self, section: str, part: str, found: Mapping[str, Any]) -> None:
-        self.content["sections"][section]["parts"][part] = dict(found)
+    def store(self, section: str, part: str, result: Mapping[str, Any]) -> None:
+        self.content["sections"][section]["parts"][part] = dict(result)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Written beside it and moved, so that a command killed here leaves the old file whole.
         beside = self.path.with_suffix(".part")
@@ -218,22 +218,22 @@ class Document:
 
 def run_parts(bench: Bench, document: Document, section: str, parts: Mapping[str, Part], only: tuple[str, ...]) -> None:
     """Measure the parts whose names begin with one of `only` (all, where it is empty), and store each at once."""
-    document.begin(section, bench.machine(), whole=not only)
+    document.begin_section(section, bench.machine(), whole=not only)
     for name, part in parts.items():
         if only and not name.startswith(only):
             continue
-        if bench.left() <= 0:
+        if bench.seconds_left() <= 0:
             # What an earlier command measured stays; the page says of which run it is.
-            if document.measured(section, name):
+            if document.has_result(section, name):
                 continue
-            found: dict[str, Any] = {"error": "the time of the command was up"}
+            result: dict[str, Any] = {"error": "the time of the command was up"}
         else:
             started = time.monotonic()
             try:
-                found = part(bench)
+                result = part(bench)
             except Exception as error:  # the other parts are still worth having
-                found = {"error": words(error)}
-            found["took_seconds"] = time.monotonic() - started
+                result = {"error": describe_error(error)}
+            result["took_seconds"] = time.monotonic() - started
         bench.free()
-        document.put(section, name, {**found, "ceilings": bench.ceilings, "tiny": bench.tiny, "run": bench.run})
-        print(f"{section} {name}: {found.get('error') or 'done'} ({found.get('took_seconds', 0.0):.1f} s)", flush=True)
+        document.store(section, name, {**result, "ceilings": bench.ceilings, "tiny": bench.tiny, "run": bench.run})
+        print(f"{section} {name}: {result.get('error') or 'done'} ({result.get('took_seconds', 0.0):.1f} s)", flush=True)

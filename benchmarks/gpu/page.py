@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.targets import in_order, losses, over, targets
+from benchmarks.gpu.targets import losses, quotient, sort_parts, targets
 from benchmarks.gpu.work import possible_gain
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
@@ -30,13 +30,13 @@ def load_results() -> dict[str, Any] | None:
     return result
 
 
-def rows(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
+def table_lines(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
     """A table; the header's columns are set apart by bars."""
     columns = header.count("|") + 1
     return [f"| {header} |", "|" + "---|" * columns, *(f"| {' | '.join(row)} |" for row in cells)]
 
 
-def number(value: float | None, form: str = "{:.2f}") -> str:
+def format_number(value: float | None, form: str = "{:.2f}") -> str:
     return "-" if value is None else form.format(value)
 
 
@@ -73,19 +73,19 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
                 (
                     head,
                     f"{1e3 * result['seconds']:.2f} ({1e3 * result['p20']:.2f} to {1e3 * result['p80']:.2f})",
-                    number(result["seconds"] / base if base else None),
-                    number(result.get("extra_gib" if backward else "peak_gib")),
+                    format_number(result["seconds"] / base if base else None),
+                    format_number(result.get("extra_gib" if backward else "peak_gib")),
                     accuracy,
                     str(result["count"]),
                 )
             )
-        what = "1 - cosine of dX, dW" if backward else "largest error"
+        heading = "1 - cosine of dX, dW" if backward else "largest error"
         memory = "beyond the gradients, GiB" if backward else "peak, GiB"
         lines += [
             "",
             f"N x H x V = {name}:",
             "",
-            *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | samples", table),
+            *table_lines(f"head | ms (p20 to p80) | of bare | {memory} | {heading} against float64 | samples", table),
         ]
         lines += [
             f"- {head}: not measured. {result['error']}" for head, result in part["heads"].items() if "error" in result
@@ -104,12 +104,12 @@ def _active(parts: Parts) -> list[str]:
         for name, share in part["active_tokens"].items()
         if "seconds" in calls[name]
     ]
-    return rows("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
+    return table_lines("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
 
 
 def _updates(parts: Parts) -> list[str]:
     table = []
-    for name, result in in_order(parts):
+    for name, result in sort_parts(parts):
         if "seconds" not in result:
             continue
         seconds = result["seconds"]
@@ -127,10 +127,10 @@ def _updates(parts: Parts) -> list[str]:
                 f"{result['useful_per_second']:,.0f}",
                 f"{result['mfu_updates']:.0%}",
                 f"{result['mfu_phase']:.0%}",
-                number(result.get("peak_gib"), "{:.1f}"),
-                number(result.get("static_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("static_gib"), "{:.1f}"),
                 f"{clipped:.0%}",
-                number(result.get("skipped_rows"), "{:.0%}"),
+                format_number(result.get("skipped_rows"), "{:.0%}"),
                 str(len(result["samples"])),
             )
         )
@@ -138,7 +138,7 @@ def _updates(parts: Parts) -> list[str]:
         "side | old log-probs, s | updates, s | phase, s | useful tokens/s | MFU of updates | MFU of the phase |"
         " peak, GiB | held between steps, GiB | clipped | rows skipped | steps"
     )
-    lines = rows(header, table)
+    lines = table_lines(header, table)
     lines += [f"- {name}: {note}." for name, result in parts.items() for note in result.get("notes", [])]
     return lines + ablation(parts)
 
@@ -153,13 +153,13 @@ def ablation(parts: Parts) -> list[str]:
         if not name.startswith("0.6B Legato, ") or "seconds" not in result:
             continue
         phase = result["seconds"]["phase"]
-        memory = number(result["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
+        memory = format_number(result["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
         table.append((name.removeprefix("0.6B Legato, "), f"{phase:.2f}", f"{phase / base:.2f}", memory))
     for first, second in (("0.6B 40 % silent, skipping off", "0.6B 40 % silent, defaults"),):
         if all("seconds" in parts.get(name, {}) for name in (first, second)):
             off, on = (parts[name]["seconds"]["phase"] for name in (first, second))
             table.append(("skipping off, 40 % of groups silent (against skipping on)", f"{off:.2f}", f"{off / on:.2f}", "-"))
-    factors = rows("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
+    factors = table_lines("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
     return ["", "Ablation: one factor at a time. Above 1, the factor as it is by default saves time.", "", *factors]
 
 
@@ -187,7 +187,7 @@ def _shared(parts: Parts) -> list[str]:
         "prompt | response | group | shared, ms | apart, ms | gain | r | gain / r | possible by products | gain / possible"
         " | largest log-prob difference"
     )
-    return rows(header, table)
+    return table_lines(header, table)
 
 
 def _skipped(parts: Parts) -> list[str]:
@@ -197,13 +197,15 @@ def _skipped(parts: Parts) -> list[str]:
             continue
         kind, way = name.split(", ")
         base = parts.get(f"{kind}, {'one pass' if kind.startswith('clipped') else 'skipping off'}", {}).get("seconds", {})
-        gone = result["token_share"]
+        share = result["token_share"]
         clipped = kind.startswith("clipped")
-        predicted = {"one pass": 1.0 if clipped else 1 - gone, "two passes": (4 - 3 * gone) / 3, "skipping off": 1.0}
+        predicted = {"one pass": 1.0 if clipped else 1 - share, "two passes": (4 - 3 * share) / 3, "skipping off": 1.0}
         cost = {**predicted, "gradient checkpointing": 4 / 3}[way]
         measured = result["seconds"]["update"] / base["update"] if base else None
-        table.append((kind, f"{gone:.0%}", way, f"{result['seconds']['update']:.2f}", number(measured), f"{cost:.2f}"))
-    return rows("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
+        table.append(
+            (kind, f"{share:.0%}", way, f"{result['seconds']['update']:.2f}", format_number(measured), f"{cost:.2f}")
+        )
+    return table_lines("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
 
 
 def _decode(parts: Parts) -> list[str]:
@@ -218,7 +220,7 @@ def _decode(parts: Parts) -> list[str]:
                 f"{result['seconds']:.2f}",
                 f"{result['floor_seconds']:.2f}",
                 f"{result['of_roofline']:.0%}",
-                number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
                 f"{result['first_seconds']:.1f}",
                 str(len(result["samples"])),
             )
@@ -226,7 +228,7 @@ def _decode(parts: Parts) -> list[str]:
     header = (
         "way | tokens/s | best, s | roofline, s | of the roofline | memory over the weights, GiB | first call, s | repeats"
     )
-    return rows(header, table)
+    return table_lines(header, table)
 
 
 def _step(parts: Parts) -> list[str]:
@@ -240,15 +242,15 @@ def _step(parts: Parts) -> list[str]:
             (
                 result["side"],
                 f"{seconds['step']:.2f}",
-                number(base / seconds["step"] if base else None, "{:.1f}x"),
+                format_number(base / seconds["step"] if base else None, "{:.1f}x"),
                 *(f"{seconds[key]:.2f}" for key in ("rollouts", "anchor", "update")),
-                number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
                 result.get("anchor") or "recompute",
             )
         )
     header = "side | step, s | against TRL defaults | rollouts, s | old log-probs, s | updates, s | peak, GiB | anchor"
     return [
-        *rows(header, table),
+        *table_lines(header, table),
         "",
         "Weight sync is 0 ms: the engine samples from the tensors being trained. vLLM was not measured.",
     ]
@@ -270,7 +272,7 @@ def _numerics(parts: Parts) -> list[str]:
     return [
         "Each cell: largest |s - 1|, and the share of rows clipped for it at 3e-4 / 4e-4.",
         "",
-        *rows(" | ".join(["tokens", *ways]), table),
+        *table_lines(" | ".join(["tokens", *ways]), table),
     ]
 
 
@@ -280,19 +282,19 @@ def _memory(parts: Parts) -> list[str]:
         if "points" not in result:
             continue
         points = ", ".join(f"{tokens}: {gib:.1f}" for tokens, gib in result["points"])
-        fits = [number(result["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
-        fits.append(number(over(result["fits_tokens"]["80"], result.get("tokens_per_response")), "{:.0f}"))
+        fits = [format_number(result["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
+        fits.append(format_number(quotient(result["fits_tokens"]["80"], result.get("tokens_per_response")), "{:.0f}"))
         table.append((result["side"], points, f"{result['gib_per_thousand_tokens']:.2f}", *fits))
     header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
     words = (
         "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
         " after a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
     )
-    return [*rows(f"{header} | responses in 80 GiB", table), "", words]
+    return [*table_lines(f"{header} | responses in 80 GiB", table), "", words]
 
 
-def body(section: str, parts: Parts) -> list[str]:
-    made = {
+def section_lines(section: str, parts: Parts) -> list[str]:
+    lines = {
         "B1": lambda: _heads(parts, "bare product", backward=False),
         "B2": lambda: _heads(parts, "three bare products", backward=True),
         "B3": lambda: _active(parts),
@@ -304,12 +306,12 @@ def body(section: str, parts: Parts) -> list[str]:
         "B10": lambda: _numerics(parts),
         "B11": lambda: _memory(parts),
     }[section]()
-    return [*made, *_failed(parts), *_runs(parts)]
+    return [*lines, *_failed(parts), *_runs(parts)]
 
 
 def section_table(section: str, result: dict[str, Any]) -> str:
     """One section as it is printed at the end of a command."""
-    return "\n".join([f"### {TITLES[section]}", "", *body(section, result["parts"])])
+    return "\n".join([f"### {TITLES[section]}", "", *section_lines(section, result["parts"])])
 
 
 NOTES = {
@@ -371,14 +373,14 @@ def gpu_section(document: dict[str, Any]) -> str:
         lines += ["", "**Toy shapes: a rehearsal of the page, not a measurement.**"]
     lines += ["", "### Targets", ""]
     reached = [(t.section, t.what, t.wanted, t.shown, t.verdict) for t in targets(sections)]
-    lines += rows("section | what | target | measured | verdict", reached)
+    lines += table_lines("section | what | target | measured | verdict", reached)
     lost = losses(sections)
     lines += ["", "Where a peer is ahead:", "", *(f"- {line}" for line in lost)] if lost else []
     for section in TITLES:
         if section not in sections:
             continue
         lines += ["", f"### {TITLES[section]}", "", *([NOTES[section], ""] if section in NOTES else [])]
-        lines += body(section, sections[section]["parts"])
+        lines += section_lines(section, sections[section]["parts"])
         lines += [f"\n![]({path})" for path in _pictures(section, sections)]
     return "\n".join(lines) + "\n"
 

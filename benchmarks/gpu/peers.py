@@ -157,12 +157,12 @@ def _grpo_arguments() -> dict[str, Any]:
 def liger_grpo() -> Callable[[Sequences], Tensor]:
     """Its fused linear GRPO loss. Compiled as shipped; where this machine cannot compile it, not compiled."""
     build = import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
-    made: dict[str, Any] = {}
+    built: dict[str, Any] = {}
 
     def call(batch: Sequences) -> Tensor:
         rows, columns = batch.even()
-        if not made:
-            made["loss"] = build(
+        if not built:
+            built["loss"] = build(
                 **_grpo_arguments(),
                 use_ref_model=False,
                 epsilon_low=WIDE,
@@ -178,12 +178,12 @@ def liger_grpo() -> Callable[[Sequences], Tensor]:
             batch.advantages,
         )
         try:
-            logprobs: Tensor = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+            logprobs: Tensor = built["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
         except Exception:  # whatever a compiler raises
-            if not made["loss"].compiled:
+            if not built["loss"].compiled:
                 raise
-            made["loss"].compiled = False
-            logprobs = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+            built["loss"].compiled = False
+            logprobs = built["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
         return logprobs
 
     return call

@@ -14,14 +14,14 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "smollm2-gpu.json"
 STEPS, UPDATES = 285, 4
-KEPT = (
+LOGGED = (
     *("reward/mean", "clip/sequences", "entropy/mean", "length/mean", "gradient/norm", "update/skipped_rows"),
     *("equivalence/perplexity_old", "equivalence/perplexity_new"),
     *("time/rollouts_seconds", "time/anchor_seconds", "time/update_seconds"),
 )
 
 
-def trainer(folder: str, lr: float, seed: int) -> Any:
+def make_trainer(folder: str, lr: float, seed: int) -> Any:
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
     from legato.policy.model.load import Loading, load_policy
@@ -69,23 +69,23 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
     from legato.rollouts.sampling import Sampling
     from legato.training.evaluate import Evaluator, accuracy_metrics
 
-    made = trainer(folder, lr, seed)
-    evaluator = Evaluator(runner=made.source.runner, judge=made.source.judge)
-    held_out = made.source.source.held_out(240)
+    trainer = make_trainer(folder, lr, seed)
+    evaluator = Evaluator(runner=trainer.source.runner, judge=trainer.source.judge)
+    held_out = trainer.source.source.held_out(240)
 
     def evaluation() -> dict[str, float]:
-        found = {}
+        metrics = {}
         for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             answered = evaluator.answer(held_out, Sampling(temperature=temperature), 1, 0)
-            found |= accuracy_metrics(name, answered)
-        return found
+            metrics |= accuracy_metrics(name, answered)
+        return metrics
 
     evaluations: list[dict[str, float]] = [{"step": 0, **evaluation()}]
     log: list[dict[str, float]] = []
     started = time.time()
     for _ in range(steps):
-        report = made.step()
-        log.append({"step": report.step, **{key: report.metrics.get(key) for key in KEPT}})
+        report = trainer.step()
+        log.append({"step": report.step, **{key: report.metrics.get(key) for key in LOGGED}})
         if report.step in (1, 5) or report.step % 57 == 0:
             evaluations.append({"step": report.step, "seconds": time.time() - started, **evaluation()})
             print(log[-1], evaluations[-1], flush=True)
@@ -97,7 +97,7 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
         "lr": lr,
         "prompts_per_step": 32,
         "samples_per_prompt": 8,
-        "updates": made.optimizer.updates,
+        "updates": trainer.optimizer.updates,
         "seconds": time.time() - started,
         "evaluations": evaluations,
         "steps": log,
@@ -122,12 +122,12 @@ def experiment_page(result: dict[str, Any]) -> str:
         "| step | seconds | sampled, temperature 1 | greedy | mean length |",
         "|---|---|---|---|---|",
     ]
-    for found in result["evaluations"]:
-        cells = [f"{found['step']:.0f}", f"{found.get('seconds', 0.0):.0f}"]
+    for evaluation in result["evaluations"]:
+        cells = [f"{evaluation['step']:.0f}", f"{evaluation.get('seconds', 0.0):.0f}"]
         for name in ("sampled", "greedy"):
             key = f"eval/accuracy_{name}"
-            cells.append(f"{found[key]:.1%} ({found[f'{key}_low']:.1%} to {found[f'{key}_high']:.1%})")
-        lines.append("| " + " | ".join([*cells, f"{found['eval/length_sampled']:.1f}"]) + " |")
+            cells.append(f"{evaluation[key]:.1%} ({evaluation[f'{key}_low']:.1%} to {evaluation[f'{key}_high']:.1%})")
+        lines.append("| " + " | ".join([*cells, f"{evaluation['eval/length_sampled']:.1f}"]) + " |")
     lines += [
         "",
         f"Perplexity of sampled responses under the policy that wrote them: {perplexity[0]:.1f} in the first step,"
@@ -143,8 +143,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    asked.output.write_text(json.dumps(run(asked.folder, asked.lr, asked.steps)) + "\n")
+    options = parser.parse_args()
+    options.output.write_text(json.dumps(run(options.folder, options.lr, options.steps)) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ Logprobs = list[list[list[float]]]
 """By prompt and sample."""
 
 
-def scored(policy: Any, workload: Work) -> Logprobs:
+def score_workload(policy: Any, workload: Work) -> Logprobs:
     """What the policy says of the fixed responses, a group at a time."""
     from legato.core.texts import Texts
 
@@ -133,35 +133,35 @@ def measure(
     called before each step and not timed.
     """
     packs, clock = work.Packs(), dict[str, float]()
-    own = trainer._score_old_policy
+    score_old_policy = trainer._score_old_policy
 
-    def anchored(*given: Any) -> Any:
+    def timed_scoring(*arguments: Any) -> Any:
         bench.wait()
         clock["begun"], packs.phase = time.perf_counter(), "anchor"
-        result = own(*given)
+        result = score_old_policy(*arguments)
         bench.wait()
         clock["anchored"], packs.phase = time.perf_counter(), "update"
         return result
 
     # On the instance: the trainer's own method, waited for.
-    trainer._score_old_policy = anchored  # type: ignore[method-assign]
+    trainer._score_old_policy = timed_scoring  # type: ignore[method-assign]
     samples, reports, result = [], [], dict[str, Any]()
     try:
         for number in range(1 + steps):
             first()
-            with work.counting(packs), bench.peak(result, before):
+            with work.count_packs(packs), bench.peak(result, before):
                 started = time.perf_counter()
                 report = trainer.step()
                 bench.wait()
                 ended = time.perf_counter()
             if number == 0:
-                packs.seen.clear()
+                packs.records.clear()
                 continue
             phase = ended - started - report.metrics["time/rollouts_seconds"]
             update = ended - clock["anchored"]
             samples.append({"anchor": clock["anchored"] - clock["begun"], "update": update, "phase": phase})
             reports.append(report.metrics)
-            if bench.left() < 0:
+            if bench.seconds_left() < 0:
                 break
     finally:
         del trainer._score_old_policy
@@ -170,7 +170,7 @@ def measure(
         **result,
         **_rates(bench, samples, executed, useful),
         **_describe(reports),
-        "static_gib": (bench.held() - before) / GIB,
+        "static_gib": (bench.held_bytes() - before) / GIB,
     }
 
 
@@ -225,10 +225,10 @@ def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE
     key = (shape, silent, lr)
     if not _built or _built[0].key != key:
         drop(bench)
-        before = bench.held()
+        before = bench.held_bytes()
         workload = work.fixed_work(bench.tiny, silent=silent)
-        policy = work.policy(bench, shape)
-        trainer = fixed_trainer(policy, workload, scored(policy, workload), lr=lr)
+        policy = work.make_policy(bench, shape)
+        trainer = fixed_trainer(policy, workload, score_workload(policy, workload), lr=lr)
         weights = {name: weight.detach().cpu().clone() for name, weight in policy.parameters().items()}
         _built.append(_Built(key, trainer, workload.useful, before, weights))
     return _built[0]
@@ -280,19 +280,19 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
 
 def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
-        built = ours(bench, shape, silent)
-        built.renew()
-        trainer = built.trainer
+        setup = ours(bench, shape, silent)
+        setup.renew()
+        trainer = setup.trainer
 
         def first() -> None:
             # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
             if trainer.anchor_choice == "sampler":
                 workload = work.fixed_work(bench.tiny, silent=silent)
-                trainer.source.runner.engine = script_rollouts(workload, scored(trainer.policy, workload))
+                trainer.source.runner.engine = script_rollouts(workload, score_workload(trainer.policy, workload))
 
         with factor(trainer, name):
             result = measure(
-                bench, trainer, built.useful, steps=1 if bench.tiny else steps, before=built.before, first=first
+                bench, trainer, setup.useful, steps=1 if bench.tiny else steps, before=setup.before, first=first
             )
         return {"side": "Legato", "factor": name, "shape": shape, "silent": silent, **result}
 

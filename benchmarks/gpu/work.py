@@ -44,14 +44,14 @@ class Work:
 
 def stored_lengths(tiny: bool) -> dict[str, Any]:
     """The lists of the file, cut down for tiny shapes: a few prompts, short texts, as ragged as the whole."""
-    found: dict[str, Any] = json.loads(LENGTHS.read_text())
+    lengths: dict[str, Any] = json.loads(LENGTHS.read_text())
     if not tiny:
-        return found
+        return lengths
     shrink = 16
     return {
-        "prompts": [max(2, length // shrink) for length in found["prompts"][:8]],
-        "responses": [[max(2, length // shrink) for length in row[:4]] for row in found["responses"][:8]],
-        "head": [max(1, length // shrink) for length in found["head"][:8]],
+        "prompts": [max(2, length // shrink) for length in lengths["prompts"][:8]],
+        "responses": [[max(2, length // shrink) for length in row[:4]] for row in lengths["responses"][:8]],
+        "head": [max(1, length // shrink) for length in lengths["head"][:8]],
     }
 
 
@@ -90,7 +90,7 @@ def tokenizer() -> Any:
     return character_tokenizer()
 
 
-def model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
+def make_model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
     """Qwen3 of this shape with random weights. The last norm is scaled, so that the policy is not nearly uniform."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -107,18 +107,18 @@ def model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
     torch.manual_seed(0)
     automatic: Any = AutoModelForCausalLM
     with bench.device:
-        made = automatic.from_config(config, dtype=dtype or bench.dtype)
+        model = automatic.from_config(config, dtype=dtype or bench.dtype)
     with torch.no_grad():
-        made.get_decoder().norm.weight.fill_(4.0)
-    return made.to(bench.device).eval()
+        model.get_decoder().norm.weight.fill_(4.0)
+    return model.to(bench.device).eval()
 
 
-def policy(bench: Bench, shape: str) -> Any:
+def make_policy(bench: Bench, shape: str) -> Any:
     """Our policy around such a model."""
     from legato.policy.model.load import Loading, load_policy
 
     loading = Loading(device=bench.device.type, dtype="bfloat16" if bench.cuda else "float32")
-    return load_policy(model(bench, shape), loading, tokenizer=tokenizer())
+    return load_policy(make_model(bench, shape), loading, tokenizer=tokenizer())
 
 
 @dataclass(slots=True)
@@ -137,9 +137,9 @@ class Flops:
     backward: float = 0.0
 
     @classmethod
-    def of(cls, made: Any) -> "Flops":
-        config = made.config
-        matrices = sum(p.numel() for name, p in made.named_parameters() if p.dim() == 2 and "layers." in name)
+    def of(cls, model: Any) -> "Flops":
+        config = model.config
+        matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name)
         width = config.num_attention_heads * config.head_dim
         return cls(matrices, config.vocab_size * config.hidden_size, 4 * width * config.num_hidden_layers)
 
@@ -152,9 +152,9 @@ class Flops:
         layer = 2 * hidden * (query + key) + 3 * hidden * sizes["intermediate_size"]
         return cls(layers * layer, sizes["vocab_size"] * hidden, 4 * query * layers)
 
-    def add(self, tokens: int, read: int, pairs: float, *, learning: bool) -> None:
+    def add(self, tokens: int, head_tokens: int, pairs: float, *, learning: bool) -> None:
         """`tokens` through the body, `read` of them through the head, so many pairs of query and key."""
-        once = 2.0 * (self.body * tokens + self.head * read) + self.attention * pairs
+        once = 2.0 * (self.body * tokens + self.head * head_tokens) + self.attention * pairs
         self.forward += once
         self.backward += 2 * once if learning else 0.0
 
@@ -163,7 +163,7 @@ class Flops:
         return self.forward + self.backward
 
 
-def causal(prompt: int, response: int) -> float:
+def causal_pairs(prompt: int, response: int) -> float:
     """Pairs that the tokens of a response look at: its prompt and itself."""
     return response * prompt + response * (response + 1) / 2
 
@@ -173,33 +173,33 @@ class Packs:
     """The packs that went through the body inside `counting`, by whatever `phase` was then."""
 
     phase: str = ""
-    seen: list[tuple[Any, ...]] = field(default_factory=list)
+    records: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def flops(self, made: Any, phase: str) -> float:
+    def flops(self, model: Any, phase: str) -> float:
         """Executed in a phase. Lengths are read here, when all is over: reading them waits for the device."""
-        flops = Flops.of(made)
-        for during, (prompts, responses, owner), read, shared, learning in self.seen:
+        flops = Flops.of(model)
+        for during, (prompts, responses, owner), head_tokens, shared, learning in self.records:
             if during == phase:
                 tokens, pairs = pack_size(prompts.tolist(), responses.tolist(), owner.tolist(), shared=shared)
-                flops.add(tokens, read, pairs, learning=learning)
+                flops.add(tokens, head_tokens, pairs, learning=learning)
         return flops.total
 
 
 @contextmanager
-def counting(found: Packs) -> Iterator[None]:
+def count_packs(packs: Packs) -> Iterator[None]:
     """Notes every pack that goes through the body, and whether it will go back."""
     from legato.policy.policy import Policy
 
     original = Policy._hidden_states
 
     @contextmanager
-    def noted(self: Any, packed: Any) -> Iterator[Tensor]:
+    def record_pack(self: Any, packed: Any) -> Iterator[Tensor]:
         lengths = (packed.prefix_lengths, packed.suffix_lengths, packed.owner)
-        found.seen.append((found.phase, lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
+        packs.records.append((packs.phase, lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
         with original(self, packed) as hidden:
             yield hidden
 
-    Policy._hidden_states = noted  # type: ignore[method-assign,assignment]
+    Policy._hidden_states = record_pack  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -208,32 +208,32 @@ def counting(found: Packs) -> Iterator[None]:
 
 def pack_size(prompts: list[int], responses: list[int], owner: list[int], *, shared: bool) -> tuple[int, float]:
     """Tokens and pairs of a pack; unshared, every row has its own prompt."""
-    held = prompts if shared else [prompts[number] for number in owner]
-    pairs = sum(causal(0, length) for length in held)
-    pairs += sum(causal(prompts[number], length) for number, length in zip(owner, responses, strict=True))
-    return sum(held) + sum(responses), pairs
+    computed = prompts if shared else [prompts[number] for number in owner]
+    pairs = sum(causal_pairs(0, length) for length in computed)
+    pairs += sum(causal_pairs(prompts[number], length) for number, length in zip(owner, responses, strict=True))
+    return sum(computed) + sum(responses), pairs
 
 
 def possible_gain(prompt: int, response: int, group: int, shape: str = "0.6B") -> float:
     """How many times fewer products a group takes whose prompt is computed once; the head reads every response anyway."""
-    made = []
+    totals = []
     for shared in (False, True):
         flops = Flops.of_shape(shape)
         owner = [0] * group
         tokens, pairs = pack_size([prompt], [response] * group, owner, shared=shared)
         flops.add(tokens, group * response, pairs, learning=True)
-        made.append(flops.total)
-    return made[0] / made[1]
+        totals.append(flops.total)
+    return totals[0] / totals[1]
 
 
-def rectangle_flops(made: Any, work: Work, *, passes: Sequence[bool]) -> Flops:
+def rectangle_flops(model: Any, work: Work, *, passes: Sequence[bool]) -> Flops:
     """Of rows each with its own prompt, as a trainer that pads computes them; `passes` says which of them learn."""
-    flops = Flops.of(made)
+    flops = Flops.of(model)
     for prompt, group in zip(work.prompts, work.responses, strict=True):
         for row in group:
             for learning in passes:
                 length = len(prompt) + len(row)
-                flops.add(length, len(row), causal(0, length), learning=learning)
+                flops.add(length, len(row), causal_pairs(0, length), learning=learning)
     return flops
 
 
@@ -241,12 +241,12 @@ def make_lengths() -> dict[str, Any]:
     """Log-normal with mean 400 for responses, at most 1024; a list of 64 for the head that adds up to 16384."""
     source = random.Random("lengths")
 
-    def drawn(mean: float, spread: float, most: int) -> int:
+    def draw_length(mean: float, spread: float, most: int) -> int:
         centre = mean / 2.718281828 ** (spread**2 / 2)
         return max(8, min(most, round(centre * 2.718281828 ** (spread * source.gauss(0, 1)))))
 
-    responses = [[drawn(435, 0.6, 1024) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
-    head = [drawn(256, 0.6, 1024) for _ in range(64)]
+    responses = [[draw_length(435, 0.6, 1024) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
+    head = [draw_length(256, 0.6, 1024) for _ in range(64)]
     # The last ones take up what is missing, so that the table of shapes has round numbers.
     while sum(head) != 16384:
         place = source.randrange(64)
