@@ -1,9 +1,9 @@
-"""What comparisons of fixed and adaptive clips found, kept for docs/experiments/adaptive-clip.md.
+"""Store the results of comparisons between fixed and adaptive clips, for docs/experiments/adaptive-clip.md.
 
     legato compare recipes/compare/adaptive-mixed.toml --out runs/adaptive-mixed
     python -m benchmarks.adaptive runs/adaptive-mixed --bed mixed --machine "two CPU cores"
 
-A comparison that is not finished can be kept too: seeds count once every arm has them. `experiment_page` makes the page.
+An unfinished comparison can be stored too: a seed counts once every arm has run it. `experiment_page` renders the page.
 """
 
 import argparse
@@ -26,18 +26,18 @@ COMMANDS = (
     *(f"recipes/compare/adaptive-{bed}.toml" for bed in ("short", "mixed", "long")),
     "recipes/compare/adaptive-mixed.toml training.lr=2e-4 training.prompts_per_step=8",
 )
-SHOWN = (0.0, 0.25, 0.5, 1.0)
-"""At which parts of a run its band is told."""
+BAND_POINTS = (0.0, 0.25, 0.5, 1.0)
+"""The points of a run, as shares of its steps, at which the page shows the band."""
 
 
 def load_results() -> dict[str, Any]:
-    """What has been kept so far."""
+    """The stored results by test bed; empty if there are none."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     return results
 
 
 def summarise(folder: Path, machine: str) -> dict[str, Any]:
-    """The content of a compare.json without its curves, and of every run that counts its band and what it clipped."""
+    """The content of a compare.json without its curves; each scored run also gets its band and its clipped share."""
     summary = moe.summarise(json.loads((folder / "compare.json").read_text()), machine)
     for run in summary["runs"]:
         run["band"] = _band(folder / "runs" / run["name"] / "metrics.jsonl") if run["score"] is not None else None
@@ -49,29 +49,29 @@ def _band(path: Path) -> dict[str, Any]:
     steps = [record for record in records if record.get("kind") == "step" and record.get("clip/band_high") is not None]
     if not steps:
         return {}
-    places = [round(share * (len(steps) - 1)) for share in SHOWN]
+    places = [round(share * (len(steps) - 1)) for share in BAND_POINTS]
     halves = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     return {
         "high": [steps[place]["clip/band_high"] for place in places],
         "noise": steps[-1].get("state/auto-clip.noise"),
-        "clipped": [_clipped(half) for half in halves],
+        "clipped": [mean_clipped(half) for half in halves],
         "spread": _mean([step.get("ratio/sequence_std") for step in halves[1]]),
     }
 
 
-def _clipped(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of the updates after the first of a step, where alone a clip can act."""
+def mean_clipped(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean clipped share of all updates but the first of a step, which never clips."""
     keys = {key for step in steps for key in step if key.startswith("clip/sequences@") and not key.endswith("@0")}
     return _mean([step.get(key) for step in steps for key in keys])
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def experiment_page(results: Mapping[str, Any]) -> str:
-    """docs/experiments/adaptive-clip.md"""
+    """The text of docs/experiments/adaptive-clip.md."""
     lines = [
         "# Clips that adapt beside fixed ones",
         "",
@@ -115,9 +115,9 @@ def _bands(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
         bands = [run["band"] for run in runs if run["arm"] == arm]
         if not bands:
             continue
-        widths = [_number(_mean([band["high"][place] for band in bands]), ".1e") for place in range(len(SHOWN))]
-        shares = [_number(_mean([band["clipped"][half] for band in bands]), ".1%") for half in (0, 1)]
-        rows.append([arm, *widths, *shares, _number(_mean([band["spread"] for band in bands]), ".1e")])
+        widths = [format_number(_mean([band["high"][place] for band in bands]), ".1e") for place in range(len(BAND_POINTS))]
+        shares = [format_number(_mean([band["clipped"][half] for band in bands]), ".1%") for half in (0, 1)]
+        rows.append([arm, *widths, *shares, format_number(_mean([band["spread"] for band in bands]), ".1e")])
     headings = ("arm", "first step", "a quarter", "half", "last step", "clipped, first half", "second half", "sd of s")
     note = (
         "**Bands.** The upper distance from 1 in force (mean over tokens and seeds), the share of"
@@ -126,7 +126,7 @@ def _bands(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", note, "", *markdown(headings, rows)] if rows else []
 
 
-def _number(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
@@ -136,10 +136,10 @@ def main() -> None:
     parser.add_argument("--bed", choices=BEDS, required=True)
     parser.add_argument("--machine", required=True, help='On what it ran: "two CPU cores".')
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    results: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {}
-    results[asked.bed] = summarise(asked.comparison, asked.machine)
-    asked.output.write_text(json.dumps(results) + "\n")
+    options = parser.parse_args()
+    results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    results[options.bed] = summarise(options.comparison, options.machine)
+    options.output.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

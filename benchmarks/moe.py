@@ -1,9 +1,9 @@
-"""What comparisons of mixtures of experts found, kept for docs/experiments/moe.md.
+"""Store the results of comparisons on mixtures of experts, for docs/experiments/moe.md.
 
     legato compare recipes/compare/moe.toml --gpus 0 --parallel 20 --out runs/moe
     python -m benchmarks.moe runs/moe --bed tiny --machine "one H200"
 
-A comparison that is not finished can be kept too: seeds count once every arm has them. `experiment_page` makes the page.
+An unfinished comparison can be stored too: a seed counts once every arm has run it. `experiment_page` renders the page.
 """
 
 import argparse
@@ -21,8 +21,8 @@ BEDS = {
     "upcycled": "SmolLM2-135M made into a mixture",
     "smoke": "The tiny mixture on a CPU, smaller",
 }
-KEPT = ("name", "arm", "seed", "point", "status", "collapsed", "reason", "score", "evaluations", "routing")
-"""Of a run."""
+RUN_FIELDS = ("name", "arm", "seed", "point", "status", "collapsed", "reason", "score", "evaluations", "routing")
+"""The fields of a run that are stored."""
 
 MEASURES = {
     "router/flip_mean": "experts changed",
@@ -41,22 +41,22 @@ SHARES = {"router/flip_mean", "last", "router/any_flip", "router/mismatch_flip_m
 
 
 def load_results() -> dict[str, Any]:
-    """What has been kept so far; a machine with a GPU is not everywhere."""
+    """The stored results by test bed; empty if there are none."""
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     return results
 
 
 def summarise(comparison: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """The content of a compare.json without the curves that the page does not show."""
-    runs = [{key: run[key] for key in KEPT} for run in comparison["runs"]]
+    runs = [{key: run[key] for key in RUN_FIELDS} for run in comparison["runs"]]
     for run in runs:
-        # Where the comparison lay is nobody's business.
+        # Remove the absolute path of the comparison.
         run["reason"] = re.sub(r"\S*/runs/", "runs/", run["reason"] or "")
     return {**{key: value for key, value in comparison.items() if key != "runs"}, "runs": runs, "on": machine}
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, str]:
-    """Path to text: for each bed its curves and what flips by depth."""
+    """SVG text by path: learning curves and changed experts by depth, for each test bed."""
     from legato.pages.comparison_figures import ARMS, learning
     from legato.pages.drawing import draw_svg
     from legato.pages.traces import figure, line, shares
@@ -69,17 +69,17 @@ def figures(results: Mapping[str, Any]) -> dict[str, str]:
             flips = _by_depth(arm, comparison["runs"])
             depths += [line([float(layer) for layer in flips], list(flips.values()), arm, colour)]
         layout = shares("experts changed", whole=False) | {"xaxis": {"title": {"text": "layer"}}}
-        for name, made_of in {
+        for name, drawing in {
             "learning": learning(comparison["runs"], colours, "", wide=False),
             "depth": figure("Experts changed by depth", "", depths, layout),
         }.items():
-            if made_of is not None:
-                files[f"docs/figures/moe-{bed}-{name}.svg"] = draw_svg(made_of)
+            if drawing is not None:
+                files[f"docs/figures/moe-{bed}-{name}.svg"] = draw_svg(drawing)
     return files
 
 
 def _by_depth(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Mean over seeds of the experts that changed, by layer."""
+    """The share of experts that changed in each layer, averaged over seeds."""
     layers: dict[int, list[float]] = {}
     for run in runs:
         for key, value in (run["routing"] or {}).items():
@@ -89,7 +89,7 @@ def _by_depth(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def experiment_page(results: Mapping[str, Any]) -> str:
-    """docs/experiments/moe.md"""
+    """The text of docs/experiments/moe.md."""
     lines = [
         "# Experts that flip: token ratios, sequence ratios and Routing Replay",
         "",
@@ -152,7 +152,7 @@ def changes(options: Mapping[str, Any]) -> str:
 
 
 def _routing(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Means over steps and seeds: what flipped and how far ratios went."""
+    """A table of changed experts and ratios by arm, averaged over steps and seeds."""
     by_arm = {arm: [_with_last(run["routing"]) for run in runs if run["arm"] == arm] for arm in arms}
     rows = [
         [arm, *(_cell(key, [each.get(key) for each in runs_of_arm]) for key in MEASURES)]
@@ -167,21 +167,21 @@ def _routing(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def _with_last(routing: Mapping[str, float | None]) -> dict[str, float | None]:
-    """With the flips before the last update of a step as `last`."""
+    """The same metrics plus `last`: the share of changed experts at the last update of a step."""
     updates = [int(key.rpartition("@")[2]) for key in routing if key.startswith("router/flip_mean@")]
     return {**routing, "last": routing[f"router/flip_mean@{max(updates)}"] if updates else None}
 
 
 def _cell(key: str, values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    present = [value for value in values if value is not None]
+    if not present:
         return "-"
-    mean = sum(known) / len(known)
+    mean = sum(present) / len(present)
     return f"{mean:.1%}" if key in SHARES else f"{mean:.3g}"
 
 
 def curves(arms: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Held-out accuracy by step: mean over seeds, and the lowest and highest."""
+    """A table of held-out accuracy by step: mean over seeds, lowest and highest."""
     steps = sorted({each["step"] for run in runs for each in run["evaluations"]})
     rows = []
     for step in steps:
@@ -203,10 +203,10 @@ def main() -> None:
     parser.add_argument("--bed", choices=BEDS, default="tiny")
     parser.add_argument("--machine", required=True, help='On what it ran: "one H200".')
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    results: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {}
-    results[asked.bed] = summarise(json.loads((asked.comparison / "compare.json").read_text()), asked.machine)
-    asked.output.write_text(json.dumps(results) + "\n")
+    options = parser.parse_args()
+    results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    results[options.bed] = summarise(json.loads((options.comparison / "compare.json").read_text()), options.machine)
+    options.output.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

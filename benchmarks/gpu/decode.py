@@ -1,7 +1,7 @@
 """B7: decoding. 32 prompts x 8 through our engine, with and without shared prompts, beside `generate` and the roofline.
 
-Responses have a fixed length, or the ragged ones of `lengths.json`: then a row of ours ends at its own length, and
-`generate` goes on to the longest, since its rows end together.
+Responses have one fixed length or the ragged lengths of `lengths.json`. With ragged lengths, each of our rows ends at its
+own length; `generate` decodes all rows to the longest length, because its rows end together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +19,16 @@ from legato.rollouts.sampling import Sampling
 PROMPT, NEW = 256, 512
 REPEATS = 5
 MOST_SECONDS, MOST_SECONDS_RAGGED = 90.0, 30.0
-"""After so long no further repeat of one way is begun: five of `generate` may take longer."""
+"""No further repeat of one side starts after this many seconds: five repeats of `generate` may take longer."""
 
 
 def sizes(bench: Bench) -> tuple[int, int, int, int]:
-    """Prompts, samples each, prompt tokens, new tokens."""
+    """Number of prompts, samples per prompt, prompt tokens, new tokens."""
     return (2, 3, 6, 5) if bench.tiny else (work.PROMPTS, work.SAMPLES, PROMPT, NEW)
 
 
 def draw_prompts(bench: Bench, vocabulary: int) -> Iterator[torch.Tensor]:
-    """Other prompts for every call: an engine may remember those it has read."""
+    """Yield new prompts [prompts, tokens] for every call, because an engine may cache the prompts it has read."""
     count, _, length, _ = sizes(bench)
     source = torch.Generator().manual_seed(0)
     while True:
@@ -36,14 +36,18 @@ def draw_prompts(bench: Bench, vocabulary: int) -> Iterator[torch.Tensor]:
 
 
 def ragged_lengths(bench: Bench) -> list[int]:
-    """The length of each response, prompt by prompt."""
+    """The stored length of each response, prompt by prompt."""
     count, samples, _, _ = sizes(bench)
     lengths = work.stored_lengths(bench.tiny)["responses"]
     return [length for row in lengths[:count] for length in row[:samples]]
 
 
 def floor_seconds(bench: Bench, model: Any, lengths: Sequence[int], *, shared: bool) -> float:
-    """The roofline: weights or products, whichever is slower, and the keys and values of the rows still being written."""
+    """Roofline seconds of decoding these response lengths.
+
+    Each step costs the slower of reading the weights and computing the products, plus reading the KV cache of the rows that
+    are still being decoded.
+    """
     config = model.config
     flops = work.Flops.of(model)
     rate, bandwidth = bench.ceilings["tflops"] * 1e12, bench.ceilings["terabytes_per_second"] * 1e12
@@ -63,7 +67,10 @@ def floor_seconds(bench: Bench, model: Any, lengths: Sequence[int], *, shared: b
 
 @contextmanager
 def limit_responses(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Inside, the response with seed n ends at its own length: the store's limits are set where a slot is given out."""
+    """Inside this context, the response with seed n ends after `lengths[n]` tokens.
+
+    The limit is set in the KV store when a slot is admitted.
+    """
     from legato.rollouts.gpu.slots import KVStore
 
     table = torch.tensor(lengths, device=device)
@@ -90,7 +97,7 @@ def make_engine(bench: Bench, policy: Any, *, fused: bool, graphs: bool = True) 
 
 
 def make_requests(prompts: torch.Tensor, samples: int, *, shared: bool) -> list[Request]:
-    """Seeds are row numbers."""
+    """One request per prompt (`shared`) or one per response. Seeds are row numbers."""
     rows = [(prompt, tuple(range(n * samples, (n + 1) * samples))) for n, prompt in enumerate(prompts)]
     if shared:
         return [Request(prompt=prompt, seeds=seeds) for prompt, seeds in rows]
@@ -106,14 +113,14 @@ def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
         count, samples, _, new = sizes(bench)
         lengths = ragged_lengths(bench) if uneven else [new] * (count * samples)
         prompts = draw_prompts(bench, policy.vocabulary)
-        # An end token that no model writes.
+        # No model writes this end token, so every response has its full length.
         limits = Limits(max_response_tokens=max(lengths), end_tokens=(policy.vocabulary,))
 
         def call() -> None:
             requests = make_requests(next(prompts), samples, shared=shared)
             rows = [response for group in engine.generate(requests, Sampling(), limits) for response in group]
             token_counts = [len(response.tokens) for response in rows]
-            assert token_counts == lengths, f"{sum(token_counts)} tokens came instead of {sum(lengths)}"
+            assert token_counts == lengths, f"expected {sum(lengths)} tokens, got {sum(token_counts)}"
 
         measured: dict[str, Any] = {}
         before = bench.held_bytes()
@@ -136,7 +143,7 @@ def our_part(shape: str, *, shared: bool, fused: bool, uneven: bool) -> Part:
 
 
 def repeat_call(bench: Bench, call: Callable[[], None], first: Callable[[], None], most: float) -> list[float]:
-    """Seconds of each repeat after one to warm up, which compiles and captures."""
+    """Seconds of each repeat. The first entry is the warm-up `first`, which compiles and captures graphs."""
     seconds = [bench.wall_seconds(first)]
     while len(seconds) <= (1 if bench.tiny else REPEATS):
         if len(seconds) > 1 and (sum(seconds[1:]) > most or bench.seconds_left() < 0):
@@ -159,7 +166,7 @@ def _rates(tokens: int, seconds: list[float], floor: float) -> dict[str, Any]:
 
 
 def generate_part(*, static: bool, uneven: bool) -> Part:
-    """transformers on the same shape, its own attention."""
+    """`generate` of transformers on the same shape, with its own attention."""
 
     def part(bench: Bench) -> dict[str, Any]:
         model = work.make_model(bench, "0.6B")
@@ -188,7 +195,7 @@ def generate_part(*, static: bool, uneven: bool) -> Part:
 
         measured: dict[str, Any] = {}
         with bench.peak(measured):
-            # A static cache is compiled for its length; without one a few tokens are warm-up enough.
+            # A static cache is compiled for its length. Without one, a few tokens are enough to warm up.
             first = call if static else lambda: call(4)
             seconds = repeat_call(bench, call, first, MOST_SECONDS_RAGGED if uneven else MOST_SECONDS)
         side = "`generate`, static cache, compiled" if static else "`generate`, dynamic cache"

@@ -10,11 +10,11 @@ ROW, LEFT, WIDE, TOP = 26, 320, 420, 44
 OURS, THEIRS, MARK = "#2f6f9f", "#b0b0b0", "#c0392b"
 
 Bar = tuple[str, float, float | None, bool]
-"""Label, value, the mark beside it (a bound), whether it is ours."""
+"""Label, value, a bound drawn as a mark (or None), and whether the bar is ours."""
 
 
 def bars(title: str, unit: str, entries: Sequence[Bar], form: str) -> str:
-    """Horizontal bars from 0; a mark is a thin line across its bar."""
+    """An SVG of horizontal bars that start at 0. A mark is a thin line across its bar."""
     most = max(max(value, mark or 0.0) for _, value, mark, _ in entries)
     height = TOP + ROW * len(entries) + 16
     lines = [
@@ -41,7 +41,7 @@ def bars(title: str, unit: str, entries: Sequence[Bar], form: str) -> str:
 
 
 def figures(sections: dict[str, Any]) -> dict[str, str]:
-    """Path to text; a figure without anything to show is left out."""
+    """SVG text by path. A figure without data is left out."""
     decode: list[Bar] = [
         (
             name.removeprefix("0.6B fixed "),

@@ -1,7 +1,7 @@
 """B1 to B3: the head alone. Log-probs and entropy forward, a GSPO loss forward and backward, and rows without a gradient.
 
-Our head goes over whole sequences, as many at once as the policy holds logits for, and adds to the weight's gradient as it
-goes; that is what `Policy.accumulate_gradient` does with it. The bare matrix products are measured in the same rounds.
+Our head processes whole sequences, as many at once as the policy holds logits for, and accumulates the weight's gradient, as
+`Policy.accumulate_gradient` does. The bare matrix products are measured in the same rounds.
 """
 
 from collections.abc import Callable
@@ -52,12 +52,12 @@ class OurHead:
         self.policy = load_policy(body, loading, tokenizer=tokenizer())
         self.head = Head.from_body(self.policy.body)
         self.weight: Tensor = self.policy.body.get_output_embeddings().weight
-        # As the optimizer has it: gradients add up in float32.
+        # Gradients accumulate in float32, as the optimizer requires.
         self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
     def runs(self, batch: Sequences) -> list[Sequences]:
-        """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once, as packs are."""
+        """Cut the batch into runs of whole rows, as `Policy.accumulate_gradient` does. Each batch is cut once."""
         if id(batch) not in self._cut:
             parts = self.policy._parts(make_pack(batch.counts))
             self._cut[id(batch)] = (batch, [slice_sequences(batch, part.start, part.stop) for part in parts])
@@ -65,13 +65,16 @@ class OurHead:
 
     @torch.no_grad()
     def score(self, batch: Sequences) -> Tensor:
-        """As `Policy.score`: in one go where the head holds no logits, in runs elsewhere."""
+        """Log-probs [N], as `Policy.score` computes them: all rows at once if the head holds no logits, else in runs."""
         whole = self.head.never_holds_logits(batch.hidden)
         results = [self._score_part(part, part.hidden)[0] for part in ([batch] if whole else self.runs(batch))]
         return torch.cat(results)
 
     def learn(self, batch: Sequences) -> Tensor:
-        """As `Policy.accumulate_gradient`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
+        """Forward and backward, as `Policy.accumulate_gradient` does. Returns the gradient at the hidden states.
+
+        The gradient of the weight is in `weight.grad`.
+        """
         gradients = []
         for part in self.runs(batch):
             leaf = part.hidden.detach().requires_grad_()
@@ -86,7 +89,7 @@ class OurHead:
 
 
 def make_pack(counts: tuple[int, ...]) -> Any:
-    """Responses of these lengths as a pack: what the policy looks at to decide how many rows to hold logits for."""
+    """A pack of responses of these lengths. The policy reads it to decide for how many rows it holds logits."""
     from legato.core.texts import Texts
     from legato.policy.layout.packs import pack
 
@@ -107,7 +110,10 @@ def make_pack(counts: tuple[int, ...]) -> Any:
 def make_sequences(
     bench: Bench, size: tuple[int, int, int], temperature: float, weight: Tensor, active: float = 1.0
 ) -> Sequences:
-    """Hidden states whose logits have a deviation of 3, targets drawn from them, ratios within a hundredth of 1."""
+    """Random sequences: logits with standard deviation 3, targets sampled from them, ratios within about 0.01 of 1.
+
+    A share `active` of the sequences has an advantage; the others have 0. `weight` is overwritten with random numbers.
+    """
     tokens, hidden, _ = size
     source = torch.Generator(device=bench.device).manual_seed(0)
     with torch.no_grad():
@@ -124,7 +130,7 @@ def make_sequences(
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(bench.device)
         drift = 0.01 * torch.randn(len(counts), device=bench.device, generator=source)
     advantages = torch.where(torch.arange(len(counts)) % 2 == 0, 1.0, -1.0)
-    # Spread over the list: 0, 7, 14 ... modulo its length, so that long and short ones go alike.
+    # Sequences without an advantage are spread over the list (0, 7, 14 ... modulo its length), long and short ones alike.
     order = [(7 * place) % len(counts) for place in range(len(counts))]
     advantages[order[round(active * len(counts)) :]] = 0.0
     return Sequences(
@@ -142,7 +148,7 @@ def make_sequences(
 
 
 def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
-    """The stored list, stretched to so many tokens in all."""
+    """The stored sequence lengths, scaled so that they add up to `tokens`."""
     lengths = stored_lengths(bench.tiny)["head"]
     scaled = [max(1, length * tokens // sum(lengths)) for length in lengths]
     scaled[0] += tokens - sum(scaled)
@@ -150,7 +156,7 @@ def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
 
 
 def slice_sequences(batch: Sequences, first: int, last: int) -> Sequences:
-    """The sequences from one number to another."""
+    """The sequences `first` to `last` (exclusive)."""
     here = slice(sum(batch.counts[:first]), sum(batch.counts[:last]))
     return Sequences(
         hidden=batch.hidden[here],
@@ -167,7 +173,7 @@ def slice_sequences(batch: Sequences, first: int, last: int) -> Sequences:
 
 
 def exact_logprobs(batch: Sequences, tokens: int) -> Tensor:
-    """Log-probs of the first tokens in float64, a slice of the vocabulary at a time."""
+    """Log-probs of the first `tokens` tokens in float64, computed one slice of the vocabulary at a time."""
     states = batch.hidden[:tokens].double()
     slices = [states @ part.double().t() / batch.temperature for part in batch.weight.detach().split(16384)]
     logits = torch.cat(slices, 1)
@@ -175,7 +181,7 @@ def exact_logprobs(batch: Sequences, tokens: int) -> Tensor:
 
 
 def scorers(bench: Bench, ours: OurHead) -> dict[str, Any]:
-    """Every head that returns log-probs, ours first; in place of one that cannot be had, its reason."""
+    """Every head that returns log-probs, ours first. A head that cannot be built is replaced by the error message."""
     results: dict[str, Any] = {"Legato": ours.score}
     for name, build in SCORERS.items():
         try:
@@ -213,17 +219,19 @@ def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
 
 
 def _gate_forward(scorer: Scorer | str, batch: Sequences, truth: Tensor) -> float:
-    """The largest error of the first tokens' log-probs against float64; too large a one is an error."""
+    """The largest error of the first tokens' log-probs against float64. Raises ValueError if it is too large."""
     if isinstance(scorer, str):
         raise RuntimeError(scorer)
     with torch.no_grad():
         error = float((scorer(batch)[: len(truth)].double() - truth).abs().max())
     if not error <= LARGEST_ERROR:
-        raise ValueError(f"its log-probs are off by {error:.2g} against float64; not timed")
+        raise ValueError(f"its log-probs differ from float64 by {error:.2g}; not timed")
     return error
 
 
 def without_gradient(scorer: Scorer, batch: Sequences) -> Callable[[], Any]:
+    """A call that scores the batch under `no_grad`."""
+
     def call() -> None:
         with torch.no_grad():
             scorer(batch)
@@ -243,7 +251,7 @@ def _rounds(bench: Bench, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def learners(bench: Bench, ours: OurHead) -> dict[str, Any]:
-    """Every head as a function from sequences to the gradient at the hidden states."""
+    """Every head as a function from sequences to the gradient at the hidden states, or the error message."""
     results: dict[str, Any] = {"Legato": ours.learn}
     for name, build in {**SCORERS, **LOSSES}.items():
         try:
@@ -269,7 +277,7 @@ def _learner(head: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Call
 
 
 def equal_lengths(batch: Sequences) -> Sequences:
-    """The same tokens as sequences of one length, for heads that take rectangles: no padding is charged to them."""
+    """The same tokens as sequences of one length, for heads that take rectangles: they pay for no padding."""
     rows, columns = batch.even()
     owner = torch.arange(rows, device=batch.owner.device).repeat_interleave(columns)
     fields = {name: getattr(batch, name) for name in Sequences.__slots__}
@@ -280,7 +288,10 @@ def equal_lengths(batch: Sequences) -> Sequences:
 
 
 def _gate_gradient(learner: Any, batch: Sequences) -> tuple[float, float]:
-    """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences."""
+    """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences.
+
+    Raises ValueError if a cosine is too small.
+    """
     if isinstance(learner, str):
         raise RuntimeError(learner)
     batch.weight.grad = None
@@ -305,7 +316,7 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def backward_part(size: tuple[int, int, int]) -> Part:
-    """B2 at one shape. The weight's gradient is float32 whoever computes it: the optimizer asks for that."""
+    """B2 at one shape. The weight's gradient is float32 for every head, because the optimizer needs that."""
 
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
@@ -336,16 +347,18 @@ def backward_part(size: tuple[int, int, int]) -> Part:
 
 
 def with_fresh_gradient(learner: Callable[[Sequences], Tensor], batch: Sequences) -> Callable[[], Any]:
+    """A call that runs forward and backward and drops the weight's gradient."""
+
     def call() -> None:
         learner(batch)
-        # Not kept until the next call: its memory would count as held before.
+        # A gradient kept until the next call would count as memory held before it.
         batch.weight.grad = None
 
     return call
 
 
 def bare_products(bench: Bench, batch: Sequences) -> Callable[[], Any]:
-    """X W^T, dL W and dL^T X, each into memory that is there."""
+    """A call of the products X W^T, dL W and dL^T X, each written into preallocated memory."""
     hidden, weight = batch.hidden, batch.weight.detach()
     logits = torch.empty(len(hidden), len(weight), device=bench.device, dtype=bench.dtype)
     towards, matrix = torch.empty_like(hidden), torch.empty_like(weight)
@@ -378,7 +391,7 @@ def only_active(batch: Sequences) -> Sequences:
 
 
 def active_part(bench: Bench) -> dict[str, Any]:
-    """B3: the head over the sequences that have a gradient, as the second pass of an update is given them."""
+    """B3: the head over the sequences that have a gradient, as in the second pass of an update."""
     size = _size(bench, BOLD)
     ours = OurHead(bench, size[1], size[2])
     calls: dict[str, Callable[[], Any]] = {}

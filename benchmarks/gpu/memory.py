@@ -1,6 +1,6 @@
-"""B11: peak memory by the tokens of a micro-batch, the 1.7B shape, and how many fit into 80 and 139 GiB.
+"""B11: peak memory by micro-batch tokens for the 1.7B shape, and how many tokens fit into 80 and 139 GiB.
 
-A few sizes are measured and a straight line is drawn through them: the largest are not tried.
+A few sizes are measured and a straight line is fitted to them. The largest sizes are extrapolated, not tried.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ PROMPT, RESPONSE, GROUP = 256, 1024, 8
 
 
 def fit_line(points: list[tuple[int, float]]) -> dict[str, Any]:
-    """GiB = base + slope x tokens by least squares, and the tokens at which it reaches each size of memory."""
+    """Fit GiB = base + slope x tokens by least squares; `fits_tokens` says how many tokens fit into each memory size."""
     xs, ys = [float(x) for x, _ in points], [y for _, y in points]
     centre, level = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - centre) ** 2 for x in xs)
@@ -32,13 +32,13 @@ def fit_line(points: list[tuple[int, float]]) -> dict[str, Any]:
 
 
 def our_part(bench: Bench) -> dict[str, Any]:
-    """One pack of so many tokens, gradients and the optimizer's state in memory."""
+    """Peak memory of one pack of several sizes, with gradients and optimizer state in memory."""
     gpu_update.drop(bench)
     before = bench.held_bytes()
     policy = work.make_policy(bench, SHAPE)
     workload = work.fixed_work(bench.tiny)
     trainer = gpu_update.fixed_trainer(policy, workload, [])
-    # A gradient of 0 for all: the moments are there from now on, and no weight has moved.
+    # A step with gradients of 0 allocates the moments and moves no weight.
     trainer.optimizer.step()
     prompt, response, group = (16, 64, 2) if bench.tiny else (PROMPT, RESPONSE, GROUP)
     points = []
@@ -61,7 +61,7 @@ def our_part(bench: Bench) -> dict[str, Any]:
 
 
 def trl_part(bench: Bench) -> dict[str, Any]:
-    """Its loss forward and backward on rows of the same length, in the strong setting, with Liger's layers."""
+    """TRL's loss forward and backward on rows of one length, in the strong setting, with Liger's layers."""
     gpu_update.drop(bench)
     before = bench.held_bytes()
     workload = work.fixed_work(bench.tiny)
@@ -75,11 +75,11 @@ def trl_part(bench: Bench) -> dict[str, Any]:
         if bench.cuda:
             from transformers.integrations.liger import apply_liger_kernel
 
-            # As its training loop does before the first step; no loop runs here.
+            # TRL's training loop does this before the first step; no loop runs here.
             apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
         model = trainer.model.to(bench.device)
         model.train()
-        # The training loop sets this before its first step; no loop runs here.
+        # TRL's training loop sets this before its first step; no loop runs here.
         trainer.current_gradient_accumulation_steps = 1
         trainer.create_optimizer()
         for rows in (1, 2) if bench.tiny else (2, 4, 8):
@@ -88,7 +88,7 @@ def trl_part(bench: Bench) -> dict[str, Any]:
                 with bench.peak(memory, before):
                     trainer._compute_loss(model, _inputs(bench, model, rows, prompt, response)).backward()
                 if not turn and not points:
-                    # The moments come into being with the first step.
+                    # The first step allocates the moments.
                     trainer.optimizer.step()
                 model.zero_grad()
             points.append((rows * (prompt + response), memory["peak_gib"]))

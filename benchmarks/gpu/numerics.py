@@ -1,13 +1,13 @@
-"""B10: how far s is from 1 where nothing has been learnt, and what share of rows a band of 3e-4 / 4e-4 clips for it.
+"""B10: how far s is from 1 if nothing has been learnt, and what share of rows a band of 3e-4 / 4e-4 clips for it.
 
-One policy scores the same responses twice, in two ways; whatever differs is numerics. Responses of 4096 tokens are sampled
-once and cut to every length.
+One policy scores the same responses twice, in two ways; every difference is numerics. Responses of 4096 tokens are sampled
+once and truncated to every length.
 
     same path          without and with a gradient, in the same packs
     different packs    packs of the run's size, and every row alone
     engine             the engine's own log-probs, and the packs
     16-bit logits      the same hidden states in different packs, logits rounded to bfloat16 before the log-softmax
-    TRL                its old log-probs (in order, no gradient) and its new ones (shuffled, with one)
+    TRL                its old log-probs (in order, without a gradient) and its new ones (shuffled, with a gradient)
 """
 
 import tempfile
@@ -39,7 +39,7 @@ def response_lengths(bench: Bench) -> tuple[int, ...]:
 
 
 def sample_lengths(bench: Bench, policy: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts [G, P], tokens [B, T] and the engine's log-probs of them."""
+    """Sample responses of the largest length: prompts [G, P], tokens [B, T] and the engine's log-probs [B, T]."""
     count, samples, length = (2, 2, 4) if bench.tiny else (PROMPTS, SAMPLES, PROMPT)
     source = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, policy.vocabulary, (count, length), generator=source)
@@ -66,9 +66,9 @@ def make_texts(prompts: Tensor, tokens: Tensor) -> Texts:
 
 
 def ratio_gap(first: Tensor, second: Tensor) -> dict[str, float]:
-    """Of s between two scorings [B, T]: the largest distance from 1, and how often a row is clipped for it.
+    """Distance from 1 of the sequence ratio s between two sets of log-probs [B, T], and the share of rows it clips.
 
-    A row outside the band is clipped where its advantage has the sign of that side: half of the time.
+    A row outside the band is clipped if its advantage has the sign of that side, which is half of the time.
     """
     ratio = (first.double().cpu() - second.double().cpu()).mean(1).exp()
     outside = (ratio > 1 + work.CLIP_HIGH).double().mean() + (ratio < 1 - work.CLIP_LOW).double().mean()
@@ -81,7 +81,7 @@ def ratio_gap(first: Tensor, second: Tensor) -> dict[str, float]:
 
 
 def score(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
-    """[B, T] log-probs without a gradient, as the anchor is computed."""
+    """Log-probs [B, T] without a gradient, as the trainer scores the old policy."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
     for rows in parts:
         table[rows] = policy.score(texts, rows).logprobs.cpu()
@@ -89,7 +89,7 @@ def score(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
 
 
 def score_with_gradient(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> Tensor:
-    """[B, T] log-probs as an update computes them. Nothing goes backward, so nothing is learnt."""
+    """Log-probs [B, T] as an update computes them, with autograd on. No backward runs, so nothing is learnt."""
     table = torch.zeros(texts.tokens.shape, dtype=policy.dtype)
     for rows in parts:
         with policy.accumulate_gradient(texts, rows) as forward:
@@ -100,7 +100,7 @@ def score_with_gradient(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> T
 
 @contextmanager
 def rounded_logits() -> Iterator[None]:
-    """Inside, the head rounds its logits to bfloat16 before the log-softmax, as heads do that keep 16-bit logits."""
+    """Inside this context, the head rounds its logits to bfloat16 before the log-softmax, like heads with 16-bit logits."""
     from legato.policy.head.head import Head
     from legato.policy.head.logprobs import token_logprobs
 
@@ -147,7 +147,7 @@ def numerics_part(bench: Bench) -> dict[str, Any]:
 
 
 def trl_part(bench: Bench) -> dict[str, Any]:
-    """TRL's path on the same texts. Its weights are those of our policy: the same seed made them."""
+    """TRL's scoring of the same texts. Its weights equal those of our policy: both come from the same seed."""
     gpu_update.drop(bench)
     policy = work.make_policy(bench, "0.6B")
     prompts, tokens, _ = sample_lengths(bench, policy)
@@ -168,7 +168,10 @@ def trl_part(bench: Bench) -> dict[str, Any]:
 
 
 def trl_gap(bench: Bench, trainer: Any, prompts: Tensor, tokens: Tensor) -> dict[str, float]:
-    """Old log-probs as its scoring computes them, new ones as its loss does: rows shuffled, with a gradient."""
+    """The gap between TRL's old log-probs (as its scoring computes them) and its new ones (as its loss does).
+
+    For the new ones the rows are shuffled and autograd is on.
+    """
     rows = len(tokens)
     micro = min(rows, 16, max(1, TOKENS_PER_PACK // (tokens.shape[1] + prompts.shape[1])))
     model = trainer.model.to(bench.device).train()

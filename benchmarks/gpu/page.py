@@ -1,4 +1,4 @@
-"""The GPU's part of `docs/performance.md`, from the stored results: targets, tables, losses, what was not measured."""
+"""The GPU section of `docs/performance.md`: targets, tables, where a peer is faster, and what was not measured."""
 
 import json
 from collections.abc import Iterable
@@ -25,13 +25,13 @@ Parts = dict[str, Any]
 
 
 def load_results() -> dict[str, Any] | None:
-    """None where no GPU has been measured yet."""
+    """The stored results, or None if no GPU has been measured yet."""
     result: dict[str, Any] | None = json.loads(RESULTS.read_text()) if RESULTS.is_file() else None
     return result
 
 
 def table_lines(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
-    """A table; the header's columns are set apart by bars."""
+    """The lines of a Markdown table. `header` holds the column names, separated by bars."""
     columns = header.count("|") + 1
     return [f"| {header} |", "|" + "---|" * columns, *(f"| {' | '.join(row)} |" for row in cells)]
 
@@ -41,12 +41,12 @@ def format_number(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def _failed(parts: Parts) -> list[str]:
-    """What could not be measured and why."""
+    """A line per part that could not be measured, with the error."""
     return [f"- {name}: not measured. {part['error']}" for name, part in parts.items() if "error" in part]
 
 
 def _runs(parts: Parts) -> list[str]:
-    """When each part was measured: runs of different times are of different states of the code."""
+    """Lines that say when each part was measured. Runs of different times measured different states of the code."""
     by_run: dict[str, list[str]] = {}
     for name, part in parts.items():
         if "error" not in part:
@@ -144,7 +144,7 @@ def _updates(parts: Parts) -> list[str]:
 
 
 def ablation(parts: Parts) -> list[str]:
-    """Our side with one factor changed, against its defaults."""
+    """The table of our side with one factor changed, relative to the defaults."""
     base = parts.get("0.6B Legato", {}).get("seconds", {}).get("phase")
     if not base:
         return []
@@ -310,7 +310,7 @@ def section_lines(section: str, parts: Parts) -> list[str]:
 
 
 def section_table(section: str, result: dict[str, Any]) -> str:
-    """One section as it is printed at the end of a command."""
+    """The text of one section, as a command prints it at its end."""
     return "\n".join([f"### {TITLES[section]}", "", *section_lines(section, result["parts"])])
 
 
@@ -351,7 +351,7 @@ NOTES = {
 
 
 def gpu_section(document: dict[str, Any]) -> str:
-    """All that was measured on the GPU."""
+    """The section of the page with all GPU measurements."""
     sections, machine = document["sections"], document["machine"]
     parts = [part for section in sections.values() for part in section["parts"].values()]
     ceilings = [part["ceilings"] for part in parts if part.get("ceilings")]

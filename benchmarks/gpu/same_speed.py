@@ -1,8 +1,8 @@
-"""Two checkouts on one GPU, alternately, our rows only: is the newer one as fast, as small and equal to the bit?
+"""Compare two checkouts on one GPU, alternately: speed, memory and bitwise equality of our side.
 
     python benchmarks/gpu/same_speed.py --old OLD --new . --repeats 3 --output same-speed.json
 
-Each repeat runs every part once per checkout, each checkout in a process of its own: B4 (update phase), B7 (decoding), B8
+Each repeat runs every part once per checkout, each checkout in its own process: B4 (update phase), B7 (decoding), B8
 (whole step), B10 (numerics on one path), B11 (peak memory), how often the host waits for the device in one update, and
 digests of log-probs and gradients of fixed packs (dense, LoRA, mixture of experts, checkpointed).
 """
@@ -24,7 +24,7 @@ PARTS = ("packs", "B4", "B7", "B8", "B10", "B11", "waits")
 
 
 def import_benchmark(old: str, new: str) -> Any:
-    """A benchmark module under its old flat name or in its folder."""
+    """A benchmark module, in its folder or under its old flat name."""
     from importlib import import_module
 
     try:
@@ -34,7 +34,7 @@ def import_benchmark(old: str, new: str) -> Any:
 
 
 def measure(parts: list[str], tiny: bool) -> dict[str, Any]:
-    """The parts in this process, with the checkout that is on the path."""
+    """Measure the parts in this process, with the checkout on PYTHONPATH."""
     import torch
 
     measuring = import_benchmark("gpu_measure", "measure")
@@ -68,14 +68,14 @@ def measure(parts: list[str], tiny: bool) -> dict[str, Any]:
 
 
 def largest_gap(figures: dict[str, Any]) -> float:
-    """The largest |s - 1| of any length on the same path."""
+    """The largest |s - 1| over all lengths, on the same path."""
     rows = figures.get("lengths", figures)
     rows = rows.values() if isinstance(rows, dict) else rows
     return max(float(row["same path"]["max"]) for row in rows if isinstance(row, dict) and "same path" in row)
 
 
 def count_waits(bench: Any, update: Any) -> float:
-    """Host waits for the device in one step of the trainer, counted by torch's own warnings."""
+    """How often the host waits for the device in one trainer step, counted by torch's warnings."""
     import torch
 
     if not bench.cuda:
@@ -153,7 +153,7 @@ def raw(tensor: Any) -> bytes:
 
 
 def accumulate(policy: Any, texts: Any, rows: Any) -> None:
-    """The gradient of coefficients that alternate in sign, through whichever way this checkout has."""
+    """Accumulate a gradient from coefficients of alternating sign, with the method that this checkout has."""
     import torch
 
     from legato.core.outcome import Coefficients
@@ -200,7 +200,7 @@ def small_model(bench: Any, *, moe: bool) -> Any:
 def run_alternately(
     old: Path, new: Path, repeats: int, parts: list[str], tiny: bool, after: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Every repeat of both checkouts; the order changes from repeat to repeat. `after` gets what each repeat left."""
+    """Run every repeat of both checkouts; the order alternates. `after` receives all results after each repeat."""
     runs: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
     for repeat in range(repeats):
         sides = [("old", old), ("new", new)]

@@ -1,4 +1,4 @@
-"""B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
+"""B5 and B6, the computation we save: a group's prompt is computed once; rows without a gradient are skipped."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from legato.training.plan import micro_batches
 RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 32768
 CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
 FAR = 0.05
-"""How far log s is put from 0: many times the band, so that no rounding decides a row."""
+"""The forced distance of log s from 0: many times the band, so that rounding decides no row."""
 
 
 def make_texts(prompt: int, response: int, group: int, rows: int, vocabulary: int, *, shared: bool) -> Texts:
-    """Rows of one length; unshared, every row is a group of its own with its own copy of the prompt."""
+    """Random texts of one length. If not `shared`, every row is its own group with its own copy of the prompt."""
     source = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, vocabulary, (rows // group, prompt), generator=source)
     tokens = torch.randint(3, vocabulary, (rows, response), generator=source)
@@ -39,12 +39,12 @@ def make_texts(prompt: int, response: int, group: int, rows: int, vocabulary: in
 
 
 def cut_micro_batches(texts: Texts, most: int) -> tuple[Tensor, ...]:
-    """As the trainer cuts an update: whole groups, at most so many tokens a micro-batch, evenly filled."""
+    """The rows of each micro-batch, as the trainer cuts an update: whole groups, at most `most` tokens, evenly filled."""
     return micro_batches(texts, texts.group.unique().tolist(), most)
 
 
 def accumulate_all(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> None:
-    """Forward and backward of every micro-batch with coefficients of alternating sign; the gradient is dropped."""
+    """Run forward and backward of every micro-batch with coefficients of alternating sign, then drop the gradient."""
     for rows in parts:
         with policy.accumulate_gradient(texts, rows) as forward:
             for piece in forward.pieces():
@@ -86,8 +86,10 @@ def shared_part(prompt: int, group: int) -> Part:
 
 
 def force_clipping(workload: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
-    """Old log-probs that clip this share of the rows, and the share of tokens that is. The others lie outside the band on
-    the side on which nothing is clipped, so that the passes decide the same whatever the rounding."""
+    """Old log-probs that clip this share of the rows, and the resulting share of tokens.
+
+    The other rows lie outside the band on the side that never clips, so that every pass decides the same despite rounding.
+    """
     shifted_groups, row, clipped_tokens = list[list[list[float]]](), 0, 0
     for rewards, group in zip(workload.rewards, exact, strict=True):
         mean = statistics.mean(rewards)
@@ -104,7 +106,7 @@ def force_clipping(workload: work.Work, exact: gpu_update.Logprobs, share: float
 
 
 def clipped_part(share: float, name: str) -> Part:
-    """B6: updates with this share of rows clipped, by one pass or two."""
+    """B6: updates with this share of rows clipped, in one pass or two."""
 
     def part(bench: Bench) -> dict[str, Any]:
         setup, workload, exact = still_trainer(bench)
@@ -153,7 +155,10 @@ _exact: dict[int, gpu_update.Logprobs] = {}
 
 
 def still_trainer(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
-    """The trainer of B4 with a learning rate that moves nothing, so that forced shares stay as they are; packs as in B5."""
+    """The trainer of B4, its workload and the policy's exact log-probs of it.
+
+    The learning rate is too small to move a weight, so that forced shares stay as they are. Packs have the size of B5.
+    """
     setup, workload = gpu_update.ours(bench, "0.6B", 0.0, lr=1e-30), work.fixed_work(bench.tiny)
     setup.trainer.settings = replace(setup.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
     if id(setup) not in _exact:

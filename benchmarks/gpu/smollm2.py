@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.smollm2 FOLDER --output benchmarks/results/smollm2-gpu.json
 
-FOLDER is the converted model (`legato.policy.model.smollm2.smollm2_folder()`). It uses the rooms up to `training` only, so
-that torch and transformers are all it needs. `experiment_page` makes docs/experiments/smollm2.md of the stored result.
+FOLDER is the converted model (`legato.policy.model.smollm2.smollm2_folder()`). This script imports packages up to `training`
+only, so that it needs nothing but torch and transformers. `experiment_page` writes docs/experiments/smollm2.md from the
+stored result.
 """
 
 import argparse
@@ -22,6 +23,7 @@ LOGGED = (
 
 
 def make_trainer(folder: str, lr: float, seed: int) -> Any:
+    """The trainer for the model in this folder, on arithmetic questions."""
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
     from legato.policy.model.load import Loading, load_policy
@@ -64,6 +66,7 @@ def make_trainer(folder: str, lr: float, seed: int) -> Any:
 
 
 def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Train for `steps` steps; returns the evaluations and the logged metrics of each step."""
     import torch
 
     from legato.rollouts.sampling import Sampling
@@ -105,7 +108,7 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
 
 
 def experiment_page(result: dict[str, Any]) -> str:
-    """docs/experiments/smollm2.md"""
+    """The text of docs/experiments/smollm2.md."""
     perplexity = [s["equivalence/perplexity_old"] for s in result["steps"] if s["equivalence/perplexity_old"] is not None]
     lines = [
         "# SmolLM2-135M learns to add",

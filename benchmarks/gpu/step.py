@@ -1,6 +1,6 @@
-"""B8: the whole step of the 0.6B shape: 32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; beside TRL.
+"""B8: the whole step of the 0.6B shape, beside TRL: 32 prompts x 8, prompts of 256 tokens, 512 new tokens, 4 updates.
 
-TRL writes its responses by `generate` of transformers: vLLM was not on the machine and is not measured.
+TRL decodes with `generate` of transformers. vLLM was not installed on the machine and is not measured.
 """
 
 import random
@@ -19,7 +19,7 @@ from legato.rollouts.local.select import local_engine
 
 
 def draw_prompts(bench: Bench) -> list[str]:
-    """Prompts of one character a token, all of one length."""
+    """Random prompts of one length, one character per token."""
     count, _, length, _ = gpu_decode.sizes(bench)
     source = random.Random("step")
     return ["".join(source.choice(ALPHABET) for _ in range(length)) for _ in range(max(count, work.UPDATES))]
@@ -36,7 +36,7 @@ def step_work(bench: Bench) -> work.Work:
 
 
 def our_part(bench: Bench) -> dict[str, Any]:
-    """Our trainer with the engine it would choose here, on its defaults."""
+    """Our trainer on its defaults, with the engine that it chooses on this machine."""
     gpu_update.drop(bench)
     workload, new = step_work(bench), gpu_decode.sizes(bench)[3]
     before, memory = bench.held_bytes(), dict[str, Any]()
@@ -72,7 +72,7 @@ def our_part(bench: Bench) -> dict[str, Any]:
 
 
 def _sync_seconds(trainer: Any) -> float | None:
-    """0 where the engine reads the very tensors that are trained, which is looked up; there is nothing to time then."""
+    """0.0 if the engine samples from the trained tensors themselves, so that there is no copy to time; otherwise None."""
     trained = {weight.data_ptr() for weight in trainer.policy.parameters().values()}
     sampled = {weight.data_ptr() for weight in trainer.source.runner.engine.policy.model.parameters()}
     return 0.0 if trained <= sampled else None

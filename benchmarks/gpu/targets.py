@@ -1,4 +1,4 @@
-"""What the GPU benchmarks aim at, and whether the stored results reach it; what was not measured is said to be so."""
+"""The targets of the GPU benchmarks, and whether the stored results meet them. A missing result is "not measured"."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Target:
 
 
 def stored_value(sections: Sections, *path: str) -> Any:
-    """What is stored at a path; None where anything on the way is missing or failed."""
+    """The stored value at a path; None if anything on the path is missing or failed."""
     value: Any = sections
     for index, step in enumerate(path):
         if not isinstance(value, dict):
@@ -47,11 +47,12 @@ def stored_value(sections: Sections, *path: str) -> Any:
 
 
 def sort_parts(parts: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Parts by shape, ours before the peers', whatever the order in which commands measured them."""
+    """Parts sorted by shape, ours before the peers', in whatever order commands measured them."""
     return sorted(parts.items(), key=lambda part: (part[0].split()[0], "TRL" in part[0], "silent" in part[0]))
 
 
 def quotient(first: float | None, second: float | None) -> float | None:
+    """`first / second`; None if a value is missing or `second` is 0."""
     return None if first is None or not second else first / second
 
 
@@ -187,13 +188,13 @@ def _rest(sections: Sections) -> Iterator[Target]:
 
 
 def _times_lower(lengths: Iterable[dict[str, Any]], way: str) -> float:
-    """How many times fewer rows are clipped than with 16-bit logits; 1 where neither side has any."""
+    """How many times fewer rows are clipped than with 16-bit logits; 1 if neither side clips any."""
     ours, theirs = (sum(gaps[name]["clipped"] for gaps in lengths) for name in (way, f"16-bit logits, {way}"))
     return theirs / ours if ours else float("inf") if theirs else 1.0
 
 
 def losses(sections: Sections) -> list[str]:
-    """Where a peer is ahead, in words."""
+    """A sentence for each measurement in which a peer is ahead."""
     sentences = []
     for section in ("B1", "B2"):
         for name, part in (stored_value(sections, section) or {}).items():

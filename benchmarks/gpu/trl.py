@@ -1,8 +1,8 @@
-"""TRL's `GRPOTrainer` in sequence mode on a GPU, as a user would build it; its methods are wrapped to be timed, not changed.
+"""TRL's `GRPOTrainer` in sequence mode on a GPU, as a user would build it. Two methods are wrapped for timing, not changed.
 
 `defaults`: float32 weights under bfloat16 autocast, gradient checkpointing. `strong`: bfloat16 weights (and moments),
-no checkpointing, the largest micro-batch that fits, Liger's layers where they apply. It pads every response of a step to
-the longest one and never trims, so sorting by length would not help it.
+no checkpointing, the largest micro-batch that fits, Liger's layers if they apply. TRL pads every response of a step to the
+longest one and never trims, so sorting by length would not help.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ import torch
 from benchmarks.gpu import work as work
 from benchmarks.gpu.measure import GIB, Bench, describe_error
 from benchmarks.gpu.work import Work
-from benchmarks.step.trl_settings import never_ending, sequence_settings
+from benchmarks.step.trl_settings import disable_end_token, sequence_settings
 
 FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.7B", False): 64}
-"""Rows a micro-batch to try first; halved for as long as memory does not suffice."""
+"""The first micro-batch size to try, in rows. It is halved until it fits into memory."""
 
 
 def make_trainer(
@@ -35,7 +35,7 @@ def make_trainer(
     liger: bool,
     **options: Any,
 ) -> Any:
-    """Its trainer on the fixed rollouts; with `prompts` in the options it writes the responses itself, by `generate`."""
+    """TRL's trainer on the fixed rollouts. With `prompts` in the options, it decodes the responses with `generate`."""
     import datasets
     import trl
 
@@ -85,11 +85,11 @@ def make_trainer(
                 **options,
             ),
         )
-    return never_ending(trainer, model)
+    return disable_end_token(trainer, model)
 
 
 def time_steps(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any]]:
-    """Train; the phases of every step but the first, and what TRL logged of them."""
+    """Train, and return the seconds of each phase of every step but the first, and TRL's log entries of all steps."""
     import transformers
 
     ends: list[float] = []
@@ -135,7 +135,10 @@ def time_call(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> C
 
 @contextlib.contextmanager
 def restore_layers() -> Iterator[None]:
-    """Liger puts its layers into the model's module for the rest of the process; the sides after it must not get them."""
+    """Restore the layers of the Qwen3 module on exit.
+
+    Liger replaces them for the rest of the process, and later sides must not use Liger's layers.
+    """
     from transformers.models.qwen3 import modeling_qwen3 as module
 
     names = dict(vars(module))
@@ -151,7 +154,7 @@ def restore_layers() -> Iterator[None]:
 def train_largest_fitting(
     bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int, **options: Any
 ) -> dict[str, Any]:
-    """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
+    """Train with the largest micro-batch that fits. The strong setting uses Liger's layers unless they fail."""
     rows = len(workload.prompts) * len(workload.rewards[0]) // work.UPDATES
     micro = min(rows, options.pop("micro", None) or (4 if bench.tiny else FIRST_MICRO[shape, strong]))
     liger, notes = strong and bench.cuda, list[str]()
@@ -185,7 +188,7 @@ def train_largest_fitting(
             if not liger:
                 raise
             liger, error = False, f"Liger's layers: {describe_error(failure)}"
-        # Out of the except block, so that the frames that hold the model are gone before the next try.
+        # Outside the except block, so that the frames that hold the model are freed before the next try.
         notes.append(error)
         trainer = None
 
@@ -197,7 +200,7 @@ def _versions() -> dict[str, str]:
 
 
 def update_phase(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int) -> dict[str, Any]:
-    """B4's other side."""
+    """TRL's side of B4."""
     result = train_largest_fitting(bench, shape, workload, strong=strong, steps=steps)
     model = work.make_model(bench, shape) if bench.tiny else meta_model(shape)
     result["flops_anchor"] = work.rectangle_flops(model, workload, passes=(False,)).total
@@ -206,6 +209,6 @@ def update_phase(bench: Bench, shape: str, workload: Work, *, strong: bool, step
 
 
 def meta_model(shape: str) -> Any:
-    """The model's shapes without its numbers."""
+    """The model on the meta device: shapes without values."""
     with torch.device("meta"):
         return work.make_model(Bench(device=torch.device("meta"), tiny=False, deadline=0.0), shape)

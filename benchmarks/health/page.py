@@ -1,4 +1,4 @@
-"""docs/experiments/health.md from benchmarks/results/health.json."""
+"""Render docs/experiments/health.md from benchmarks/results/health.json."""
 
 import json
 import statistics
@@ -35,37 +35,37 @@ ROUNDS = (
     ),
     ("below", "`reward-below-start` asks for five steps in a row; `drift` as before", "below", "below", "below"),
 )
-"""What earlier thresholds gave; their runs are not kept."""
+"""The results of earlier thresholds; their runs are not stored."""
 
 
 def paragraph(text: str) -> list[str]:
-    """As lines of a page."""
+    """A text wrapped into lines of at most 125 characters."""
     return textwrap.wrap(" ".join(text.split()), 125, break_on_hyphens=False, break_long_words=False)
 
 
 def load_results(path: Path = RESULTS) -> dict[str, Any]:
-    """What was measured; nothing where it was not."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    """The stored results; empty if nothing was measured."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return results
 
 
-def before(run: Run, first: int) -> float:
+def reward_before(run: Run, first: int) -> float:
     """The mean reward of the last 20 healthy steps."""
     return statistics.fmean(value for value in run["rewards"][first - 20 : first] if value is not None)
 
 
-def at_end(run: Run, steps: int = 20) -> float:
+def reward_at_end(run: Run, steps: int = 20) -> float:
     return statistics.fmean(value for value in run["rewards"][-steps:] if value is not None)
 
 
-def halve(run: Run, first: int) -> int | None:
-    """The first step after the fault whose reward is below half of what it was."""
-    limit = before(run, first) / 2
-    found = (step for step, value in enumerate(run["rewards"], 1) if step > first and value is not None and value < limit)
-    return next(found, None)
+def step_of_half(run: Run, first: int) -> int | None:
+    """The first step after the fault with less than half of the reward before it; None if there is none."""
+    limit = reward_before(run, first) / 2
+    steps = (step for step, value in enumerate(run["rewards"], 1) if step > first and value is not None and value < limit)
+    return next(steps, None)
 
 
-def _start(run: Run) -> float:
+def reward_at_start(run: Run) -> float:
     return statistics.fmean(value for value in run["rewards"][:20] if value is not None)
 
 
@@ -73,28 +73,28 @@ def alarms(run: Run, first: int = 0) -> list[Run]:
     return [each for each in run["findings"] if each["level"] == "alarm" and each["step"] > first]
 
 
-def before_mean(run: Run, first: int, count: int = 5) -> bool:
-    """The same for the mean of so many steps, which single steps do not decide."""
-    rewards, limit = [value or 0.0 for value in run["rewards"]], before(run, first) / 2
+def in_time_by_mean(run: Run, first: int, count: int = 5) -> bool:
+    """Whether an alarm came before the mean reward of `count` steps fell below half, so that no single step decides."""
+    rewards, limit = [value or 0.0 for value in run["rewards"]], reward_before(run, first) / 2
     ends = range(first + 1, len(rewards) + 1)
     half = next((end for end in ends if statistics.fmean(rewards[end - count : end]) < limit), None)
-    sounded = alarms(run, first)
-    return bool(sounded) and (half is None or sounded[0]["step"] < half)
+    raised = alarms(run, first)
+    return bool(raised) and (half is None or raised[0]["step"] < half)
 
 
 def in_time(run: Run, first: int) -> bool:
     """Whether an alarm came before the first step with less than half of the reward."""
-    sounded, half = alarms(run, first), halve(run, first)
-    return bool(sounded) and (half is None or sounded[0]["step"] < half)
+    raised, half = alarms(run, first), step_of_half(run, first)
+    return bool(raised) and (half is None or raised[0]["step"] < half)
 
 
-def back(run: Run, usual: float) -> bool:
+def has_recovered(run: Run, usual: float) -> bool:
     """Whether the run ended above the reward before the collapse."""
-    return run["exit_code"] == 0 and at_end(run) > usual
+    return run["exit_code"] == 0 and reward_at_end(run) > usual
 
 
 def experiment_page(results: Mapping[str, Any]) -> str:
-    """The page; what was not measured is left out."""
+    """The text of docs/experiments/health.md. Arms that were not measured are left out."""
     if not results:
         return "# The health watch, measured\n\nNot measured yet: `python -m benchmarks.health`.\n"
     first = int(results["first"])
@@ -127,23 +127,25 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         *paragraph(
             f"Below are the seeds run after the last change (`{results['thresholds']}` is the hash of what rules test)."
         ),
-        *_verified(of.get("verify", []), first),
-        *_collapse(of.get("collapse", []), first),
-        *_recovery(
-            of.get("recover", []), of.get("rollback", []), {r["seed"]: before(r, first) for r in of.get("collapse", [])}
+        *verify_section(of.get("verify", []), first),
+        *collapse_section(of.get("collapse", []), first),
+        *recovery_section(
+            of.get("recover", []),
+            of.get("rollback", []),
+            {r["seed"]: reward_before(r, first) for r in of.get("collapse", [])},
         ),
-        *_quiet(of.get("healthy", [])),
-        *_early(of),
-        *_faults(of, first),
+        *healthy_section(of.get("healthy", [])),
+        *early_section(of),
+        *faults_section(of, first),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _verified(runs: Sequence[Run], first: int) -> list[str]:
+def verify_section(runs: Sequence[Run], first: int) -> list[str]:
     if not runs:
         return []
-    worst = max(at_end(run, 50) / before(run, first) for run in runs)
-    rows = [[f"{run['seed']}", f"{before(run, first):.2f}", f"{at_end(run, 50):.3f}"] for run in runs]
+    worst = max(reward_at_end(run, 50) / reward_before(run, first) for run in runs)
+    rows = [[f"{run['seed']}", f"{reward_before(run, first):.2f}", f"{reward_at_end(run, 50):.3f}"] for run in runs]
     return [
         "",
         f"## That {COLLAPSE} is a collapse",
@@ -157,15 +159,21 @@ def _verified(runs: Sequence[Run], first: int) -> list[str]:
     ]
 
 
-def _collapse(runs: Sequence[Run], first: int) -> list[str]:
+def collapse_section(runs: Sequence[Run], first: int) -> list[str]:
     if not runs:
         return []
     rows = []
     for run in runs:
-        sounded = alarms(run, first)
-        told = f"{sounded[0]['step']} ({sounded[0]['rule']})" if sounded else "-"
+        raised = alarms(run, first)
+        first_alarm = f"{raised[0]['step']} ({raised[0]['rule']})" if raised else "-"
         rows.append(
-            [f"{run['seed']}", f"{before(run, first):.2f}", told, f"{halve(run, first) or '-'}", f"{at_end(run):.2f}"]
+            [
+                f"{run['seed']}",
+                f"{reward_before(run, first):.2f}",
+                first_alarm,
+                f"{step_of_half(run, first) or '-'}",
+                f"{reward_at_end(run):.2f}",
+            ]
         )
     return [
         "",
@@ -174,7 +182,7 @@ def _collapse(runs: Sequence[Run], first: int) -> list[str]:
         *paragraph(
             f"Alarm before the first step with less than half of the reward: **{sum(in_time(run, first) for run in runs)} of"
             f" {len(runs)}** fresh seeds (wanted: 9 of 10); before the mean of five steps was below half:"
-            f" {sum(before_mean(run, first) for run in runs)} of {len(runs)}."
+            f" {sum(in_time_by_mean(run, first) for run in runs)} of {len(runs)}."
         ),
         "",
         *markdown(
@@ -183,8 +191,11 @@ def _collapse(runs: Sequence[Run], first: int) -> list[str]:
     ]
 
 
-def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int, float]) -> list[str]:
-    """`usual`: the reward before the collapse by seed; of a run that was rolled back those steps are not the first ones."""
+def recovery_section(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int, float]) -> list[str]:
+    """The section on recovery. `usual` is the reward before the collapse, by seed.
+
+    It comes from other runs, because a run that was rolled back stores other steps there.
+    """
     runs = [run for run in runs if run["seed"] in usual]
     if not runs:
         return []
@@ -196,7 +207,7 @@ def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int,
                 f"{run['seed']}",
                 f"{usual[run['seed']]:.2f}",
                 "; ".join(done) or "-",
-                f"{at_end(run):.2f}",
+                f"{reward_at_end(run):.2f}",
                 str(run["exit_code"]),
             ]
         )
@@ -206,8 +217,8 @@ def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int,
         "",
         *paragraph(
             f"Back above the reward before the collapse at step {ARMS['recover'][1]}:"
-            f" **{sum(back(run, usual[run['seed']]) for run in runs)} of {len(runs)}** fresh seeds (wanted: 8 of 10)."
-            f" The learning rate is"
+            f" **{sum(has_recovered(run, usual[run['seed']]) for run in runs)} of {len(runs)}** fresh seeds"
+            " (wanted: 8 of 10). The learning rate is"
             f" still raised fivefold from the step after the healthy ones on; each recovery halves it."
         ),
         "",
@@ -225,41 +236,41 @@ def _recovery(runs: Sequence[Run], unchanged: Sequence[Run], usual: Mapping[int,
     return lines
 
 
-def _quiet(runs: Sequence[Run]) -> list[str]:
+def healthy_section(runs: Sequence[Run]) -> list[str]:
     if not runs:
         return []
     steps = sum(len(run["rewards"]) for run in runs)
     false = [(run["seed"], each) for run in runs for each in alarms(run)]
     warned = sum(each["level"] == "warning" for run in runs for each in run["findings"])
-    told = "".join(f" `{each['rule']}` at step {each['step']} of seed {seed}." for seed, each in false)
+    false_words = "".join(f" `{each['rule']}` at step {each['step']} of seed {seed}." for seed, each in false)
     return [
         "",
         "## Healthy runs",
         "",
         *paragraph(
             f"**{count(len(false), 'false alarm')} in {steps:,} healthy steps** ({len(runs)} seeds; wanted: at most 1 in"
-            f" 2,000), and {count(warned, 'warning')}.{told} The reward went from"
-            f" {statistics.fmean(_start(run) for run in runs):.2f} to"
-            f" {statistics.fmean(at_end(run) for run in runs):.2f} on average."
+            f" 2,000), and {count(warned, 'warning')}.{false_words} The reward went from"
+            f" {statistics.fmean(reward_at_start(run) for run in runs):.2f} to"
+            f" {statistics.fmean(reward_at_end(run) for run in runs):.2f} on average."
         ),
     ]
 
 
-def _early(of: Mapping[str, Sequence[Run]]) -> list[str]:
+def early_section(of: Mapping[str, Sequence[Run]]) -> list[str]:
     rows = []
     for arm, factor in EARLY.items():
         runs = of.get(arm, [])
         if not runs:
             continue
-        sounded = [found[0] for run in runs if (found := alarms(run))]
-        steps = [each["step"] for each in sounded]
-        rewards = (statistics.fmean(run["rewards"][0] for run in runs), statistics.fmean(at_end(run) for run in runs))
+        first_alarms = [raised[0] for run in runs if (raised := alarms(run))]
+        steps = [each["step"] for each in first_alarms]
+        rewards = (statistics.fmean(run["rewards"][0] for run in runs), statistics.fmean(reward_at_end(run) for run in runs))
         rows.append(
             [
                 f"x {factor}",
-                f"{len(sounded)} of {len(runs)}",
+                f"{len(first_alarms)} of {len(runs)}",
                 f"{statistics.median(steps):g}" if steps else "-",
-                ", ".join(sorted({each["rule"] for each in sounded})) or "-",
+                ", ".join(sorted({each["rule"] for each in first_alarms})) or "-",
                 f"{rewards[0]:.2f} to {rewards[1]:.2f}",
             ]
         )
@@ -278,25 +289,26 @@ def _early(of: Mapping[str, Sequence[Run]]) -> list[str]:
     ]
 
 
-def _faults(of: Mapping[str, Sequence[Run]], first: int) -> list[str]:
+def faults_section(of: Mapping[str, Sequence[Run]], first: int) -> list[str]:
     rows, caught, all_runs, delays = [], 0, 0, list[int]()
     for name, fault in FAULTS.items():
         runs = of.get("collapse" if name == COLLAPSE else f"fault: {name}", [])
         if not runs:
             continue
-        sounded = [found[0] for run in runs if (found := alarms(run, first))]
-        warned = [found[0]["step"] - first for run in runs if (found := _signs(run, first))]
-        late = [each["step"] - first for each in sounded]
-        caught, all_runs, delays = caught + len(sounded), all_runs + len(runs), delays + late
-        rules = sorted({each["rule"] for each in sounded})
+        first_alarms = [findings[0] for run in runs if (findings := alarms(run, first))]
+        warned = [findings[0]["step"] - first for run in runs if (findings := signs_after(run, first))]
+        late = [each["step"] - first for each in first_alarms]
+        caught, all_runs, delays = caught + len(first_alarms), all_runs + len(runs), delays + late
+        rules = sorted({each["rule"] for each in first_alarms})
         rows.append(
             [
                 fault.says,
-                f"{len(sounded)} of {len(runs)}",
+                f"{len(first_alarms)} of {len(runs)}",
                 f"{statistics.median(late):g}" if late else "-",
                 f"{statistics.median(warned):g}" if warned else "-",
                 ", ".join(rules) or "-",
-                f"{statistics.fmean(before(r, first) for r in runs):.2f} to {statistics.fmean(at_end(r) for r in runs):.2f}",
+                f"{statistics.fmean(reward_before(r, first) for r in runs):.2f} to"
+                f" {statistics.fmean(reward_at_end(r) for r in runs):.2f}",
             ]
         )
     if not rows:
@@ -317,27 +329,27 @@ def _faults(of: Mapping[str, Sequence[Run]], first: int) -> list[str]:
         "",
         *markdown(heads, rows),
         "",
-        *_detectors(of, first),
+        *rule_table(of, first),
     ]
 
 
-def _signs(run: Run, first: int) -> list[Run]:
+def signs_after(run: Run, first: int) -> list[Run]:
     return [each for each in run["findings"] if each["level"] != "note" and each["step"] > first]
 
 
-def _detectors(of: Mapping[str, Sequence[Run]], first: int) -> list[str]:
-    """What each rule alone would have caught."""
+def rule_table(of: Mapping[str, Sequence[Run]], first: int) -> list[str]:
+    """A table of the faults that each rule alone would have detected."""
     runs = [run for arm, several in of.items() if arm == "collapse" or arm.startswith("fault: ") for run in several]
-    found: dict[str, list[int]] = {}
+    delays_by_rule: dict[str, list[int]] = {}
     for run in runs:
-        seen: dict[str, int] = {}
-        for each in _signs(run, first):
-            seen.setdefault(each["rule"], each["step"] - first)
-        for rule, delay in seen.items():
-            found.setdefault(rule, []).append(delay)
+        first_delays: dict[str, int] = {}
+        for each in signs_after(run, first):
+            first_delays.setdefault(each["rule"], each["step"] - first)
+        for rule, delay in first_delays.items():
+            delays_by_rule.setdefault(rule, []).append(delay)
     rows = [
         [f"`{rule}`", f"{len(delays)} of {len(runs)}", f"{statistics.median(delays):g}"]
-        for rule, delays in sorted(found.items(), key=lambda item: -len(item[1]))
+        for rule, delays in sorted(delays_by_rule.items(), key=lambda item: -len(item[1]))
     ]
     return [
         "Each rule by itself, over all faulty runs:",

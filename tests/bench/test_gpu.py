@@ -1,4 +1,4 @@
-"""The GPU benchmarks at toy shapes on a CPU: every section runs, stores what it finds, and makes its part of the page."""
+"""The GPU benchmarks at toy shapes on a CPU: every section runs, stores its results and renders its part of the page."""
 
 import json
 import time
@@ -31,7 +31,7 @@ def bench() -> Bench:
     return settings
 
 
-# What each section needs least of: one part of ours, and a peer that needs no package.
+# The fewest parts of each section: one of ours, and a peer that needs no package.
 PARTS = {
     "B1": (gpu_head.size_name(gpu_head.BOLD) + ", temperature 1",),
     "B2": (gpu_head.size_name(gpu_head.BOLD),),
@@ -68,7 +68,7 @@ def test_page_and_figures_are_built_from_partial_results(bench: Bench, document:
     run_parts(bench, document, "B7", {name: parts_of("B7")[name] for name in PARTS["B7"]}, ())
     page = gpu_page.gpu_section(document.content)
     assert "Toy shapes" in page and "not measured" in page
-    # Cells hold no bars of their own.
+    # No cell contains a bar.
     for line in page.splitlines():
         if line.startswith("| B"):
             assert line.count("|") == 6, line
@@ -157,7 +157,7 @@ def test_flops_of_a_shape_equal_those_of_the_model(shape: str) -> None:
 
 
 def test_possible_gain_is_smaller_than_the_token_ratio() -> None:
-    """Without a prompt nothing; with one, less than r, since the head is not shared. By hand for a group of two."""
+    """Without a prompt there is no gain. With one it is below r, because the head is not shared. By hand for two rows."""
     assert gpu_work.possible_gain(0, 256, 8) == 1.0
     assert 1.0 < gpu_work.possible_gain(512, 256, 8) < 8 * 768 / (512 + 8 * 256)
     flops = gpu_work.Flops.of_shape("0.6B")
