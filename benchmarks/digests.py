@@ -1,6 +1,6 @@
 """Digests of whole runs. Two checkouts that compute the same have equal digests of every metric and every weight.
 
-    python -m benchmarks.digests --source OLD/src --output before.json      runs the cases with the package found there
+    python -m benchmarks.digests --source OLD/src --output before.json      runs the cases with that package
     python -m benchmarks.digests --compare before.json after.json           names what differs; exit code 1 if anything does
 
 Runs use only the public commands (`legato train`, `resume`, `mismatch`), so that any version can be measured. Bits depend on

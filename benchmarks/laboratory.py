@@ -1,6 +1,6 @@
 """Run the experiments of `legato lab` on their default task and store them for docs/experiments/lab.md.
 
-    python -m benchmarks.laboratory WORK                # all five; minutes on two cores, an hour where they are shared
+    python -m benchmarks.laboratory WORK                # all five; minutes on two idle cores, up to an hour on busy ones
     python -m benchmarks.laboratory WORK variance       # one of them
 
 Each experiment is the command itself in its own process; an interrupted `clipping` sweep resumes. The NAME.json of a command

@@ -159,10 +159,11 @@ def performance_page(results: dict[str, Any]) -> str:
         f" {results['samples']} interleaved calls,",
         "as ratios to one plain pass `(new - old).exp().sum()` over the same tensors in the same run.",
         "Targets: loss and coefficients 2.5x for gspo and luspo and 5x for token members, 8x with all metrics.",
-        "The C library was told to keep freed memory (`mallopt`), for the plain pass as for the rest: by default it gives",
-        "megabytes back to the system after each call, and the ratios then depend on how the page faults fall.",
+        "The C library was set to keep freed memory (`mallopt`) in all calls, including the plain pass: by default it",
+        "returns megabytes to the system after each call, and the ratios then depend on page faults.",
         "The error is the largest of the float32 coefficients against float64, relative to the largest coefficient.",
-        "Memory is the peak of one call over its inputs, in tensors of the size of `logprobs`; the coefficients are one.",
+        "Memory is the peak of one call above its inputs, in tensors of the size of `logprobs`. The coefficients are one",
+        "such tensor.",
         "",
         "| member | plain, ms | loss and coefficients | with all metrics | error | memory | with metrics | within targets |",
         "|---|---|---|---|---|---|---|---|",
@@ -186,8 +187,8 @@ def performance_page(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    found = run()
+    results = run()
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    (Path(__file__).parents[1] / "docs" / "performance.md").write_text(performance_page(found))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    (Path(__file__).parents[1] / "docs" / "performance.md").write_text(performance_page(results))
     print(f"wrote {RESULTS.name} and docs/performance.md")

@@ -246,13 +246,13 @@ def measure(rounds: int, device: str) -> dict[str, Any]:
 def routing_section(results: dict[str, Any]) -> str:
     """The section of `docs/performance.md`."""
     on_gpu = results.get("device") == "cuda"
-    option, clock = (" --device cuda", "seconds") if on_gpu else ("", "CPU time of one thread")
+    option, clock = (" --device cuda", "wall time") if on_gpu else ("", "CPU time of one thread")
     lines = [
         f"## Router taps and Routing Replay on a {'GPU' if on_gpu else 'CPU'}",
         "",
         f"`python -m benchmarks.routing{option}`: one update of 64 responses with GRPO in one pass, metrics included.",
-        f"The sides take turns; {clock}; the median over rounds of the ratio within a round, in brackets the",
-        f"least and most of five parts of them. {results['machine']}.",
+        f"The sides take turns; times are {clock}. Ratios are medians over rounds, taken within a round; brackets hold",
+        f"the smallest and largest median over five parts of the rounds. {results['machine']}.",
         "",
         "| mixture | responses | side | update, ms | more than without | target | |",
         "|---|---|---|---|---|---|---|",
@@ -272,12 +272,12 @@ def routing_section(results: dict[str, Any]) -> str:
     result = results["rows"][-1]["memory"]
     lines += [
         "",
-        f"Memory, with M = {result['layers']} layers of experts and K = {result['active']} active ones: a record to replay",
-        f"holds M K = {result['replay']:.0f} bytes a token of prompt or response (8 bits an expert, 16 beyond 256 of them),",
-        f"and so does the engine's. The measures hold {result['measured_experts']:.0f} bytes of experts and",
-        f"{result['measured_logprobs']:.0f} of their log-probs (4 M K) a token of a response while a step lasts. For"
-        " Qwen3-30B-A3B",
-        "(M = 48, K = 8) that is 384 bytes a token to replay and 1,920 to measure.",
+        f"Memory, with M = {result['layers']} layers of experts and K = {result['active']} active experts: a record for",
+        f"replay holds M K = {result['replay']:.0f} bytes per token of prompt or response (8 bits per expert, 16 with more",
+        "than 256 experts), and so does the engine's record. During a step, the metrics hold"
+        f" {result['measured_experts']:.0f} bytes of experts and",
+        f"{result['measured_logprobs']:.0f} bytes of their log-probs (4 M K) per response token. For Qwen3-30B-A3B",
+        "(M = 48, K = 8) that is 384 bytes per token for replay and 1,920 for metrics.",
     ]
     return "\n".join(lines) + "\n"
 

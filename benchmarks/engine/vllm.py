@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 SETTINGS = {
-    # One process, so that its CPU time can be read; threads where the system puts them.
+    # One process, so that its CPU time can be read; threads are not pinned.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",

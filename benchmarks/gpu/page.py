@@ -160,7 +160,7 @@ def ablation(parts: Parts) -> list[str]:
             off, on = (parts[name]["seconds"]["phase"] for name in (first, second))
             table.append(("skipping off, 40 % of groups silent (against skipping on)", f"{off:.2f}", f"{off / on:.2f}", "-"))
     factors = table_lines("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
-    return ["", "Ablation: one factor at a time. Above 1, the factor as it is by default saves time.", "", *factors]
+    return ["", "Ablation: one factor changed at a time. Above 1, the default saves time.", "", *factors]
 
 
 def _shared(parts: Parts) -> list[str]:
@@ -287,8 +287,8 @@ def _memory(parts: Parts) -> list[str]:
         table.append((result["side"], points, f"{result['gib_per_thousand_tokens']:.2f}", *fits))
     header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
     words = (
-        "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
-        " after a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
+        "The last three columns come from a straight line through the measured points. A response has 1,024 tokens after a"
+        " prompt of 256; our side computes the prompt once for 8 responses. No side recomputes layers."
     )
     return [*table_lines(f"{header} | responses in 80 GiB", table), "", words]
 
@@ -315,37 +315,36 @@ def section_table(section: str, result: dict[str, Any]) -> str:
 
 
 NOTES = {
-    "B1": "Whole sequences, as many at once as the policy holds logits for. Every head is held to float64 before it is"
-    " timed.",
-    "B2": "The band is 0.2 here, so that rounding decides nobody's gradient. Heads that take rectangles only are given the"
-    " same number of tokens in sequences of one length, so that no padding is charged to them. Liger's Hopper head"
-    " (CuTe) needs packages too large to bring to the machine and was not measured.",
+    "B1": "Whole sequences, as many at once as the policy holds logits for. Every head is checked against float64 before it"
+    " is timed.",
+    "B2": "The band is 0.2 here, so that rounding clips no row. Heads that take only rectangles get the same number of"
+    " tokens in sequences of one length, so that they pay for no padding. Liger's Hopper head (CuTe) needs packages too"
+    " large to bring to the machine and was not measured.",
     "B4": "32 prompts x 8, prompts of 200 to 312 tokens, responses log-normal with mean 405 and at most 1024 tokens, 4"
     " updates, gspo at its published band, rewards from a fixed table. Useful tokens: response tokens of all rows."
-    " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by the pairs looked"
-    " at; the forward of a first pass counts as what it is; no padding, no recomputed layers) over the time and the"
-    " product ceiling of the same run. Rows that are skipped are useful tokens all the same: one pass skips none. Peak"
-    " memory is of the micro-batch each side chose: 16k tokens of ours, rows padded to the longest of theirs."
-    " Both sides recompute the old log-probs unless said otherwise. Ours keeps float32 master weights and moments; TRL's"
-    " strong setting has"
-    " everything in bfloat16.",
-    "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as the recipes of this size have them."
-    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads; the head reads every response on both sides,"
-    " and so does attention over the prompt: `possible by products` counts those too.",
+    " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by query-key pairs; the"
+    " forward of a first pass counts as a forward; no padding, no recomputed layers), divided by the time and the product"
+    " ceiling of the same run. Tokens of skipped rows count as useful too; one pass skips no row. Peak memory is that of the"
+    " micro-batch each side chose: 16k tokens on our side, rows padded to the longest on TRL's. Both sides recompute the old"
+    " log-probs unless the table says otherwise. Our side keeps float32 master weights and moments; TRL's strong setting"
+    " keeps everything in bfloat16.",
+    "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as in the recipes of this size."
+    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads. The head reads every response on both sides,"
+    " and so does attention over the prompt: `possible by products` counts these too.",
     "B6": "0.6B shape, packs of 32k tokens, learning rate 0, old log-probs set so that exactly these rows are clipped. The"
-    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4; c is the share of tokens here.",
+    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4, where c is the share of skipped tokens.",
     "B7": "32 prompts x 8, prompts of 256 tokens, temperature 1, no end token; 512 new tokens, or the ragged lengths of B4."
-    " Best of the repeats. The roofline is made of the run's own ceilings: weights or products, whichever is slower,"
-    " and the keys and values of the rows still being written. vLLM was not measured.",
-    "B8": "32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; our side on its defaults, anchor and passes"
-    " chosen by the run.",
-    "B3": "Time of the head, forward and backward, over the sequences that have a gradient: what a second pass computes.",
+    " Best of the repeats. The roofline uses the ceilings of the same run: the slower of reading the weights and computing"
+    " the products, plus reading the KV cache of the rows still being decoded. vLLM was not measured.",
+    "B8": "32 prompts x 8, prompts of 256 tokens, 512 new tokens, 4 updates; our side on its defaults, with anchor and"
+    " passes chosen by the run.",
+    "B3": "Time of the head, forward and backward, over the sequences that have a gradient, as in a second pass.",
     "B10": "0.6B shape with random weights, 64 responses sampled by the engine and cut to each length. Same path: with and"
     " without a gradient in the same packs. Different packs: packs of 16k tokens and every row alone. Engine: its own"
     " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. Clipped: half of the rows"
     " outside the band, since the sign of the advantage decides whether the clip acts. TRL: its old log-probs and its"
-    " new ones, rows shuffled, nothing learnt between. What is left between engine and trainer comes from the body: its"
-    " bfloat16 sums are taken in another order, and next to that the rounding of logits is small.",
+    " new ones, rows shuffled, without an update between. The remaining gap between engine and trainer comes from the body:"
+    " its bfloat16 sums run in another order, and the rounding of logits is small compared with that.",
     "B11": "1.7B shape; weights, gradients and optimizer state included.",
 }
 
@@ -358,21 +357,21 @@ def gpu_section(document: dict[str, Any]) -> str:
     lines = [
         "## On a GPU",
         "",
-        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Under each table stands its run;"
-        " runs of different times are of different states of the code.",
+        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Below each table is the time of its run;"
+        " runs of different times measured different states of the code.",
         "",
         f"One {machine['device']}; torch {machine['torch']}, transformers {machine['transformers']},"
         f" Python {machine['python']}; Qwen3 shapes with random weights, bfloat16.",
-        "Kernels are called in rounds, each in an order of its own, the host ahead of the device, and given as medians with"
-        " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead); steps as medians after"
-        " one to warm up. Peaks of memory count what CUDA graphs hold (since 2026-11-16).",
+        "Kernels are called in rounds, each in its own order, with the host ahead of the device; times are medians with"
+        " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead). Steps are medians after"
+        " one warm-up step. Peak memory includes the pools of CUDA graphs (since 2026-11-16).",
         f"Ceilings of the runs: {_range(ceilings, 'tflops', '{:.0f}')} TFLOP/s (8192^3, bfloat16),"
         f" {_range(ceilings, 'terabytes_per_second', '{:.2f}')} TB/s (copy, read and write counted).",
     ]
     if any(part.get("tiny") for part in parts):
         lines += ["", "**Toy shapes: a rehearsal of the page, not a measurement.**"]
     lines += ["", "### Targets", ""]
-    reached = [(t.section, t.what, t.wanted, t.shown, t.verdict) for t in targets(sections)]
+    reached = [(t.section, t.title, t.required, t.measured, t.verdict) for t in targets(sections)]
     lines += table_lines("section | what | target | measured | verdict", reached)
     lost = losses(sections)
     lines += ["", "Where a peer is ahead:", "", *(f"- {line}" for line in lost)] if lost else []

@@ -157,12 +157,12 @@ def _grpo_arguments() -> dict[str, Any]:
 def liger_grpo() -> Callable[[Sequences], Tensor]:
     """Liger's fused linear GRPO loss: compiled, as shipped; not compiled if this machine cannot compile it."""
     build = import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
-    built: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def call(batch: Sequences) -> Tensor:
         rows, columns = batch.even()
-        if not built:
-            built["loss"] = build(
+        if not cache:
+            cache["loss"] = build(
                 **_grpo_arguments(),
                 use_ref_model=False,
                 epsilon_low=WIDE,
@@ -178,12 +178,12 @@ def liger_grpo() -> Callable[[Sequences], Tensor]:
             batch.advantages,
         )
         try:
-            logprobs: Tensor = built["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
-        except Exception:  # whatever a compiler raises
-            if not built["loss"].compiled:
+            logprobs: Tensor = cache["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+        except Exception:  # a compiler may raise anything
+            if not cache["loss"].compiled:
                 raise
-            built["loss"].compiled = False
-            logprobs = built["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+            cache["loss"].compiled = False
+            logprobs = cache["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
         return logprobs
 
     return call

@@ -16,18 +16,18 @@ Sections = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Target:
     section: str
-    what: str
-    wanted: str
+    title: str
+    required: str
     value: float | None
     met: bool | None
-    shown: str
+    measured: str
 
     @classmethod
-    def of(cls, section: str, what: str, value: float | None, bound: float, form: str, *, least: bool) -> "Target":
-        wanted = f"at {'least' if least else 'most'} {form.format(bound)}"
+    def of(cls, section: str, title: str, value: float | None, bound: float, form: str, *, least: bool) -> "Target":
+        required = f"at {'least' if least else 'most'} {form.format(bound)}"
         if value is None:
-            return cls(section, what, wanted, None, None, "not measured")
-        return cls(section, what, wanted, value, value >= bound if least else value <= bound, form.format(value))
+            return cls(section, title, required, None, None, "not measured")
+        return cls(section, title, required, value, value >= bound if least else value <= bound, form.format(value))
 
     @property
     def verdict(self) -> str:
@@ -47,7 +47,7 @@ def stored_value(sections: Sections, *path: str) -> Any:
 
 
 def sort_parts(parts: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Parts sorted by shape, ours before the peers', in whatever order commands measured them."""
+    """Parts sorted by shape, ours before the peers', independent of the order of measurement."""
     return sorted(parts.items(), key=lambda part: (part[0].split()[0], "TRL" in part[0], "silent" in part[0]))
 
 
@@ -100,13 +100,13 @@ def _update(sections: Sections) -> Iterator[Target]:
             times = quotient(ours.get("useful_per_second"), theirs.get("useful_per_second"))
             yield Target.of("B4", f"{shape}: useful tokens per second of TRL {side}", times, factor, "{:.2f}x", least=True)
             times = quotient(plain.get("useful_per_second"), theirs.get("useful_per_second"))
-            what = f"{shape}: the same in one pass, no row skipped, of TRL {side}"
-            yield Target.of("B4", what, times, factor, "{:.2f}x", least=True)
+            title = f"{shape}: the same in one pass, no row skipped, of TRL {side}"
+            yield Target.of("B4", title, times, factor, "{:.2f}x", least=True)
         memory = quotient(ours.get("peak_gib"), (stored_value(sections, "B4", f"{shape} TRL strong") or {}).get("peak_gib"))
         yield Target.of("B4", f"{shape}: peak memory of TRL strong", memory, 0.5, "{:.2f}x", least=False)
         yield Target.of("B4", f"{shape}: MFU of the updates", ours.get("mfu_updates"), mfu, "{:.0%}", least=True)
-        what = f"{shape}: MFU of the updates in one pass, no row skipped"
-        yield Target.of("B4", what, plain.get("mfu_updates"), mfu, "{:.0%}", least=True)
+        title = f"{shape}: MFU of the updates in one pass, no row skipped"
+        yield Target.of("B4", title, plain.get("mfu_updates"), mfu, "{:.0%}", least=True)
 
 
 def _saved(sections: Sections) -> Iterator[Target]:
@@ -118,8 +118,8 @@ def _saved(sections: Sections) -> Iterator[Target]:
             shares["products"].append(times / possible_gain(result["prompt"], result["response"], result["group"]))
     worst = {name: min(result, default=None) for name, result in shares.items()}
     yield Target.of("B5", "gain of shared prompts, of r, worst case", worst["r"], 0.85, "{:.2f}", least=True)
-    what = "the same, of what the products allow (the head's are not shared)"
-    yield Target.of("B5", what, worst["products"], 0.85, "{:.2f}", least=True)
+    title = "the same, of what the products allow (the head's are not shared)"
+    yield Target.of("B5", title, worst["products"], 0.85, "{:.2f}", least=True)
     yield Target.of(
         "B6", "two passes against the cost table, largest distance", _worst_cost(sections), 0.05, "{:.0%}", least=False
     )
@@ -199,7 +199,7 @@ def losses(sections: Sections) -> list[str]:
     for section in ("B1", "B2"):
         for name, part in (stored_value(sections, section) or {}).items():
             heads = part.get("heads", {})
-            for key, what in (("seconds", "faster"), ("peak_gib", "smaller in memory")):
+            for key, adjective in (("seconds", "faster"), ("peak_gib", "smaller in memory")):
                 ours = heads.get("Legato", {}).get(key)
                 ahead = [
                     f"{peer} ({ours / row[key]:.2f}x)"
@@ -207,7 +207,7 @@ def losses(sections: Sections) -> list[str]:
                     if "bare" not in peer and peer != "Legato" and ours and row.get(key) and row[key] < ours
                 ]
                 if ahead:
-                    sentences.append(f"{section}, {name}: {what} than our head: {', '.join(ahead)}.")
+                    sentences.append(f"{section}, {name}: {adjective} than our head: {', '.join(ahead)}.")
     for shape in ("0.6B", "1.7B"):
         ours = stored_value(sections, "B4", f"{shape} Legato") or {}
         for side in ("strong", "defaults"):

@@ -237,7 +237,7 @@ def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE
 
 
 def drop(bench: Bench) -> None:
-    """Let go of what is kept: another side needs the memory."""
+    """Drop the kept trainer, because another side needs the memory."""
     _built.clear()
     bench.free()
 

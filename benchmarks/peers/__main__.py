@@ -304,19 +304,19 @@ def advantage_comparisons() -> Iterator[Comparison]:
 def measure(comparison: Comparison) -> dict[str, object]:
     from tests.peers.sides import agree, difference
 
-    left, right = comparison.sides()
-    gap = difference(left, right)
+    our_side, their_side = comparison.sides()
+    gap = difference(our_side, their_side)
     return {
         "peer": comparison.peer,
         "ours": comparison.ours,
         "theirs": comparison.theirs,
-        "our_loss": left.loss,
-        "their_loss": right.loss,
+        "our_loss": our_side.loss,
+        "their_loss": their_side.loss,
         "loss_difference": gap.loss,
-        "gradient_difference": (left.gradient - right.gradient).abs().max().item(),
+        "gradient_difference": (our_side.gradient - their_side.gradient).abs().max().item(),
         "gradient_difference_relative": gap.gradient,
         "tolerance": comparison.tolerance,
-        "agrees": agree(left, right, tolerance=comparison.tolerance),
+        "agrees": agree(our_side, their_side, tolerance=comparison.tolerance),
         "agreement_expected": not comparison.reason,
         "reason": comparison.reason,
     }

