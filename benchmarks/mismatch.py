@@ -152,8 +152,8 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         f"`legato mismatch recipes/tiny.toml --prompts {measured['prompts']}`: the tiny model after its warm-up,"
         f" {samplers['none']['responses']} responses of"
-        f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens each in the mean, the same problems"
-        f" and seeds for all; `stale` at lr {measured['lr']:g}.",
+        f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens on average, the same problems"
+        f" and seeds for all samplers; `stale` at lr {measured['lr']:g}.",
         "",
         *markdown(*gaps(samplers)),
         "",
@@ -167,10 +167,10 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         "## Whether training still learns",
         "",
-        "Reversing three digits (the bed of tests/learning, see `benchmarks/mismatch.py`): GSPO at 3e-4/4e-4,"
-        f" {UPDATES} updates a step, {result['updates']} updates in all, lr {result['lr']:g}, from the same weights for each"
-        f" row; seeds {', '.join(seeds)}. Sampled accuracy of the policy itself on 240 held-out problems, 4 samples each,"
-        f" starts at {_percents(before)} %. Each cell: after {2 * EVERY} steps -> after {STEPS} steps, by seed, in"
+        "Reversing three digits (the task of tests/learning, see `benchmarks/mismatch.py`): GSPO at 3e-4/4e-4,"
+        f" {UPDATES} updates per step, {result['updates']} updates in all, lr {result['lr']:g}, from the same weights for"
+        f" each row; seeds {', '.join(seeds)}. Sampled accuracy of the policy itself on 240 held-out problems, 4 samples"
+        f" each, starts at {_percents(before)} %. Each cell: after {2 * EVERY} steps -> after {STEPS} steps, by seed, in"
         " per cent.",
         "*clipped first*: share of responses clipped in the first update of a step, which an exact anchor never clips.",
         "",
@@ -221,7 +221,7 @@ def _conclusions(learning: dict[str, Any], seeds: list[str]) -> list[str]:
     lines.append(
         f"- {len(seeds)} seeds on one small task at a high learning rate: with the anchor recomputed, fp16, whose gap is too"
         f" small to matter, ends between {100 * min(done):.0f} and {100 * max(done):.0f} % by run. Differences of that size"
-        " say nothing, and responses of four tokens nothing about gaps that grow with length."
+        " mean nothing, and responses of four tokens show nothing about gaps that grow with length."
     )
     return lines
 

@@ -119,7 +119,8 @@ def experiment_page(result: dict[str, Any]) -> str:
         f" {result['prompts_per_step']} prompts x {result['samples_per_prompt']} samples a step,"
         f" {result['updates']} gradient steps in {result['seconds']:.0f} s on one {result['device']}"
         f" (torch {result['torch']}), evaluations included; one seed.",
-        'The task: "What is 37 + 5?" with operands of one or two digits and one digit, the last number of the reply counts.',
+        'The task: "What is 37 + 5?" with a first operand of one or two digits and a second of one digit. The last number',
+        "of the reply counts.",
         "Accuracy on 240 held-out problems with 95 % intervals:",
         "",
         "| step | seconds | sampled, temperature 1 | greedy | mean length |",
@@ -135,7 +136,7 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         f"Perplexity of sampled responses under the policy that wrote them: {perplexity[0]:.1f} in the first step,"
         f" {perplexity[-1]:.2f}"
-        " in the last that had a signal. From step 60 on most groups are all right and cost no update.",
+        " in the last step that had a gradient. From step 60 on, in most groups all responses are right and need no update.",
     ]
     return "\n".join(lines) + "\n"
 
