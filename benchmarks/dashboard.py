@@ -1,12 +1,12 @@
-"""How long the dashboard takes to paint, and what memory it holds, over a folder of many long runs.
+"""Measure how fast the dashboard paints and how much memory it needs for a folder of many long runs.
 
     python -m benchmarks.dashboard --runs 200 --steps 10000
 
-Writes a folder of runs as long as asked for (lines as a trainer writes them, with histograms every ten steps), starts
-`legato dashboard` on it, opens it in headless Chromium, and writes benchmarks/results/dashboard.json. First paint is the
-time from asking for the page to the browser's first contentful paint; `list` until all runs are listed, `sketches` until
-the curves of the newest runs are there as lines, `figures` until plotly has drawn them. Memory is the server's, as the
-system counts it, at its largest: also after all runs were chosen and read to the end.
+Writes a folder of runs of the given length (lines as a trainer writes them, with histograms every ten steps), starts
+`legato dashboard` on it, opens it in headless Chromium, and writes benchmarks/results/dashboard.json. All times start with
+the request for the page. First paint ends with the browser's first contentful paint, `list` when all runs are listed,
+`sketches` when the curves of the newest runs are drawn as lines, `figures` when plotly has drawn them. Memory is the peak
+resident set of the server, also after all runs were selected and read to the end.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from tests.dashboard.browser import CHROMIUM, MISSING, Browser, browser, dashboa
 
 RESULTS = Path(__file__).parent / "results" / "dashboard.json"
 _KEYS = 90
-"""Numbers of a step beside those by update."""
+"""Metrics per step, besides those per update."""
 _VARIANTS = 4
-"""Different files; the others are copies, since two hundred would take an hour to make."""
+"""Number of different files. The others are copies, because writing two hundred would take an hour."""
 
 
 def step_line(step: int, steps: int, chance: random.Random) -> str:
@@ -47,8 +47,8 @@ def step_line(step: int, steps: int, chance: random.Random) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def make(folder: Path, runs: int, steps: int) -> None:
-    """The folder of runs."""
+def write_runs(folder: Path, runs: int, steps: int) -> None:
+    """Write a folder of runs."""
     originals = []
     for number in range(runs):
         run = folder / f"run-{number:03d}"
@@ -69,30 +69,30 @@ def make(folder: Path, runs: int, steps: int) -> None:
         os.utime(metrics, (1_700_000_000 + number, 1_700_000_000 + number))
 
 
-def memory(process: int, kind: str) -> float:
-    """Megabytes: VmRSS now, VmHWM at the largest."""
+def memory_megabytes(process: int, kind: str) -> float:
+    """Memory of a process in megabytes: `VmRSS` is the current size, `VmHWM` the peak."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(kind):
             return int(line.split()[1]) / 1024
     return math.nan
 
 
-def open_once(folder: Path, page: Browser) -> dict[str, float]:
-    """A fresh server, a fresh page: what a person waits for."""
+def time_opening(folder: Path, page: Browser) -> dict[str, float]:
+    """Seconds until a new page on a new server shows each of its parts, and the server's peak memory."""
     with dashboard(folder) as (process, address):
         page.open(address)
         page.wait("document.querySelector('.figures')?.dataset.ready", 60)
         paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
         rows = page.run("document.querySelectorAll('#runs li').length")
         assert rows == len(list(folder.iterdir())), rows
-        found = {"first_paint_seconds": page.run(paint) / 1000}
+        timings = {"first_paint_seconds": page.run(paint) / 1000}
         for name in ("list", "sketches", "figures"):
-            found[f"{name}_seconds"] = page.run(f"performance.getEntriesByName('{name}')[0].startTime") / 1000
-        return found | {"server_megabytes": memory(process.pid, "VmHWM")}
+            timings[f"{name}_seconds"] = page.run(f"performance.getEntriesByName('{name}')[0].startTime") / 1000
+        return timings | {"server_megabytes": memory_megabytes(process.pid, "VmHWM")}
 
 
-def read_all(folder: Path, page: Browser) -> dict[str, float]:
-    """All runs chosen and read to the end, then a new line in one of them."""
+def time_reading_all(folder: Path, page: Browser) -> dict[str, float]:
+    """Seconds until all runs are selected and read to the end, bytes read while idle, and the server's peak memory."""
     with dashboard(folder) as (process, address):
         page.open(address)
         page.wait("document.querySelector('.figures')?.dataset.ready", 60)
@@ -102,13 +102,13 @@ def read_all(folder: Path, page: Browser) -> dict[str, float]:
         page.wait(f"{lines} >= {len(list(folder.iterdir()))}", 120)
         overlaid = time.monotonic() - started
         page.wait("document.getElementById('note').textContent === ''", 3600)
-        found = {"overlay_seconds": overlaid, "all_read_seconds": time.monotonic() - started}
+        timings = {"overlay_seconds": overlaid, "all_read_seconds": time.monotonic() - started}
         before = Path(f"/proc/{process.pid}/io").read_text()
         time.sleep(5)
         after = Path(f"/proc/{process.pid}/io").read_text()
-        read = [int(text.split("rchar:")[1].split()[0]) for text in (before, after)]
-        found["read_while_idle_megabytes_a_second"] = (read[1] - read[0]) / 5 / 1e6
-        return found | {"server_megabytes": memory(process.pid, "VmHWM")}
+        bytes_read = [int(text.split("rchar:")[1].split()[0]) for text in (before, after)]
+        timings["read_while_idle_megabytes_a_second"] = (bytes_read[1] - bytes_read[0]) / 5 / 1e6
+        return timings | {"server_megabytes": memory_megabytes(process.pid, "VmHWM")}
 
 
 def main() -> None:
@@ -116,30 +116,30 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where the runs are made, or are already; else made and thrown away")
+    parser.add_argument("--folder", type=Path, help="where the runs are written or already are; default: a temporary folder")
     parser.add_argument("--not-all", action="store_true", help="leave out reading all runs to the end")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if CHROMIUM is None:
         raise SystemExit(MISSING)
     with tempfile.TemporaryDirectory() as place:
-        folder = asked.folder or Path(place) / "runs"
+        folder = options.folder or Path(place) / "runs"
         if not folder.exists():
-            make(folder, asked.runs, asked.steps)
+            write_runs(folder, options.runs, options.steps)
         size = sum(path.stat().st_size for path in folder.glob("*/metrics.jsonl"))
         with browser(Path(place) / "home") as page:
-            opened = [open_once(folder, page) for _ in range(asked.repeats)]
-            whole = {} if asked.not_all else read_all(folder, page)
+            opened = [time_opening(folder, page) for _ in range(options.repeats)]
+            whole = {} if options.not_all else time_reading_all(folder, page)
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {page.version}",
-        "runs": asked.runs,
-        "steps": asked.steps,
+        "runs": options.runs,
+        "steps": options.steps,
         "load_of_the_machine": os.getloadavg()[0],
         "metrics_gigabytes": round(size / 1e9, 2),
         "opened": opened,
         "all_chosen": whole,
     }
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

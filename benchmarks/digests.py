@@ -1,10 +1,10 @@
-"""Digests of whole runs: two checkouts that compute the same have the same digests, metric by metric and weight by weight.
+"""Digests of whole runs. Two checkouts that compute the same have equal digests of every metric and every weight.
 
-    python -m benchmarks.digests --source OLD/src --output before.json      runs the cases with the package found there
+    python -m benchmarks.digests --source OLD/src --output before.json      runs the cases with that package
     python -m benchmarks.digests --compare before.json after.json           names what differs; exit code 1 if anything does
 
-Runs are made through the public verbs only (`legato train`, `resume`, `mismatch`), so that any version can be measured. Bits
-depend on the machine and on the number of threads: compare digests of one machine only.
+Runs use only the public commands (`legato train`, `resume`, `mismatch`), so that any version can be measured. Bits depend on
+the machine and on the number of threads: compare digests of one machine only.
 """
 
 import argparse
@@ -64,7 +64,7 @@ ALGORITHMS = [
     "dppo",
     "bapo",
 ]
-_MORE: dict[str, dict[str, Any]] = {
+_EXTRA_OPTIONS: dict[str, dict[str, Any]] = {
     "fspo": {"algorithm.objective.trust.log-clip.log_low": 0.05, "algorithm.objective.trust.log-clip.log_high": 0.06},
     "rspo": {"policy.model": "tiny-moe", "policy.tiny.experts": 4},
 }
@@ -112,15 +112,15 @@ _TIMES = ("time/", "tokens/per_second")
 
 
 def run_cases(folder: Path) -> dict[str, Any]:
-    """Every case by name: what its run left behind."""
+    """Run every case and return the digests by case name."""
     (folder / "early.py").write_text(REWARD)
     os.chdir(folder)
-    cases = {name: {"algorithm": name, **_MORE.get(name, {})} for name in ALGORITHMS} | VARIANTS
+    cases = {name: {"algorithm": name, **_EXTRA_OPTIONS.get(name, {})} for name in ALGORITHMS} | VARIANTS
     digests = {}
     for name, options in cases.items():
         started = time.perf_counter()
         words = {**SMALL, "reward.kind": "early.py:early", **options, "output.directory": "runs", "output.name": name}
-        _legato("train", *_words(words))
+        run_legato("train", *option_words(words))
         digests[name] = _digest(Path("runs") / name)
         print(f"{name:16} {time.perf_counter() - started:5.1f} s", file=sys.stderr, flush=True)
     for name in ("gspo", "lora", "moe-R2", "stale"):
@@ -131,20 +131,20 @@ def run_cases(folder: Path) -> dict[str, Any]:
             "output.name": f"{name}-cut",
             "training.steps": 2,
         }
-        _legato("train", *_words({**options, "output.directory": "runs"}))
-        _legato("resume", f"runs/{name}-cut", "training.steps=4")
+        run_legato("train", *option_words({**options, "output.directory": "runs"}))
+        run_legato("resume", f"runs/{name}-cut", "training.steps=4")
         digests[f"{name} resumed"] = _digest(Path("runs") / f"{name}-cut")
-    _legato("mismatch", "runs/gspo", "--kinds", "none,int8,stale:2", "--prompts", "4", "--output", "mismatch")
+    run_legato("mismatch", "runs/gspo", "--kinds", "none,int8,stale:2", "--prompts", "4", "--output", "mismatch")
     figures = json.loads(Path("mismatch/mismatch.json").read_text())
     digests["mismatch verb"] = {"keys": {key: _hash(value) for key, value in _numbers(figures).items()}}
     return digests
 
 
-def _words(options: Mapping[str, Any]) -> list[str]:
+def option_words(options: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value) if not isinstance(value, str) else value}" for path, value in options.items()]
 
 
-def _legato(*words: str) -> None:
+def run_legato(*words: str) -> None:
     from legato.cli.main import main
 
     sys.argv = ["legato", *words]
@@ -189,7 +189,7 @@ def _hash(value: Any) -> str:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """A line for each case that differs; keys that only the later one has are new, not different."""
+    """A line for each case that differs. Keys that only `after` has count as new, not as different."""
     lines = []
     for name, digest in before.items():
         other = after.get(name)

@@ -1,13 +1,13 @@
-"""Whether training still learns when the sampler differs from the trainer: anchor recomputed, corrected, or the sampler's.
+"""Does training still learn if the sampler differs from the trainer? The anchor is recomputed, corrected or the sampler's.
 
     nice python -m benchmarks.mismatch --minutes 15
 
-The bed is that of tests/learning: reversing three digits, supervised on labels of which seven in ten have a wrong digit, so
-that the policy knows the answer and says another half of the time; GSPO then sharpens it. Each kind of sampler is trained
-from the same weights, on the same problems: with old log-probs recomputed, with truncated importance weights (TIS, per
-response and length-normalised) on top, and with the sampler's own log-probs (`training.accept_unsafe_anchor`). Accuracy is
-of the policy itself at temperature 1 on held-out problems. Results are stored after every run, and runs that are stored are
-not done again. `experiment_page` makes docs/experiments/mismatch.md.
+The task is that of tests/learning: reversing three digits. A supervised stage uses labels of which seven in ten have a wrong
+digit, so that the policy knows the answer and gives another one half of the time; GSPO then sharpens it. Training with each
+kind of sampler starts from the same weights and uses the same problems: with old log-probs recomputed, with truncated
+importance weights (TIS, per response and length-normalised) on top, and with the sampler's own log-probs
+(`training.accept_unsafe_anchor`). Accuracy is that of the policy itself at temperature 1 on held-out problems. Results are
+stored after every run, and stored runs are not repeated. `experiment_page` renders docs/experiments/mismatch.md.
 """
 
 import argparse
@@ -33,11 +33,11 @@ WAYS: dict[str, dict[str, Any]] = {
 EVERY = 10
 """Steps between evaluations."""
 DIGITS, CORRUPTED, STEPS, UPDATES, LR = 3, 0.7, 40, 4, 8e-4
-KEPT = ("clip/sequences@0", "clip/sequences", "mismatch/k3", "gradient/norm")
+AVERAGED = ("clip/sequences@0", "clip/sequences", "mismatch/k3", "gradient/norm")
 
 
 def warm_up(seed: int) -> Any:
-    """A policy that knows the answers and often says others."""
+    """A policy after the supervised stage: it knows the answers and often gives wrong ones."""
     import torch
 
     from legato.policy.model.load import Loading, load_policy
@@ -62,13 +62,13 @@ def warm_up(seed: int) -> Any:
     return policy
 
 
-def right(rollout: Any) -> float:
-    """The digits in reverse and nothing else."""
+def exact_reversal(rollout: Any) -> float:
+    """The reward: 1 if the response is exactly the reversed digits, else 0."""
     return float(rollout.text == rollout.problem.answer)
 
 
 def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One run from the given weights: accuracy by step, and means over its steps."""
+    """Train a copy of the policy. Returns accuracy by step, and metrics averaged over the steps."""
     import legato
     from legato.records.directory import RunDirectory
 
@@ -85,7 +85,7 @@ def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[
         model=copy.deepcopy(policy.model),
         tokenizer=policy.tokenizer,
         problems=[{"prompt": f"{text}=", "answer": text[::-1]} for text in numbers],
-        reward=right,
+        reward=exact_reversal,
         **{
             "algorithm": "gspo",
             "training.seed": seed,
@@ -111,7 +111,7 @@ def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[
     )
     records = RunDirectory.open(run.directory).metrics()
     means = {}
-    for key in KEPT:
+    for key in AVERAGED:
         values = [record[key] for record in records if record["kind"] == "step" and record.get(key) is not None]
         means[key] = sum(values) / len(values) if values else None
     accuracy = {r["step"]: r["eval/accuracy_sampled"] for r in records if r["kind"] == "evaluation"}
@@ -119,7 +119,7 @@ def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[
 
 
 def measure() -> dict[str, Any]:
-    """The figures of `legato mismatch` for the tiny recipe, without the parts that the page does not show."""
+    """The numbers of `legato mismatch` for the tiny recipe, without those that the page does not show."""
     from legato.records.lines import finite
     from legato.run.mismatch import compare_samplers, samplers
     from legato.run.target import find
@@ -133,7 +133,7 @@ def measure() -> dict[str, Any]:
 
 
 def experiment_page(result: dict[str, Any]) -> str:
-    """docs/experiments/mismatch.md"""
+    """The text of docs/experiments/mismatch.md."""
     from legato.pages.mismatch import floor_rows, gaps, share
 
     measured = result["measured"]
@@ -152,8 +152,8 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         f"`legato mismatch recipes/tiny.toml --prompts {measured['prompts']}`: the tiny model after its warm-up,"
         f" {samplers['none']['responses']} responses of"
-        f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens each in the mean, the same problems"
-        f" and seeds for all; `stale` at lr {measured['lr']:g}.",
+        f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens on average, the same problems"
+        f" and seeds for all samplers; `stale` at lr {measured['lr']:g}.",
         "",
         *markdown(*gaps(samplers)),
         "",
@@ -167,10 +167,10 @@ def experiment_page(result: dict[str, Any]) -> str:
         "",
         "## Whether training still learns",
         "",
-        "Reversing three digits (the bed of tests/learning, see `benchmarks/mismatch.py`): GSPO at 3e-4/4e-4,"
-        f" {UPDATES} updates a step, {result['updates']} updates in all, lr {result['lr']:g}, from the same weights for each"
-        f" row; seeds {', '.join(seeds)}. Sampled accuracy of the policy itself on 240 held-out problems, 4 samples each,"
-        f" starts at {_percents(before)} %. Each cell: after {2 * EVERY} steps -> after {STEPS} steps, by seed, in"
+        "Reversing three digits (the task of tests/learning, see `benchmarks/mismatch.py`): GSPO at 3e-4/4e-4,"
+        f" {UPDATES} updates per step, {result['updates']} updates in all, lr {result['lr']:g}, from the same weights for"
+        f" each row; seeds {', '.join(seeds)}. Sampled accuracy of the policy itself on 240 held-out problems, 4 samples"
+        f" each, starts at {_percents(before)} %. Each cell: after {2 * EVERY} steps -> after {STEPS} steps, by seed, in"
         " per cent.",
         "*clipped first*: share of responses clipped in the first update of a step, which an exact anchor never clips.",
         "",
@@ -199,7 +199,7 @@ def _learning_row(sampler: str, ways: dict[str, Any], seeds: list[str]) -> list[
 
 
 def _conclusions(learning: dict[str, Any], seeds: list[str]) -> list[str]:
-    """What the table shows, by the same rule for every row: the mean over seeds against the exact sampler's."""
+    """Sentences on the table. Every row follows the same rule: its mean over seeds against that of the exact sampler."""
 
     def mean(sampler: str, way: str, step: int) -> float:
         done = [learning[sampler][way][seed]["accuracy"][str(step)] for seed in seeds if seed in learning[sampler][way]]
@@ -214,14 +214,14 @@ def _conclusions(learning: dict[str, Any], seeds: list[str]) -> list[str]:
                 behind.append(f"{sampler} ({100 * lost:.0f} points)")
         words = ", ".join(behind) if behind else "none of them"
         lines.append(f"- {_way_words(way)}: five points or more below the exact sampler at the end: {words}.")
-    # The gap of fp16 moves no weight by more than a hundredth: what its corrected runs differ by is chance.
+    # The gap of fp16 moves no weight by more than 0.01, so its corrected runs differ by chance only.
     done = [
         each["accuracy"][str(STEPS)] for way in ("recompute", "recompute, TIS") for each in learning["fp16"][way].values()
     ]
     lines.append(
         f"- {len(seeds)} seeds on one small task at a high learning rate: with the anchor recomputed, fp16, whose gap is too"
         f" small to matter, ends between {100 * min(done):.0f} and {100 * max(done):.0f} % by run. Differences of that size"
-        " say nothing, and responses of four tokens nothing about gaps that grow with length."
+        " mean nothing, and responses of four tokens show nothing about gaps that grow with length."
     )
     return lines
 
@@ -231,7 +231,7 @@ def _percents(shares: list[float]) -> str:
 
 
 def markdown(headings: Any, rows: Any) -> list[str]:
-    """A table."""
+    """The lines of a Markdown table."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (headings, *rows)]
     return [lines[0], "|" + "---|" * len(headings), *lines[1:]]
 
@@ -241,19 +241,19 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=15.0, help="No run begins after so long.")
+    parser.add_argument("--minutes", type=float, default=15.0, help="No run starts after this many minutes.")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    until = time.time() + 60 * asked.minutes
-    result: dict[str, Any] = json.loads(asked.output.read_text()) if asked.output.is_file() else {"learning": {}}
+    options = parser.parse_args()
+    until = time.time() + 60 * options.minutes
+    result: dict[str, Any] = json.loads(options.output.read_text()) if options.output.is_file() else {"learning": {}}
 
     def store() -> None:
-        asked.output.write_text(json.dumps(result) + "\n")
+        options.output.write_text(json.dumps(result) + "\n")
 
     if "measured" not in result:
         result |= {"torch": torch.__version__, "updates": STEPS * UPDATES, "lr": LR, "measured": measure()}
         store()
-    for seed in range(asked.seeds):
+    for seed in range(options.seeds):
         policy = None
         for sampler in SAMPLERS:
             for way in WAYS:

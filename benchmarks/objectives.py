@@ -2,8 +2,8 @@
 
 B = 512, T = 2048, float32, as ratios to one plain pass `(new - old).exp().sum()` over the same tensors in the same run.
 Calls are interleaved (A-B-A-B), medians with the 20th and 80th percentile. Before timing, each member is checked against
-float64. The C library is told to keep freed memory: by default it gives megabytes back to the system after each call and
-every measurement, the plain pass included, then depends on how the page faults fall.
+float64. The C library is told to keep freed memory: by default it returns megabytes to the system after each call, and every
+measurement, including the plain pass, then depends on page faults.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ SAMPLES, WARM_UPS = 60, 10
 
 
 def batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Ragged responses, drift as in a run; a bool mask, padding at the end of rows."""
+    """Arguments of `legato.loss`: ragged responses with drift as in a run, a bool mask, padding at the end of rows."""
     generator = torch.Generator().manual_seed(0)
     new = -torch.rand(ROWS, WIDTH, generator=generator, dtype=torch.float64)
     old = new + 0.003 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
@@ -46,44 +46,44 @@ def batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 def keep_freed_memory() -> None:
-    """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD at 1 GB; elsewhere nothing."""
+    """Set glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD to 1 GB; does nothing with other C libraries."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libc.so.6")
         library.mallopt(-1, 2**30)
         library.mallopt(-3, 2**30)
 
 
-def check(name: str) -> float:
+def float64_error(name: str) -> float:
     """Largest error of the float32 coefficients against float64, relative to the largest coefficient."""
     exact = legato.loss(name, **batch(torch.float64), metrics=False).coefficients
-    found = legato.loss(name, **batch(), metrics=False).coefficients.double()
-    # A ratio within rounding of its bound may fall on either side; such rows are left out of the comparison.
-    same = ((exact == 0) == (found == 0)).all(1)
+    coefficients = legato.loss(name, **batch(), metrics=False).coefficients.double()
+    # A ratio very close to its bound may be clipped on one side only; such rows are left out of the comparison.
+    same = ((exact == 0) == (coefficients == 0)).all(1)
     assert same.double().mean() > 0.97, name
-    return float(((exact - found).abs().max(1).values / exact.abs().max())[same].max())
+    return float(((exact - coefficients).abs().max(1).values / exact.abs().max())[same].max())
 
 
 def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
     """Median, 20th and 80th percentile of each call in milliseconds, interleaved."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    times_by_name: dict[str, list[float]] = {name: [] for name in calls}
     for sample in range(WARM_UPS + SAMPLES):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
             if sample >= WARM_UPS:
-                taken[name].append(1e3 * (time.perf_counter() - start))
+                times_by_name[name].append(1e3 * (time.perf_counter() - start))
     return {
         name: {
             "median_ms": statistics.median(times),
             "p20_ms": statistics.quantiles(times, n=5)[0],
             "p80_ms": statistics.quantiles(times, n=5)[3],
         }
-        for name, times in taken.items()
+        for name, times in times_by_name.items()
     }
 
 
 def extra_memory(name: str, metrics: bool) -> float:
-    """Peak memory of one call over what was there before, in [B, T] tensors, in a fresh process; NaN off Linux."""
+    """Peak memory of one call above its inputs, in units of one [B, T] tensor, in a new process. NaN if not on Linux."""
     if not Path("/proc/self/clear_refs").exists():
         return math.nan
     program = f"""
@@ -105,27 +105,29 @@ print(kilobytes("VmHWM") - before)
 
 
 def run() -> dict[str, Any]:
-    """All measurements."""
+    """Measure all members."""
     torch.set_num_threads(2)
-    errors = {name: check(name) for name in MEMBERS}
+    errors = {name: float64_error(name) for name in MEMBERS}
     keep_freed_memory()
     signals = batch()
     new, old = signals["logprobs"], signals["old_logprobs"]
     rows = {}
     for name in MEMBERS:
-        # One member at a time beside the plain pass: that is how a loop calls it.
-        taken = measure(
+        # One member at a time beside the plain pass, as a training loop calls it.
+        timings = measure(
             {
                 "plain": lambda: (new - old).exp().sum(),
                 "loss": lambda name=name: legato.loss(name, **signals, metrics=False),  # type: ignore[misc]
                 "metrics": lambda name=name: legato.loss(name, **signals),  # type: ignore[misc]
             }
         )
-        plain = taken["plain"]["median_ms"]
+        plain = timings["plain"]["median_ms"]
         rows[name] = {
             "error_against_float64": errors[name],
             "extra_memory": {"loss": extra_memory(name, False), "metrics": extra_memory(name, True)},
-            **{kind: {**taken[kind], "ratio": taken[kind]["median_ms"] / plain} for kind in ("plain", "loss", "metrics")},
+            **{
+                kind: {**timings[kind], "ratio": timings[kind]["median_ms"] / plain} for kind in ("plain", "loss", "metrics")
+            },
         }
         print(
             f"{name:12s} plain {plain:6.2f} ms   loss and coefficients {rows[name]['loss']['ratio']:5.2f}x   "
@@ -144,7 +146,7 @@ def run() -> dict[str, Any]:
 
 
 def performance_page(results: dict[str, Any]) -> str:
-    """`docs/performance.md`."""
+    """The text of `docs/performance.md`."""
     rows, width = results["shape"]
     lines = [
         "# Performance",
@@ -157,10 +159,11 @@ def performance_page(results: dict[str, Any]) -> str:
         f" {results['samples']} interleaved calls,",
         "as ratios to one plain pass `(new - old).exp().sum()` over the same tensors in the same run.",
         "Targets: loss and coefficients 2.5x for gspo and luspo and 5x for token members, 8x with all metrics.",
-        "The C library was told to keep freed memory (`mallopt`), for the plain pass as for the rest: by default it gives",
-        "megabytes back to the system after each call, and the ratios then depend on how the page faults fall.",
+        "The C library was set to keep freed memory (`mallopt`) in all calls, including the plain pass: by default it",
+        "returns megabytes to the system after each call, and the ratios then depend on page faults.",
         "The error is the largest of the float32 coefficients against float64, relative to the largest coefficient.",
-        "Memory is the peak of one call over its inputs, in tensors of the size of `logprobs`; the coefficients are one.",
+        "Memory is the peak of one call above its inputs, in tensors of the size of `logprobs`. The coefficients are one",
+        "such tensor.",
         "",
         "| member | plain, ms | loss and coefficients | with all metrics | error | memory | with metrics | within targets |",
         "|---|---|---|---|---|---|---|---|",
@@ -184,8 +187,8 @@ def performance_page(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    found = run()
+    results = run()
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    (Path(__file__).parents[1] / "docs" / "performance.md").write_text(performance_page(found))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    (Path(__file__).parents[1] / "docs" / "performance.md").write_text(performance_page(results))
     print(f"wrote {RESULTS.name} and docs/performance.md")

@@ -1,12 +1,12 @@
-"""What router taps and Routing Replay cost: on the tiny mixture of experts, and on a GPU on one of 1.3 billion weights.
+"""The cost of router taps and Routing Replay on the tiny mixture of experts and, on a GPU, on one of 1.3 billion weights.
 
     python -m benchmarks.routing                  # part of `make bench`
-    python -m benchmarks.routing --device cuda    # a GPU; results of their own
+    python -m benchmarks.routing --device cuda    # on a GPU; stored in its own file
     python -m benchmarks.routing --quick          # a few rounds; nothing is stored
 
-One update (forward, coefficients, backward, metrics) without looking at the routers, with taps, and with taps and R2; and a
-call of the engine without and with its record of experts. The sides take turns in one process; ratios are taken within a
-round. On a CPU times are CPU time of one thread, so that other work on the machine matters little.
+Measured are one update (forward, coefficients, backward, metrics) without router taps, with taps, and with taps and R2; and
+one engine call without and with its record of experts. The sides take turns in one process; ratios are taken within a round.
+On a CPU, times are CPU time of one thread, so that other work on the machine matters little.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TARGETS = {"taps": 0.03, "taps and R2": 0.05}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One update: so many prompts with so many responses of one length."""
+    """The size of one update; all responses have one length."""
 
     prompts: int
     samples: int
@@ -53,15 +53,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bed:
-    """A mixture and what it is given."""
+    """A mixture of experts and the workloads it is measured on."""
 
     name: str
     model: Callable[[], Any]
-    """What `load_policy` takes."""
+    """Builds the model argument of `load_policy`."""
     works: tuple[Work, ...]
 
 
-def billions() -> Any:
+def large_model() -> Any:
     """A Qwen3-MoE of 24 layers of 32 experts, 4 active, with random weights."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
@@ -83,14 +83,14 @@ TINY = Bed(
 )
 LARGE = Bed(
     name="Qwen3-MoE of 1.3 billion weights (24 layers, 32 experts, 4 active)",
-    model=billions,
+    model=large_model,
     works=(Work(prompts=8, samples=8, prompt_tokens=256, tokens=512),),
 )
 BEDS = {"cpu": (TINY,), "cuda": (TINY, LARGE)}
 
 
-def batch_of(work: Work, vocabulary: int) -> Batch:
-    """Random texts with random rewards."""
+def random_batch(work: Work, vocabulary: int) -> Batch:
+    """A batch of random texts with random rewards."""
     source = torch.Generator().manual_seed(0)
     rows = work.prompts * work.samples
     rewards = torch.rand(rows, generator=source, dtype=torch.float64)
@@ -117,14 +117,14 @@ def batch_of(work: Work, vocabulary: int) -> Batch:
 
 
 def update_sides(policy: Policy, work: Work) -> tuple[dict[str, Callable[[], None]], Tables]:
-    """An update on each side, after the policy has moved a little; and the tables of the last."""
-    algorithm, batch = legato.algorithm("grpo"), batch_of(work, policy.vocabulary)
+    """A call of one update for each side, and the tables of the R2 side. The policy is moved a little first."""
+    algorithm, batch = legato.algorithm("grpo"), random_batch(work, policy.vocabulary)
     (update,) = plan(batch.texts, updates=1, epochs=1, tokens_per_pack=16384, seed=0, packing=True)
     tables = {}
     for replay in ("off", "R2"):
         fresh = Tables.from_batch(batch, policy.device).with_routes(policy.routers, replay)
-        found = anchor(fresh, policy, None, [update], choice="recompute", skip_first=False, replay=replay)
-        tables[replay] = found.with_advantages(algorithm)
+        anchor_tables = anchor(fresh, policy, None, [update], choice="recompute", skip_first=False, replay=replay)
+        tables[replay] = anchor_tables.with_advantages(algorithm)
     with torch.no_grad():
         source = torch.Generator(policy.device).manual_seed(1)
         for parameter in policy.parameters().values():
@@ -148,7 +148,7 @@ def _update(policy: Policy, algorithm: Any, tables: Tables, update: Update) -> C
 
 
 def engine_sides(policy: Policy, work: Work) -> dict[str, Callable[[], None]]:
-    prompts = batch_of(work, policy.vocabulary).texts.prompts
+    prompts = random_batch(work, policy.vocabulary).texts.prompts
     requests = [
         Request(prompt=prompt, seeds=tuple(range(number * work.samples, (number + 1) * work.samples)))
         for number, prompt in enumerate(prompts)
@@ -162,8 +162,8 @@ def engine_sides(policy: Policy, work: Work) -> dict[str, Callable[[], None]]:
     return {"without": side(False), "recording": side(True)}
 
 
-def seconds(run: Callable[[], None], device: str) -> float:
-    """CPU seconds; on a GPU those until it is done."""
+def time_call(run: Callable[[], None], device: str) -> float:
+    """Seconds of one call: CPU seconds on a CPU; on a GPU, wall seconds until the device is done."""
     if device == "cpu":
         started = time.process_time()
         run()
@@ -176,20 +176,23 @@ def seconds(run: Callable[[], None], device: str) -> float:
 
 
 def time_sides(sides: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each side, which take turns, each round in another order."""
+    """Seconds of each side in each round. The sides take turns, and the order rotates from round to round."""
     for run in sides.values():
         run()
         run()
     names, times = list(sides), {name: list[float]() for name in sides}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            times[name].append(seconds(sides[name], device))
+            times[name].append(time_call(sides[name], device))
     return times
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Median milliseconds, and how much more than the first side in the same round: the median over all rounds, and the
-    least and most of the medians of five parts of them. Neighbours in time share what else the machine does."""
+    """Median milliseconds of each side, and its extra time relative to the first side in the same round.
+
+    `more` is the median over all rounds; `more_by_parts` the smallest and largest median over five consecutive parts. Ratios
+    are taken within a round, because neighbours in time share the other load of the machine.
+    """
     base = times[next(iter(times))]
     rows: dict[str, Any] = {}
     for name, seconds_taken in times.items():
@@ -204,8 +207,8 @@ def summary(times: dict[str, list[float]]) -> dict[str, Any]:
     return rows
 
 
-def memory(policy: Policy, tables: Tables, work: Work) -> dict[str, float]:
-    """Bytes a token as measured on the tables of a step."""
+def bytes_per_token(policy: Policy, tables: Tables, work: Work) -> dict[str, float]:
+    """Bytes per token that the tables of a step hold for routing."""
     assert tables.replay is not None and tables.old_experts is not None and tables.old_router_logprobs is not None
     assert policy.routers is not None
     layers, active = policy.routers.shape
@@ -232,7 +235,7 @@ def measure(rounds: int, device: str) -> dict[str, Any]:
                 "work": {name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "tokens")},
                 "update": summary(time_sides(sides, count, device)),
                 "engine": summary(time_sides(engine_sides(policy, work), count if device == "cpu" else 5, device)),
-                "memory": memory(policy, tables, work),
+                "memory": bytes_per_token(policy, tables, work),
             }
         )
         del policy, sides, tables
@@ -243,38 +246,38 @@ def measure(rounds: int, device: str) -> dict[str, Any]:
 def routing_section(results: dict[str, Any]) -> str:
     """The section of `docs/performance.md`."""
     on_gpu = results.get("device") == "cuda"
-    option, clock = (" --device cuda", "seconds") if on_gpu else ("", "CPU time of one thread")
+    option, clock = (" --device cuda", "wall time") if on_gpu else ("", "CPU time of one thread")
     lines = [
         f"## Router taps and Routing Replay on a {'GPU' if on_gpu else 'CPU'}",
         "",
         f"`python -m benchmarks.routing{option}`: one update of 64 responses with GRPO in one pass, metrics included.",
-        f"The sides take turns; {clock}; the median over rounds of the ratio within a round, in brackets the",
-        f"least and most of five parts of them. {results['machine']}.",
+        f"The sides take turns; times are {clock}. Ratios are medians over rounds, taken within a round; brackets hold",
+        f"the smallest and largest median over five parts of the rounds. {results['machine']}.",
         "",
         "| mixture | responses | side | update, ms | more than without | target | |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
         words = f"{row.get('bed', TINY.name)} | {row['work']['tokens']} tokens"
-        for name, found in row["update"].items():
-            target, more = TARGETS.get(name), _percent(found)
-            verdict = "" if target is None else "met" if found["more"] <= target else "missed"
+        for name, result in row["update"].items():
+            target, more = TARGETS.get(name), _percent(result)
+            verdict = "" if target is None else "met" if result["more"] <= target else "missed"
             target_words = "" if target is None else f"{100 * target:.0f} %"
-            lines.append(f"| {words} | {name} | {found['milliseconds']:.1f} | {more} | {target_words} | {verdict} |")
+            lines.append(f"| {words} | {name} | {result['milliseconds']:.1f} | {more} | {target_words} | {verdict} |")
     lines += ["", "| mixture | responses | engine | call, ms | more than without |", "|---|---|---|---|---|"]
     for row in results["rows"]:
         words = f"{row.get('bed', TINY.name)} | {row['work']['tokens']} tokens"
-        for name, found in row["engine"].items():
-            lines.append(f"| {words} | {name} | {found['milliseconds']:.0f} | {_percent(found)} |")
-    found = results["rows"][-1]["memory"]
+        for name, result in row["engine"].items():
+            lines.append(f"| {words} | {name} | {result['milliseconds']:.0f} | {_percent(result)} |")
+    result = results["rows"][-1]["memory"]
     lines += [
         "",
-        f"Memory, with M = {found['layers']} layers of experts and K = {found['active']} active ones: a record to replay",
-        f"holds M K = {found['replay']:.0f} bytes a token of prompt or response (8 bits an expert, 16 beyond 256 of them),",
-        f"and so does the engine's. The measures hold {found['measured_experts']:.0f} bytes of experts and",
-        f"{found['measured_logprobs']:.0f} of their log-probs (4 M K) a token of a response while a step lasts. For"
-        " Qwen3-30B-A3B",
-        "(M = 48, K = 8) that is 384 bytes a token to replay and 1,920 to measure.",
+        f"Memory, with M = {result['layers']} layers of experts and K = {result['active']} active experts: a record for",
+        f"replay holds M K = {result['replay']:.0f} bytes per token of prompt or response (8 bits per expert, 16 with more",
+        "than 256 experts), and so does the engine's record. During a step, the metrics hold"
+        f" {result['measured_experts']:.0f} bytes of experts and",
+        f"{result['measured_logprobs']:.0f} bytes of their log-probs (4 M K) per response token. For Qwen3-30B-A3B",
+        "(M = 48, K = 8) that is 384 bytes per token for replay and 1,920 for metrics.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -292,12 +295,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", choices=BEDS, default="cpu")
     parser.add_argument("--output", type=Path, help="default under benchmarks/results, by device")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    results = measure(5 if asked.quick else asked.rounds, asked.device)
+    results = measure(5 if options.quick else options.rounds, options.device)
     print(routing_section(results))
-    if not asked.quick:
-        (asked.output or RESULTS[asked.device]).write_text(json.dumps(results, indent=1) + "\n")
+    if not options.quick:
+        (options.output or RESULTS[options.device]).write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

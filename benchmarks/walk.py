@@ -1,10 +1,10 @@
-"""How far a reader walks to follow one step: Python calls inside the package, and how often the file changes between them.
+"""Count the Python calls of one training step inside the package, and how often consecutive calls change the file.
 
     python -m benchmarks.walk --source src            counts one step of recipes/tiny.toml
     python -m benchmarks.walk --source OLD/src        the same for another checkout
 
-One step is half the difference between runs of 4 and of 2 steps, each in a process of its own. A change of file is counted
-whenever the file of a called function differs from that of the function called before it.
+One step is half the difference between runs of 4 and of 2 steps, each in its own process. A change of file is counted
+whenever a called function is in another file than the function called before it.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def count(source: Path, steps: int) -> dict[str, Any]:
-    """Calls, changes of file and calls by file in a whole run of so many steps, in this process."""
+def count_calls(source: Path, steps: int) -> dict[str, Any]:
+    """Calls, changes of file and calls by file of a whole run of `steps` steps, in this process."""
     sys.path.insert(0, str(source))
     from legato.cli.main import main
 
     package = str(source / "legato")
     calls, changes, last = Counter[str](), 0, ""
 
-    def look(frame: FrameType, event: str, argument: Any) -> None:
+    def record_call(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal changes, last
         if event == "call":
             file = frame.f_code.co_filename
@@ -45,8 +45,8 @@ def count(source: Path, steps: int) -> dict[str, Any]:
         sys.argv = ["legato", "train", str(ROOT / "recipes" / "tiny.toml"), f"training.steps={steps}"]
         sys.argv += [f"output.directory={folder}", "training.warm_up_updates=0"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            threading.setprofile(look)
-            sys.setprofile(look)
+            threading.setprofile(record_call)
+            sys.setprofile(record_call)
             try:
                 main()
             finally:
@@ -54,8 +54,8 @@ def count(source: Path, steps: int) -> dict[str, Any]:
     return {"calls": calls.total(), "changes": changes, "files": dict(calls)}
 
 
-def one_step(source: Path) -> dict[str, Any]:
-    """Half the difference between runs of 4 and of 2 steps."""
+def measure_one_step(source: Path) -> dict[str, Any]:
+    """The counts of one step: half the difference between runs of 4 and of 2 steps."""
     runs = []
     for steps in (4, 2):
         command = [sys.executable, "-m", "benchmarks.walk", "--source", str(source), "--steps", str(steps)]
@@ -75,13 +75,13 @@ def one_step(source: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, default=ROOT / "src")
-    parser.add_argument("--steps", type=int, help="count a whole run of so many steps and print it as JSON")
+    parser.add_argument("--steps", type=int, help="count a whole run of this many steps and print the counts as JSON")
     options = parser.parse_args()
     source = options.source.resolve()
     if options.steps is not None:
-        print(json.dumps(count(source, options.steps)))
+        print(json.dumps(count_calls(source, options.steps)))
         return
-    step = one_step(source)
+    step = measure_one_step(source)
     print(f"one step: {step['changes']:.0f} changes of file, {step['calls']:.0f} calls, {len(step['files'])} files")
     for file, number in list(step["files"].items())[:25]:
         print(f"{number:8.0f}  {file}")

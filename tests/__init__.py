@@ -1,1 +1,1 @@
-"""Tests and what they share; helpers are imported as `tests.proof`, `tests.policy` and so on."""
+"""Tests and their shared helpers, which are imported as `tests.proof`, `tests.policy` and so on."""

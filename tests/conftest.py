@@ -1,4 +1,4 @@
-"""Shapes are checked at run time here and only here: the hook must come before the first import of what it checks."""
+"""Check tensor shapes at run time in tests. The import hook must be installed before the checked modules are imported."""
 
 import os
 from importlib import import_module
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-# Kernels run in Triton's interpreter where there is no GPU; it must be told before Triton is first imported.
+# Without a GPU, kernels run in Triton's interpreter. The variable must be set before Triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -15,26 +15,26 @@ from hypothesis import settings
 from jaxtyping import install_import_hook
 
 import legato
-import tests.shape_check  # noqa: F401  found by name below
+import tests.shape_check  # noqa: F401  the hook below imports it by name
 
-# The doors take whatever people hand in and speak for themselves; behind them everything is checked.
-DOORS = {"legato.api", "legato.algorithms.override", "legato.cli.main", "legato.run.train"}
-HOME = Path(legato.__file__).parent
-# Found as files: walking the packages would import them before the hook is there.
-MODULES = {".".join(("legato", *path.relative_to(HOME).with_suffix("").parts)) for path in HOME.glob("*/**/[!_]*.py")}
-# Triton reads kernels as source, and the cost of the health watch is measured: neither takes checks.
+# Entry points take arguments of any type and report wrong ones themselves. All other modules are checked.
+ENTRY_POINTS = {"legato.api", "legato.algorithms.override", "legato.cli.main", "legato.run.train"}
+PACKAGE = Path(legato.__file__).parent
+# Listed as files: walking the packages would import them before the hook is installed.
+MODULES = {".".join(("legato", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in PACKAGE.glob("*/**/[!_]*.py")}
+# Triton reads kernels as source, and tests measure the cost of the health watch, so neither is checked.
 MODULES = {name for name in MODULES if not name.startswith(("legato.policy.kernels.", "legato.health."))}
 
 if find_spec("tomli_w") is None or find_spec("typer") is None:
-    # A machine without them runs everything up to `training`; the rooms above stay unopened there.
+    # Without these packages, only the packages up to `training` can be imported.
     MODULES = {name for name in MODULES if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
-    DOORS = {name for name in DOORS if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
+    ENTRY_POINTS = {name for name in ENTRY_POINTS if name.split(".")[1] not in ("config", "run", "compare", "cli", "lab")}
 
-with install_import_hook(sorted(MODULES - DOORS), "tests.shape_check.check"):
-    for name in sorted(MODULES | DOORS):
+with install_import_hook(sorted(MODULES - ENTRY_POINTS), "tests.shape_check.check"):
+    for name in sorted(MODULES | ENTRY_POINTS):
         import_module(name)
 
-# Two workers share two cores; threads of tiny tensors would only spin against each other.
+# Two test workers share two cores; more threads would only compete for them.
 torch.set_num_threads(1)
 
 settings.register_profile("fast", max_examples=5, deadline=None, derandomize=True)

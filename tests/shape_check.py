@@ -1,4 +1,4 @@
-"""The run-time checker of shapes and types: beartype, an int allowed where a float is declared, as in Python itself."""
+"""The run-time checker of shapes and types: beartype. An int passes as a float, as in Python itself."""
 
 from beartype import BeartypeConf, beartype
 

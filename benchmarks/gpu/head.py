@@ -1,7 +1,7 @@
 """B1 to B3: the head alone. Log-probs and entropy forward, a GSPO loss forward and backward, and rows without a gradient.
 
-Our head goes over whole sequences, as many at once as the policy holds logits for, and adds to the weight's gradient as it
-goes; that is what `Policy.accumulate_gradient` does with it. The bare matrix products are measured in the same rounds.
+Our head processes whole sequences, as many at once as the policy holds logits for, and accumulates the weight's gradient, as
+`Policy.accumulate_gradient` does. The bare matrix products are measured in the same rounds.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measure import GIB, Bench, Part, words
+from benchmarks.gpu.measure import GIB, Bench, Part, describe_error
 from benchmarks.gpu.peers import LOSSES, SCORERS, Scorer, Sequences, sequence_loss
 from benchmarks.gpu.work import TINY, stored_lengths, tokenizer
 
@@ -22,7 +22,7 @@ GATE_TOKENS = 256
 LARGEST_ERROR, SMALLEST_COSINE = 0.1, 0.995
 
 
-def name_of(size: tuple[int, int, int]) -> str:
+def size_name(size: tuple[int, int, int]) -> str:
     return " x ".join(map(str, size))
 
 
@@ -52,41 +52,44 @@ class OurHead:
         self.policy = load_policy(body, loading, tokenizer=tokenizer())
         self.head = Head.from_body(self.policy.body)
         self.weight: Tensor = self.policy.body.get_output_embeddings().weight
-        # As the optimizer has it: gradients add up in float32.
+        # Gradients accumulate in float32, as the optimizer requires.
         self.weight.grad_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self._cut: dict[int, tuple[Sequences, list[Sequences]]] = {}
 
     def runs(self, batch: Sequences) -> list[Sequences]:
-        """Runs of whole rows, as `Policy.accumulate_gradient` makes them; cut once, as packs are."""
+        """Cut the batch into runs of whole rows, as `Policy.accumulate_gradient` does. Each batch is cut once."""
         if id(batch) not in self._cut:
-            parts = self.policy._parts(_as_pack(batch.counts))
-            self._cut[id(batch)] = (batch, [cut(batch, part.start, part.stop) for part in parts])
+            parts = self.policy._parts(make_pack(batch.counts))
+            self._cut[id(batch)] = (batch, [slice_sequences(batch, part.start, part.stop) for part in parts])
         return self._cut[id(batch)][1]
 
     @torch.no_grad()
     def score(self, batch: Sequences) -> Tensor:
-        """As `Policy.score`: in one go where the head holds no logits, in runs elsewhere."""
+        """Log-probs [N], as `Policy.score` computes them: all rows at once if the head holds no logits, else in runs."""
         whole = self.head.never_holds_logits(batch.hidden)
-        results = [self._scored(part, part.hidden)[0] for part in ([batch] if whole else self.runs(batch))]
+        results = [self._score_part(part, part.hidden)[0] for part in ([batch] if whole else self.runs(batch))]
         return torch.cat(results)
 
     def learn(self, batch: Sequences) -> Tensor:
-        """As `Policy.accumulate_gradient`: the gradient at the hidden states; that of the weight is in `weight.grad`."""
+        """Forward and backward, as `Policy.accumulate_gradient` does. Returns the gradient at the hidden states.
+
+        The gradient of the weight is in `weight.grad`.
+        """
         gradients = []
         for part in self.runs(batch):
             leaf = part.hidden.detach().requires_grad_()
-            loss = sequence_loss(part, self._scored(part, leaf)[0]) * (len(part.counts) / len(batch.counts))
+            loss = sequence_loss(part, self._score_part(part, leaf)[0]) * (len(part.counts) / len(batch.counts))
             loss.backward()  # type: ignore[no-untyped-call]
             assert leaf.grad is not None
             gradients.append(leaf.grad)
         return torch.cat(gradients)
 
-    def _scored(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _score_part(self, part: Sequences, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.head.score(hidden, part.targets, part.temperatures, self.policy.tokens_at_once)
 
 
-def _as_pack(counts: tuple[int, ...]) -> Any:
-    """Responses of these lengths as a pack: what the policy looks at to decide how many rows to hold logits for."""
+def make_pack(counts: tuple[int, ...]) -> Any:
+    """A pack of responses of these lengths. The policy reads it to decide for how many rows it holds logits."""
     from legato.core.texts import Texts
     from legato.policy.layout.packs import pack
 
@@ -104,10 +107,13 @@ def _as_pack(counts: tuple[int, ...]) -> Any:
     return pack(texts, torch.arange(rows))
 
 
-def sequences(
+def make_sequences(
     bench: Bench, size: tuple[int, int, int], temperature: float, weight: Tensor, active: float = 1.0
 ) -> Sequences:
-    """Hidden states whose logits have a deviation of 3, targets drawn from them, ratios within a hundredth of 1."""
+    """Random sequences: logits with standard deviation 3, targets sampled from them, ratios within about 0.01 of 1.
+
+    A share `active` of the sequences has an advantage; the others have 0. `weight` is overwritten with random numbers.
+    """
     tokens, hidden, _ = size
     source = torch.Generator(device=bench.device).manual_seed(0)
     with torch.no_grad():
@@ -118,13 +124,13 @@ def sequences(
         targets, old = torch.empty(tokens, dtype=torch.int64, device=bench.device), torch.empty(tokens, device=bench.device)
         for start in range(0, tokens, 1024):
             logprobs = ((states[start : start + 1024] @ weight.t()).float() / temperature).log_softmax(-1)
-            drawn = torch.multinomial(logprobs.exp(), 1, generator=source)
-            targets[start : start + 1024] = drawn.squeeze(1)
-            old[start : start + 1024] = logprobs.gather(1, drawn).squeeze(1)
+            samples = torch.multinomial(logprobs.exp(), 1, generator=source)
+            targets[start : start + 1024] = samples.squeeze(1)
+            old[start : start + 1024] = logprobs.gather(1, samples).squeeze(1)
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(bench.device)
         drift = 0.01 * torch.randn(len(counts), device=bench.device, generator=source)
     advantages = torch.where(torch.arange(len(counts)) % 2 == 0, 1.0, -1.0)
-    # Spread over the list: 0, 7, 14 ... modulo its length, so that long and short ones go alike.
+    # Sequences without an advantage are spread over the list (0, 7, 14 ... modulo its length), long and short ones alike.
     order = [(7 * place) % len(counts) for place in range(len(counts))]
     advantages[order[round(active * len(counts)) :]] = 0.0
     return Sequences(
@@ -142,15 +148,15 @@ def sequences(
 
 
 def _counts(bench: Bench, tokens: int) -> tuple[int, ...]:
-    """The stored list, stretched to so many tokens in all."""
-    listed = stored_lengths(bench.tiny)["head"]
-    scaled = [max(1, length * tokens // sum(listed)) for length in listed]
+    """The stored sequence lengths, scaled so that they add up to `tokens`."""
+    lengths = stored_lengths(bench.tiny)["head"]
+    scaled = [max(1, length * tokens // sum(lengths)) for length in lengths]
     scaled[0] += tokens - sum(scaled)
     return tuple(scaled)
 
 
-def cut(batch: Sequences, first: int, last: int) -> Sequences:
-    """The sequences from one number to another."""
+def slice_sequences(batch: Sequences, first: int, last: int) -> Sequences:
+    """The sequences `first` to `last` (exclusive)."""
     here = slice(sum(batch.counts[:first]), sum(batch.counts[:last]))
     return Sequences(
         hidden=batch.hidden[here],
@@ -166,8 +172,8 @@ def cut(batch: Sequences, first: int, last: int) -> Sequences:
     )
 
 
-def exact(batch: Sequences, tokens: int) -> Tensor:
-    """Log-probs of the first tokens in float64, a slice of the vocabulary at a time."""
+def exact_logprobs(batch: Sequences, tokens: int) -> Tensor:
+    """Log-probs of the first `tokens` tokens in float64, computed one slice of the vocabulary at a time."""
     states = batch.hidden[:tokens].double()
     slices = [states @ part.double().t() / batch.temperature for part in batch.weight.detach().split(16384)]
     logits = torch.cat(slices, 1)
@@ -175,13 +181,13 @@ def exact(batch: Sequences, tokens: int) -> Tensor:
 
 
 def scorers(bench: Bench, ours: OurHead) -> dict[str, Any]:
-    """Every head that returns log-probs, ours first; in place of one that cannot be had, its reason."""
+    """Every head that returns log-probs, ours first. A head that cannot be built is replaced by the error message."""
     results: dict[str, Any] = {"Legato": ours.score}
     for name, build in SCORERS.items():
         try:
-            results[name] = bench.wanted(name) and build()
+            results[name] = bench.check_allowed(name) and build()
         except Exception as error:
-            results[name] = words(error)
+            results[name] = describe_error(error)
     return results
 
 
@@ -191,20 +197,20 @@ def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
         ours = OurHead(bench, hidden, vocabulary)
-        batch = sequences(bench, (tokens, hidden, vocabulary), temperature, ours.weight)
-        truth = exact(batch, min(GATE_TOKENS, tokens))
+        batch = make_sequences(bench, (tokens, hidden, vocabulary), temperature, ours.weight)
+        truth = exact_logprobs(batch, min(GATE_TOKENS, tokens))
         errors: dict[str, float] = {}
         calls: dict[str, Callable[[], Any]] = {}
         failed: dict[str, Any] = {}
         for name, scorer in scorers(bench, ours).items():
             try:
                 errors[name] = _gate_forward(scorer, batch, truth)
-                calls[name] = _quietly(scorer, batch)
+                calls[name] = without_gradient(scorer, batch)
             except Exception as error:
-                failed[name] = {"error": words(error)}
+                failed[name] = {"error": describe_error(error)}
         out = torch.empty(tokens, vocabulary, device=bench.device, dtype=bench.dtype)
         calls["bare product"] = lambda: torch.mm(batch.hidden, batch.weight.detach().t(), out=out)
-        results = bench.interleaved(calls, **_rounds(bench, size))
+        results = bench.time_interleaved(calls, **_rounds(bench, size))
         for name, error in errors.items():
             results[name]["max_error"] = error
         return {"size": [tokens, hidden, vocabulary], "temperature": temperature, "heads": {**results, **failed}}
@@ -213,17 +219,19 @@ def forward_part(size: tuple[int, int, int], temperature: float) -> Part:
 
 
 def _gate_forward(scorer: Scorer | str, batch: Sequences, truth: Tensor) -> float:
-    """The largest error of the first tokens' log-probs against float64; too large a one is an error."""
+    """The largest error of the first tokens' log-probs against float64. Raises ValueError if it is too large."""
     if isinstance(scorer, str):
         raise RuntimeError(scorer)
     with torch.no_grad():
-        results = float((scorer(batch)[: len(truth)].double() - truth).abs().max())
-    if not results <= LARGEST_ERROR:
-        raise ValueError(f"its log-probs are off by {results:.2g} against float64; not timed")
-    return results
+        error = float((scorer(batch)[: len(truth)].double() - truth).abs().max())
+    if not error <= LARGEST_ERROR:
+        raise ValueError(f"its log-probs differ from float64 by {error:.2g}; not timed")
+    return error
 
 
-def _quietly(scorer: Scorer, batch: Sequences) -> Callable[[], Any]:
+def without_gradient(scorer: Scorer, batch: Sequences) -> Callable[[], Any]:
+    """A call that scores the batch under `no_grad`."""
+
     def call() -> None:
         with torch.no_grad():
             scorer(batch)
@@ -243,24 +251,24 @@ def _rounds(bench: Bench, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def learners(bench: Bench, ours: OurHead) -> dict[str, Any]:
-    """Every head as a function from sequences to the gradient at the hidden states."""
+    """Every head as a function from sequences to the gradient at the hidden states, or the error message."""
     results: dict[str, Any] = {"Legato": ours.learn}
     for name, build in {**SCORERS, **LOSSES}.items():
         try:
-            made = bench.wanted(name) and build()
+            head = bench.check_allowed(name) and build()
         except Exception as error:
-            results[name] = words(error)
+            results[name] = describe_error(error)
             continue
-        results[name] = _learner(made, returns_loss=name in LOSSES)
+        results[name] = _learner(head, returns_loss=name in LOSSES)
     return results
 
 
-def _learner(made: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Callable[[Sequences], Tensor]:
+def _learner(head: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Callable[[Sequences], Tensor]:
     def call(batch: Sequences) -> Tensor:
         leaf = batch.hidden.detach().requires_grad_()
         inside = Sequences(**{**{name: getattr(batch, name) for name in Sequences.__slots__}, "hidden": leaf})
-        results = made(inside)
-        loss = results if returns_loss else sequence_loss(inside, results)
+        output = head(inside)
+        loss = output if returns_loss else sequence_loss(inside, output)
         loss.backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return leaf.grad
@@ -268,32 +276,35 @@ def _learner(made: Callable[[Sequences], Tensor], *, returns_loss: bool) -> Call
     return call
 
 
-def evened(batch: Sequences) -> Sequences:
-    """The same tokens as sequences of one length, for heads that take rectangles: no padding is charged to them."""
+def equal_lengths(batch: Sequences) -> Sequences:
+    """The same tokens as sequences of one length, for heads that take rectangles: they pay for no padding."""
     rows, columns = batch.even()
     owner = torch.arange(rows, device=batch.owner.device).repeat_interleave(columns)
-    kept = {name: getattr(batch, name) for name in Sequences.__slots__}
+    fields = {name: getattr(batch, name) for name in Sequences.__slots__}
     tokens = rows * columns
-    kept |= {name: kept[name][:tokens] for name in ("hidden", "targets", "old", "temperatures")}
+    fields |= {name: fields[name][:tokens] for name in ("hidden", "targets", "old", "temperatures")}
     lengths = torch.full_like(batch.lengths, columns)
-    return Sequences(**{**kept, "owner": owner, "counts": (columns,) * rows, "lengths": lengths})
+    return Sequences(**{**fields, "owner": owner, "counts": (columns,) * rows, "lengths": lengths})
 
 
 def _gate_gradient(learner: Any, batch: Sequences) -> tuple[float, float]:
-    """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences."""
+    """Cosines of the gradients at hidden states and weight with float64 autograd, on a few sequences.
+
+    Raises ValueError if a cosine is too small.
+    """
     if isinstance(learner, str):
         raise RuntimeError(learner)
     batch.weight.grad = None
-    results = learner(batch).double()
-    ours = batch.weight.grad
-    assert ours is not None
+    hidden_gradient = learner(batch).double()
+    weight_gradient = batch.weight.grad
+    assert weight_gradient is not None
     leaf, matrix = (x.detach().double().requires_grad_() for x in (batch.hidden, batch.weight))
     logprobs = (leaf @ matrix.t() / batch.temperature).log_softmax(1).gather(1, batch.targets[:, None]).squeeze(1)
     sums = torch.zeros(len(batch.counts), device=leaf.device, dtype=torch.float64)
     ratio = (sums.index_add(0, batch.owner, logprobs - batch.old.double()) / batch.lengths).exp()
     (-(ratio * batch.advantages.double()).mean()).backward()
     assert leaf.grad is not None and matrix.grad is not None
-    cosines = (_cosine(results, leaf.grad), _cosine(ours.double(), matrix.grad))
+    cosines = (_cosine(hidden_gradient, leaf.grad), _cosine(weight_gradient.double(), matrix.grad))
     batch.weight.grad = None
     if not min(cosines) >= SMALLEST_COSINE:
         raise ValueError(f"its gradients have cosines {cosines[0]:.4f} and {cosines[1]:.4f} with float64; not timed")
@@ -305,26 +316,26 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def backward_part(size: tuple[int, int, int]) -> Part:
-    """B2 at one shape. The weight's gradient is float32 whoever computes it: the optimizer asks for that."""
+    """B2 at one shape. The weight's gradient is float32 for every head, because the optimizer needs that."""
 
     def part(bench: Bench) -> dict[str, Any]:
         tokens, hidden, vocabulary = _size(bench, size)
         ours = OurHead(bench, hidden, vocabulary)
-        batch = sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
-        few = cut(batch, 0, 3)
+        batch = make_sequences(bench, (tokens, hidden, vocabulary), 1.0, ours.weight)
+        few = slice_sequences(batch, 0, 3)
         calls: dict[str, Callable[[], Any]] = {}
         cosines: dict[str, tuple[float, float]] = {}
         failed: dict[str, Any] = {}
         for name, learner in learners(bench, ours).items():
             even = name in LOSSES
             try:
-                cosines[name] = _gate_gradient(learner, evened(few) if even else few)
-                calls[name] = _freshly(learner, evened(batch) if even else batch)
+                cosines[name] = _gate_gradient(learner, equal_lengths(few) if even else few)
+                calls[name] = with_fresh_gradient(learner, equal_lengths(batch) if even else batch)
             except Exception as error:
-                failed[name] = {"error": words(error)}
+                failed[name] = {"error": describe_error(error)}
             bench.free()
         calls["three bare products"] = bare_products(bench, batch)
-        results = bench.interleaved(calls, **_rounds(bench, size))
+        results = bench.time_interleaved(calls, **_rounds(bench, size))
         gradients = hidden * (tokens * bench.dtype.itemsize + 4 * vocabulary) / GIB
         for name, pair in cosines.items():
             results[name]["cosines"] = pair
@@ -335,17 +346,19 @@ def backward_part(size: tuple[int, int, int]) -> Part:
     return part
 
 
-def _freshly(learner: Callable[[Sequences], Tensor], batch: Sequences) -> Callable[[], Any]:
+def with_fresh_gradient(learner: Callable[[Sequences], Tensor], batch: Sequences) -> Callable[[], Any]:
+    """A call that runs forward and backward and drops the weight's gradient."""
+
     def call() -> None:
         learner(batch)
-        # Not kept until the next call: its memory would count as held before.
+        # A gradient kept until the next call would count as memory held before it.
         batch.weight.grad = None
 
     return call
 
 
 def bare_products(bench: Bench, batch: Sequences) -> Callable[[], Any]:
-    """X W^T, dL W and dL^T X, each into memory that is there."""
+    """A call of the products X W^T, dL W and dL^T X, each written into preallocated memory."""
     hidden, weight = batch.hidden, batch.weight.detach()
     logits = torch.empty(len(hidden), len(weight), device=bench.device, dtype=bench.dtype)
     towards, matrix = torch.empty_like(hidden), torch.empty_like(weight)
@@ -378,25 +391,25 @@ def only_active(batch: Sequences) -> Sequences:
 
 
 def active_part(bench: Bench) -> dict[str, Any]:
-    """B3: the head over the sequences that have a gradient, as the second pass of an update is given them."""
+    """B3: the head over the sequences that have a gradient, as in the second pass of an update."""
     size = _size(bench, BOLD)
     ours = OurHead(bench, size[1], size[2])
     calls: dict[str, Callable[[], Any]] = {}
     share = {}
     for active in ACTIVE:
-        batch = sequences(bench, size, 1.0, ours.weight, active)
+        batch = make_sequences(bench, size, 1.0, ours.weight, active)
         alive = (batch.advantages != 0)[batch.owner]
         share[f"{active:g}"] = float(alive.double().mean())
-        calls[f"{active:g}"] = _freshly(ours.learn, only_active(batch))
-    calls["forward"] = _quietly(ours.score, batch)
+        calls[f"{active:g}"] = with_fresh_gradient(ours.learn, only_active(batch))
+    calls["forward"] = without_gradient(ours.score, batch)
     rounds = _rounds(bench, BOLD) if bench.tiny else {"warm": 5, "samples": 15, "seconds": 20.0}
-    return {"size": list(size), "active_tokens": share, "calls": bench.interleaved(calls, **rounds)}
+    return {"size": list(size), "active_tokens": share, "calls": bench.time_interleaved(calls, **rounds)}
 
 
 B1: dict[str, Part] = {
-    f"{name_of(size)}, temperature {temperature:g}": forward_part(size, temperature)
+    f"{size_name(size)}, temperature {temperature:g}": forward_part(size, temperature)
     for size in SIZES
     for temperature in ((1.0, 0.7) if size == BOLD else (1.0,))
 }
-B2: dict[str, Part] = {name_of(size): backward_part(size) for size in SIZES}
+B2: dict[str, Part] = {size_name(size): backward_part(size) for size in SIZES}
 B3: dict[str, Part] = {"active": active_part}

@@ -1,11 +1,11 @@
-"""The GPU's part of `docs/performance.md`, from the stored results: targets, tables, losses, what was not measured."""
+"""The GPU section of `docs/performance.md`: targets, tables, where a peer is faster, and what was not measured."""
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.targets import in_order, losses, over, targets
+from benchmarks.gpu.targets import losses, quotient, sort_parts, targets
 from benchmarks.gpu.work import possible_gain
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu.json"
@@ -25,28 +25,28 @@ Parts = dict[str, Any]
 
 
 def load_results() -> dict[str, Any] | None:
-    """None where no GPU has been measured yet."""
+    """The stored results, or None if no GPU has been measured yet."""
     result: dict[str, Any] | None = json.loads(RESULTS.read_text()) if RESULTS.is_file() else None
     return result
 
 
-def rows(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
-    """A table; the header's columns are set apart by bars."""
+def table_lines(header: str, cells: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table. `header` holds the column names, separated by bars."""
     columns = header.count("|") + 1
     return [f"| {header} |", "|" + "---|" * columns, *(f"| {' | '.join(row)} |" for row in cells)]
 
 
-def number(value: float | None, form: str = "{:.2f}") -> str:
+def format_number(value: float | None, form: str = "{:.2f}") -> str:
     return "-" if value is None else form.format(value)
 
 
 def _failed(parts: Parts) -> list[str]:
-    """What could not be measured and why."""
+    """A line per part that could not be measured, with the error."""
     return [f"- {name}: not measured. {part['error']}" for name, part in parts.items() if "error" in part]
 
 
 def _runs(parts: Parts) -> list[str]:
-    """When each part was measured: runs of different times are of different states of the code."""
+    """Lines that say when each part was measured. Runs of different times measured different states of the code."""
     by_run: dict[str, list[str]] = {}
     for name, part in parts.items():
         if "error" not in part:
@@ -73,19 +73,19 @@ def _heads(parts: Parts, bare: str, *, backward: bool) -> list[str]:
                 (
                     head,
                     f"{1e3 * result['seconds']:.2f} ({1e3 * result['p20']:.2f} to {1e3 * result['p80']:.2f})",
-                    number(result["seconds"] / base if base else None),
-                    number(result.get("extra_gib" if backward else "peak_gib")),
+                    format_number(result["seconds"] / base if base else None),
+                    format_number(result.get("extra_gib" if backward else "peak_gib")),
                     accuracy,
                     str(result["count"]),
                 )
             )
-        what = "1 - cosine of dX, dW" if backward else "largest error"
+        heading = "1 - cosine of dX, dW" if backward else "largest error"
         memory = "beyond the gradients, GiB" if backward else "peak, GiB"
         lines += [
             "",
             f"N x H x V = {name}:",
             "",
-            *rows(f"head | ms (p20 to p80) | of bare | {memory} | {what} against float64 | samples", table),
+            *table_lines(f"head | ms (p20 to p80) | of bare | {memory} | {heading} against float64 | samples", table),
         ]
         lines += [
             f"- {head}: not measured. {result['error']}" for head, result in part["heads"].items() if "error" in result
@@ -104,12 +104,12 @@ def _active(parts: Parts) -> list[str]:
         for name, share in part["active_tokens"].items()
         if "seconds" in calls[name]
     ]
-    return rows("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
+    return table_lines("sequences with a gradient | their tokens | forward and backward, ms | of the whole", table)
 
 
 def _updates(parts: Parts) -> list[str]:
     table = []
-    for name, result in in_order(parts):
+    for name, result in sort_parts(parts):
         if "seconds" not in result:
             continue
         seconds = result["seconds"]
@@ -127,10 +127,10 @@ def _updates(parts: Parts) -> list[str]:
                 f"{result['useful_per_second']:,.0f}",
                 f"{result['mfu_updates']:.0%}",
                 f"{result['mfu_phase']:.0%}",
-                number(result.get("peak_gib"), "{:.1f}"),
-                number(result.get("static_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("static_gib"), "{:.1f}"),
                 f"{clipped:.0%}",
-                number(result.get("skipped_rows"), "{:.0%}"),
+                format_number(result.get("skipped_rows"), "{:.0%}"),
                 str(len(result["samples"])),
             )
         )
@@ -138,13 +138,13 @@ def _updates(parts: Parts) -> list[str]:
         "side | old log-probs, s | updates, s | phase, s | useful tokens/s | MFU of updates | MFU of the phase |"
         " peak, GiB | held between steps, GiB | clipped | rows skipped | steps"
     )
-    lines = rows(header, table)
+    lines = table_lines(header, table)
     lines += [f"- {name}: {note}." for name, result in parts.items() for note in result.get("notes", [])]
     return lines + ablation(parts)
 
 
 def ablation(parts: Parts) -> list[str]:
-    """Our side with one factor changed, against its defaults."""
+    """The table of our side with one factor changed, relative to the defaults."""
     base = parts.get("0.6B Legato", {}).get("seconds", {}).get("phase")
     if not base:
         return []
@@ -153,14 +153,14 @@ def ablation(parts: Parts) -> list[str]:
         if not name.startswith("0.6B Legato, ") or "seconds" not in result:
             continue
         phase = result["seconds"]["phase"]
-        memory = number(result["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
+        memory = format_number(result["peak_gib"] - parts["0.6B Legato"]["peak_gib"], "{:+.1f}")
         table.append((name.removeprefix("0.6B Legato, "), f"{phase:.2f}", f"{phase / base:.2f}", memory))
     for first, second in (("0.6B 40 % silent, skipping off", "0.6B 40 % silent, defaults"),):
         if all("seconds" in parts.get(name, {}) for name in (first, second)):
             off, on = (parts[name]["seconds"]["phase"] for name in (first, second))
             table.append(("skipping off, 40 % of groups silent (against skipping on)", f"{off:.2f}", f"{off / on:.2f}", "-"))
-    factors = rows("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
-    return ["", "Ablation: one factor at a time. Above 1, the factor as it is by default saves time.", "", *factors]
+    factors = table_lines("factor changed, 0.6B | phase, s | of the defaults | peak, GiB more", table)
+    return ["", "Ablation: one factor changed at a time. Above 1, the default saves time.", "", *factors]
 
 
 def _shared(parts: Parts) -> list[str]:
@@ -187,7 +187,7 @@ def _shared(parts: Parts) -> list[str]:
         "prompt | response | group | shared, ms | apart, ms | gain | r | gain / r | possible by products | gain / possible"
         " | largest log-prob difference"
     )
-    return rows(header, table)
+    return table_lines(header, table)
 
 
 def _skipped(parts: Parts) -> list[str]:
@@ -197,13 +197,15 @@ def _skipped(parts: Parts) -> list[str]:
             continue
         kind, way = name.split(", ")
         base = parts.get(f"{kind}, {'one pass' if kind.startswith('clipped') else 'skipping off'}", {}).get("seconds", {})
-        gone = result["token_share"]
+        share = result["token_share"]
         clipped = kind.startswith("clipped")
-        predicted = {"one pass": 1.0 if clipped else 1 - gone, "two passes": (4 - 3 * gone) / 3, "skipping off": 1.0}
+        predicted = {"one pass": 1.0 if clipped else 1 - share, "two passes": (4 - 3 * share) / 3, "skipping off": 1.0}
         cost = {**predicted, "gradient checkpointing": 4 / 3}[way]
         measured = result["seconds"]["update"] / base["update"] if base else None
-        table.append((kind, f"{gone:.0%}", way, f"{result['seconds']['update']:.2f}", number(measured), f"{cost:.2f}"))
-    return rows("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
+        table.append(
+            (kind, f"{share:.0%}", way, f"{result['seconds']['update']:.2f}", format_number(measured), f"{cost:.2f}")
+        )
+    return table_lines("forced share of rows | of tokens | way | updates, s | of the base | by the cost table", table)
 
 
 def _decode(parts: Parts) -> list[str]:
@@ -218,7 +220,7 @@ def _decode(parts: Parts) -> list[str]:
                 f"{result['seconds']:.2f}",
                 f"{result['floor_seconds']:.2f}",
                 f"{result['of_roofline']:.0%}",
-                number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
                 f"{result['first_seconds']:.1f}",
                 str(len(result["samples"])),
             )
@@ -226,7 +228,7 @@ def _decode(parts: Parts) -> list[str]:
     header = (
         "way | tokens/s | best, s | roofline, s | of the roofline | memory over the weights, GiB | first call, s | repeats"
     )
-    return rows(header, table)
+    return table_lines(header, table)
 
 
 def _step(parts: Parts) -> list[str]:
@@ -240,15 +242,15 @@ def _step(parts: Parts) -> list[str]:
             (
                 result["side"],
                 f"{seconds['step']:.2f}",
-                number(base / seconds["step"] if base else None, "{:.1f}x"),
+                format_number(base / seconds["step"] if base else None, "{:.1f}x"),
                 *(f"{seconds[key]:.2f}" for key in ("rollouts", "anchor", "update")),
-                number(result.get("peak_gib"), "{:.1f}"),
+                format_number(result.get("peak_gib"), "{:.1f}"),
                 result.get("anchor") or "recompute",
             )
         )
     header = "side | step, s | against TRL defaults | rollouts, s | old log-probs, s | updates, s | peak, GiB | anchor"
     return [
-        *rows(header, table),
+        *table_lines(header, table),
         "",
         "Weight sync is 0 ms: the engine samples from the tensors being trained. vLLM was not measured.",
     ]
@@ -270,7 +272,7 @@ def _numerics(parts: Parts) -> list[str]:
     return [
         "Each cell: largest |s - 1|, and the share of rows clipped for it at 3e-4 / 4e-4.",
         "",
-        *rows(" | ".join(["tokens", *ways]), table),
+        *table_lines(" | ".join(["tokens", *ways]), table),
     ]
 
 
@@ -280,19 +282,19 @@ def _memory(parts: Parts) -> list[str]:
         if "points" not in result:
             continue
         points = ", ".join(f"{tokens}: {gib:.1f}" for tokens, gib in result["points"])
-        fits = [number(result["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
-        fits.append(number(over(result["fits_tokens"]["80"], result.get("tokens_per_response")), "{:.0f}"))
+        fits = [format_number(result["fits_tokens"][room], "{:,.0f}") for room in ("80", "139")]
+        fits.append(format_number(quotient(result["fits_tokens"]["80"], result.get("tokens_per_response")), "{:.0f}"))
         table.append((result["side"], points, f"{result['gib_per_thousand_tokens']:.2f}", *fits))
     header = "side | tokens of a micro-batch: peak, GiB | GiB per thousand tokens | tokens in 80 GiB | tokens in 139 GiB"
     words = (
-        "The last three columns are read off a straight line through the measured points. A response has 1,024 tokens"
-        " after a prompt of 256: ours computes the prompt once for 8 of them. No side computes layers again."
+        "The last three columns come from a straight line through the measured points. A response has 1,024 tokens after a"
+        " prompt of 256; our side computes the prompt once for 8 responses. No side recomputes layers."
     )
-    return [*rows(f"{header} | responses in 80 GiB", table), "", words]
+    return [*table_lines(f"{header} | responses in 80 GiB", table), "", words]
 
 
-def body(section: str, parts: Parts) -> list[str]:
-    made = {
+def section_lines(section: str, parts: Parts) -> list[str]:
+    lines = {
         "B1": lambda: _heads(parts, "bare product", backward=False),
         "B2": lambda: _heads(parts, "three bare products", backward=True),
         "B3": lambda: _active(parts),
@@ -304,81 +306,80 @@ def body(section: str, parts: Parts) -> list[str]:
         "B10": lambda: _numerics(parts),
         "B11": lambda: _memory(parts),
     }[section]()
-    return [*made, *_failed(parts), *_runs(parts)]
+    return [*lines, *_failed(parts), *_runs(parts)]
 
 
 def section_table(section: str, result: dict[str, Any]) -> str:
-    """One section as it is printed at the end of a command."""
-    return "\n".join([f"### {TITLES[section]}", "", *body(section, result["parts"])])
+    """The text of one section, as a command prints it at its end."""
+    return "\n".join([f"### {TITLES[section]}", "", *section_lines(section, result["parts"])])
 
 
 NOTES = {
-    "B1": "Whole sequences, as many at once as the policy holds logits for. Every head is held to float64 before it is"
-    " timed.",
-    "B2": "The band is 0.2 here, so that rounding decides nobody's gradient. Heads that take rectangles only are given the"
-    " same number of tokens in sequences of one length, so that no padding is charged to them. Liger's Hopper head"
-    " (CuTe) needs packages too large to bring to the machine and was not measured.",
+    "B1": "Whole sequences, as many at once as the policy holds logits for. Every head is checked against float64 before it"
+    " is timed.",
+    "B2": "The band is 0.2 here, so that rounding clips no row. Heads that take only rectangles get the same number of"
+    " tokens in sequences of one length, so that they pay for no padding. Liger's Hopper head (CuTe) needs packages too"
+    " large to bring to the machine and was not measured.",
     "B4": "32 prompts x 8, prompts of 200 to 312 tokens, responses log-normal with mean 405 and at most 1024 tokens, 4"
     " updates, gspo at its published band, rewards from a fixed table. Useful tokens: response tokens of all rows."
-    " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by the pairs looked"
-    " at; the forward of a first pass counts as what it is; no padding, no recomputed layers) over the time and the"
-    " product ceiling of the same run. Rows that are skipped are useful tokens all the same: one pass skips none. Peak"
-    " memory is of the micro-batch each side chose: 16k tokens of ours, rows padded to the longest of theirs."
-    " Both sides recompute the old log-probs unless said otherwise. Ours keeps float32 master weights and moments; TRL's"
-    " strong setting has"
-    " everything in bfloat16.",
-    "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as the recipes of this size have them."
-    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads; the head reads every response on both sides,"
-    " and so does attention over the prompt: `possible by products` counts those too.",
+    " MFU: executed model FLOPs (2 per matmul parameter and token forward, 4 backward, attention by query-key pairs; the"
+    " forward of a first pass counts as a forward; no padding, no recomputed layers), divided by the time and the product"
+    " ceiling of the same run. Tokens of skipped rows count as useful too; one pass skips no row. Peak memory is that of the"
+    " micro-batch each side chose: 16k tokens on our side, rows padded to the longest on TRL's. Both sides recompute the old"
+    " log-probs unless the table says otherwise. Our side keeps float32 master weights and moments; TRL's strong setting"
+    " keeps everything in bfloat16.",
+    "B5": "Forward and backward of 64 rows, 0.6B shape, packs of 32k tokens, as in the recipes of this size."
+    " r = G (P + R) / (P + G R) is how many times fewer tokens the body reads. The head reads every response on both sides,"
+    " and so does attention over the prompt: `possible by products` counts these too.",
     "B6": "0.6B shape, packs of 32k tokens, learning rate 0, old log-probs set so that exactly these rows are clipped. The"
-    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4; c is the share of tokens here.",
+    " cost table: one pass 3, two passes 1 + 3 (1 - c), checkpointing 4, where c is the share of skipped tokens.",
     "B7": "32 prompts x 8, prompts of 256 tokens, temperature 1, no end token; 512 new tokens, or the ragged lengths of B4."
-    " Best of the repeats. The roofline is made of the run's own ceilings: weights or products, whichever is slower,"
-    " and the keys and values of the rows still being written. vLLM was not measured.",
-    "B8": "32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; our side on its defaults, anchor and passes"
-    " chosen by the run.",
-    "B3": "Time of the head, forward and backward, over the sequences that have a gradient: what a second pass computes.",
+    " Best of the repeats. The roofline uses the ceilings of the same run: the slower of reading the weights and computing"
+    " the products, plus reading the KV cache of the rows still being decoded. vLLM was not measured.",
+    "B8": "32 prompts x 8, prompts of 256 tokens, 512 new tokens, 4 updates; our side on its defaults, with anchor and"
+    " passes chosen by the run.",
+    "B3": "Time of the head, forward and backward, over the sequences that have a gradient, as in a second pass.",
     "B10": "0.6B shape with random weights, 64 responses sampled by the engine and cut to each length. Same path: with and"
     " without a gradient in the same packs. Different packs: packs of 16k tokens and every row alone. Engine: its own"
     " log-probs. 16-bit logits: the same, with logits rounded to bfloat16 before the log-softmax. Clipped: half of the rows"
     " outside the band, since the sign of the advantage decides whether the clip acts. TRL: its old log-probs and its"
-    " new ones, rows shuffled, nothing learnt between. What is left between engine and trainer comes from the body: its"
-    " bfloat16 sums are taken in another order, and next to that the rounding of logits is small.",
+    " new ones, rows shuffled, without an update between. The remaining gap between engine and trainer comes from the body:"
+    " its bfloat16 sums run in another order, and the rounding of logits is small compared with that.",
     "B11": "1.7B shape; weights, gradients and optimizer state included.",
 }
 
 
 def gpu_section(document: dict[str, Any]) -> str:
-    """All that was measured on the GPU."""
+    """The section of the page with all GPU measurements."""
     sections, machine = document["sections"], document["machine"]
     parts = [part for section in sections.values() for part in section["parts"].values()]
     ceilings = [part["ceilings"] for part in parts if part.get("ceilings")]
     lines = [
         "## On a GPU",
         "",
-        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Under each table stands its run;"
-        " runs of different times are of different states of the code.",
+        "Generated from `benchmarks/results/gpu.json` (`python -m benchmarks.gpu`). Below each table is the time of its run;"
+        " runs of different times measured different states of the code.",
         "",
         f"One {machine['device']}; torch {machine['torch']}, transformers {machine['transformers']},"
         f" Python {machine['python']}; Qwen3 shapes with random weights, bfloat16.",
-        "Kernels are called in rounds, each in an order of its own, the host ahead of the device, and given as medians with"
-        " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead); steps as medians after"
-        " one to warm up. Peaks of memory count what CUDA graphs hold (since 2026-11-16).",
+        "Kernels are called in rounds, each in its own order, with the host ahead of the device; times are medians with"
+        " the 20th and 80th percentile (before 2026-11-15 19:30: A-B-A-B, the host not ahead). Steps are medians after"
+        " one warm-up step. Peak memory includes the pools of CUDA graphs (since 2026-11-16).",
         f"Ceilings of the runs: {_range(ceilings, 'tflops', '{:.0f}')} TFLOP/s (8192^3, bfloat16),"
         f" {_range(ceilings, 'terabytes_per_second', '{:.2f}')} TB/s (copy, read and write counted).",
     ]
     if any(part.get("tiny") for part in parts):
         lines += ["", "**Toy shapes: a rehearsal of the page, not a measurement.**"]
     lines += ["", "### Targets", ""]
-    reached = [(t.section, t.what, t.wanted, t.shown, t.verdict) for t in targets(sections)]
-    lines += rows("section | what | target | measured | verdict", reached)
+    reached = [(t.section, t.title, t.required, t.measured, t.verdict) for t in targets(sections)]
+    lines += table_lines("section | what | target | measured | verdict", reached)
     lost = losses(sections)
     lines += ["", "Where a peer is ahead:", "", *(f"- {line}" for line in lost)] if lost else []
     for section in TITLES:
         if section not in sections:
             continue
         lines += ["", f"### {TITLES[section]}", "", *([NOTES[section], ""] if section in NOTES else [])]
-        lines += body(section, sections[section]["parts"])
+        lines += section_lines(section, sections[section]["parts"])
         lines += [f"\n![]({path})" for path in _pictures(section, sections)]
     return "\n".join(lines) + "\n"
 

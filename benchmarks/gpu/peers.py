@@ -1,7 +1,7 @@
 """The heads of other projects, as B1 to B3 call them: hidden states, weight and targets in; log-probs or a loss out.
 
-Each comes from its installed package (`carry.sh`); nothing of them is copied here. One that cannot be imported or run
-is noted with its words by whoever calls it.
+Each head comes from its installed package (`carry.sh`); no code is copied here. If a head cannot be imported or run, the
+caller stores its error.
 """
 
 import sys
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 TRL_CHUNK = 32768
-"""Vocabulary columns a tile, as TRL's trainer sets it."""
+"""Vocabulary columns per tile, as TRL's trainer sets it."""
 WIDE = 0.2
-"""The clip band of B2: wide, so that rounding decides nobody's gradient and every head does the same work."""
+"""The clip band of B2. It is wide, so that rounding clips no row and every head does the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """Responses end to end: N tokens of S sequences."""
+    """Concatenated responses: N tokens of S sequences."""
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
     owner: Tensor
-    """[N]: which sequence."""
+    """[N]: the sequence of each token."""
     counts: tuple[int, ...]
     lengths: Tensor
     """[S]: the counts, on the device."""
@@ -39,15 +39,15 @@ class Sequences:
     """[S]"""
     temperature: float
     temperatures: Tensor
-    """[N]: the same, a token each."""
+    """[N]: the temperature of each token."""
 
     def even(self) -> tuple[int, int]:
-        """Rows and columns of the same tokens as a rectangle without padding, for heads that take rectangles only."""
+        """Rows and columns of a rectangle that holds these tokens without padding, for heads that take only rectangles."""
         return len(self.counts), len(self.owner) // len(self.counts)
 
 
 def sequence_loss(batch: Sequences, logprobs: Tensor) -> Tensor:
-    """GSPO over whole sequences, as a user of a head that returns log-probs writes it."""
+    """The GSPO loss, as a user writes it on top of a head that returns log-probs."""
     sums = torch.zeros(len(batch.counts), device=logprobs.device, dtype=torch.float32)
     ratio = (sums.index_add(0, batch.owner, logprobs.float() - batch.old) / batch.lengths).exp()
     clipped = ratio.clamp(1 - WIDE, 1 + WIDE)
@@ -59,7 +59,7 @@ Scorer = Callable[[Sequences], Tensor]
 
 
 def plain(batch: Sequences) -> Tensor:
-    """Logits of the layer kept, float32 log-softmax of them."""
+    """Log-probs [N] in plain torch: all logits in memory, log-softmax in float32."""
     logits = (batch.hidden @ batch.weight.t()).float() / batch.temperature
     return logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
 
@@ -88,7 +88,7 @@ def trl_on_logits() -> Scorer:
 
 
 def _verl(name: str) -> Any:
-    """A file of verl without verl: importing the package would ask for ray, tensordict and hydra."""
+    """Import a module of `verl.utils` without importing verl itself, which needs ray, tensordict and hydra."""
     if "verl.utils.device" in sys.modules:
         return import_module(f"verl.utils.{name}")
     spec = find_spec("verl")
@@ -155,14 +155,14 @@ def _grpo_arguments() -> dict[str, Any]:
 
 
 def liger_grpo() -> Callable[[Sequences], Tensor]:
-    """Its fused linear GRPO loss. Compiled as shipped; where this machine cannot compile it, not compiled."""
+    """Liger's fused linear GRPO loss: compiled, as shipped; not compiled if this machine cannot compile it."""
     build = import_module("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
-    made: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def call(batch: Sequences) -> Tensor:
         rows, columns = batch.even()
-        if not made:
-            made["loss"] = build(
+        if not cache:
+            cache["loss"] = build(
                 **_grpo_arguments(),
                 use_ref_model=False,
                 epsilon_low=WIDE,
@@ -178,19 +178,19 @@ def liger_grpo() -> Callable[[Sequences], Tensor]:
             batch.advantages,
         )
         try:
-            logprobs: Tensor = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
-        except Exception:  # whatever a compiler raises
-            if not made["loss"].compiled:
+            logprobs: Tensor = cache["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+        except Exception:  # a compiler may raise anything
+            if not cache["loss"].compiled:
                 raise
-            made["loss"].compiled = False
-            logprobs = made["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
+            cache["loss"].compiled = False
+            logprobs = cache["loss"](*arguments, old_per_token_logps=batch.old.view(rows, columns))[0]
         return logprobs
 
     return call
 
 
 def liger_triton() -> Callable[[Sequences], Tensor]:
-    """Its Triton GRPO loss on logits; it wants one column of logits more than tokens."""
+    """Liger's Triton GRPO loss on logits. It expects one more column of logits than tokens."""
     function = import_module("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
     def call(batch: Sequences) -> Tensor:

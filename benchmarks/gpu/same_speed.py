@@ -1,8 +1,8 @@
-"""Two checkouts on one GPU, alternately, our rows only: is the newer one as fast, as small and equal to the bit?
+"""Compare two checkouts on one GPU, alternately: speed, memory and bitwise equality of our side.
 
     python benchmarks/gpu/same_speed.py --old OLD --new . --repeats 3 --output same-speed.json
 
-Each repeat runs every part once per checkout, each checkout in a process of its own: B4 (update phase), B7 (decoding), B8
+Each repeat runs every part once per checkout, each checkout in its own process: B4 (update phase), B7 (decoding), B8
 (whole step), B10 (numerics on one path), B11 (peak memory), how often the host waits for the device in one update, and
 digests of log-probs and gradients of fixed packs (dense, LoRA, mixture of experts, checkpointed).
 """
@@ -23,8 +23,8 @@ from typing import Any
 PARTS = ("packs", "B4", "B7", "B8", "B10", "B11", "waits")
 
 
-def module(old: str, new: str) -> Any:
-    """A benchmark module under its old flat name or in its folder."""
+def import_benchmark(old: str, new: str) -> Any:
+    """A benchmark module, in its folder or under its old flat name."""
     from importlib import import_module
 
     try:
@@ -34,63 +34,63 @@ def module(old: str, new: str) -> Any:
 
 
 def measure(parts: list[str], tiny: bool) -> dict[str, Any]:
-    """The parts in this process, with the checkout that is on the path."""
+    """Measure the parts in this process, with the checkout on PYTHONPATH."""
     import torch
 
-    measuring = module("gpu_measure", "measure")
-    update, decode, step = (module(f"gpu_{name}", name) for name in ("update", "decode", "step"))
-    numerics, memory = (module(f"gpu_{name}", name) for name in ("numerics", "memory"))
+    measuring = import_benchmark("gpu_measure", "measure")
+    update, decode, step = (import_benchmark(f"gpu_{name}", name) for name in ("update", "decode", "step"))
+    numerics, memory = (import_benchmark(f"gpu_{name}", name) for name in ("numerics", "memory"))
     device = torch.device("cpu" if tiny else "cuda")
     bench = measuring.Bench(device=device, tiny=tiny, deadline=time.monotonic() + 3600)
     bench.measure_ceilings()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for part in parts:
         if part == "packs":
-            found[part] = {kind: packs_digest(bench, kind) for kind in ("dense", "lora", "moe", "checkpointed")}
+            results[part] = {kind: packs_digest(bench, kind) for kind in ("dense", "lora", "moe", "checkpointed")}
         elif part == "B4":
             seconds = update.our_part("0.6B", "defaults", steps=5)(bench)["seconds"]
-            found[part] = {"seconds": seconds["phase"]}
+            results[part] = {"seconds": seconds["phase"]}
         elif part == "waits":
-            found[part] = {"waits": waits(bench, update)}
+            results[part] = {"waits": count_waits(bench, update)}
         elif part == "B7":
-            found[part] = {"seconds": decode.our_part("0.6B", shared=True, fused=True, uneven=not tiny)(bench)["seconds"]}
+            results[part] = {"seconds": decode.our_part("0.6B", shared=True, fused=True, uneven=not tiny)(bench)["seconds"]}
         elif part == "B8":
-            found[part] = {"seconds": step.our_part(bench)["seconds"]["step"]}
+            results[part] = {"seconds": step.our_part(bench)["seconds"]["step"]}
         elif part == "B10":
             same = numerics.numerics_part(bench)
-            found[part] = {"same_path": largest(same)}
+            results[part] = {"same_path": largest_gap(same)}
         elif part == "B11":
-            found[part] = {"gib": memory.our_part(bench)["points"][-1][1]}
-        print(part, found[part], file=sys.stderr, flush=True)
+            results[part] = {"gib": memory.our_part(bench)["points"][-1][1]}
+        print(part, results[part], file=sys.stderr, flush=True)
         getattr(update, "drop", lambda _: None)(bench)
         bench.free()
-    return found
+    return results
 
 
-def largest(figures: dict[str, Any]) -> float:
-    """The largest |s - 1| of any length on the same path."""
+def largest_gap(figures: dict[str, Any]) -> float:
+    """The largest |s - 1| over all lengths, on the same path."""
     rows = figures.get("lengths", figures)
     rows = rows.values() if isinstance(rows, dict) else rows
     return max(float(row["same path"]["max"]) for row in rows if isinstance(row, dict) and "same path" in row)
 
 
-def waits(bench: Any, update: Any) -> float:
-    """Host waits for the device in one step of the trainer, counted by torch's own warnings."""
+def count_waits(bench: Any, update: Any) -> float:
+    """How often the host waits for the device in one trainer step, counted by torch's warnings."""
     import torch
 
     if not bench.cuda:
         return 0.0
-    built = update.ours(bench, "0.6B", 0.0)
-    built.renew()
-    built.trainer.step()
-    with warnings.catch_warnings(record=True) as heard:
+    setup = update.ours(bench, "0.6B", 0.0)
+    setup.renew()
+    setup.trainer.step()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            built.trainer.step()
+            setup.trainer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return float(sum("called a synchronizing" in str(each.message) for each in heard))
+    return float(sum("called a synchronizing" in str(each.message) for each in caught))
 
 
 def packs_digest(bench: Any, kind: str) -> str:
@@ -120,8 +120,8 @@ def packs_digest(bench: Any, kind: str) -> str:
     if kind == "lora":
         source = torch.Generator().manual_seed(1)
         for _, weight in sorted(policy.parameters().items()):
-            drawn = torch.randn(weight.shape, generator=source) * 0.02
-            weight.data.copy_(drawn.to(weight))
+            values = torch.randn(weight.shape, generator=source) * 0.02
+            weight.data.copy_(values.to(weight))
     for weight in policy.parameters().values():
         weight.grad_dtype = torch.float32
     source = torch.Generator().manual_seed(2)
@@ -153,7 +153,7 @@ def raw(tensor: Any) -> bytes:
 
 
 def accumulate(policy: Any, texts: Any, rows: Any) -> None:
-    """The gradient of coefficients that alternate in sign, through whichever way this checkout has."""
+    """Accumulate a gradient from coefficients of alternating sign, with the method that this checkout has."""
     import torch
 
     from legato.core.outcome import Coefficients
@@ -197,10 +197,10 @@ def small_model(bench: Any, *, moe: bool) -> Any:
     return automatic.from_config(config, dtype=torch.bfloat16 if bench.cuda else torch.float32).to(bench.device).eval()
 
 
-def alternately(
+def run_alternately(
     old: Path, new: Path, repeats: int, parts: list[str], tiny: bool, after: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Every repeat of both checkouts; the order changes from repeat to repeat. `after` gets what each repeat left."""
+    """Run every repeat of both checkouts; the order alternates. `after` receives all results after each repeat."""
     runs: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
     for repeat in range(repeats):
         sides = [("old", old), ("new", new)]
@@ -260,7 +260,7 @@ def main() -> None:
             record = {"machine": name, "date": time.strftime("%Y-%m-%d"), "repeats": len(runs["old"]), "rows": rows}
             options.output.write_text(json.dumps(record, indent=1) + "\n")
 
-    alternately(options.old.resolve(), options.new.resolve(), options.repeats, options.parts, options.tiny, save)
+    run_alternately(options.old.resolve(), options.new.resolve(), options.repeats, options.parts, options.tiny, save)
 
 
 if __name__ == "__main__":

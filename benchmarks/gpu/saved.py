@@ -1,4 +1,4 @@
-"""B5 and B6: what is not computed: a group's prompt a second time, and rows that clip or rewards leave no gradient."""
+"""B5 and B6, the computation we save: a group's prompt is computed once; rows without a gradient are skipped."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from legato.training.plan import micro_batches
 RESPONSE, ROWS, TOKENS_PER_PACK = 256, 64, 32768
 CLIPPED, SILENT = (0.0, 0.15, 0.3, 0.45), (0.0, 0.3, 0.6)
 FAR = 0.05
-"""How far log s is put from 0: many times the band, so that no rounding decides a row."""
+"""The forced distance of log s from 0: many times the band, so that rounding decides no row."""
 
 
-def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int, *, shared: bool) -> Texts:
-    """Rows of one length; unshared, every row is a group of its own with its own copy of the prompt."""
+def make_texts(prompt: int, response: int, group: int, rows: int, vocabulary: int, *, shared: bool) -> Texts:
+    """Random texts of one length. If not `shared`, every row is its own group with its own copy of the prompt."""
     source = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, vocabulary, (rows // group, prompt), generator=source)
     tokens = torch.randint(3, vocabulary, (rows, response), generator=source)
@@ -38,13 +38,13 @@ def texts_of(prompt: int, response: int, group: int, rows: int, vocabulary: int,
     )
 
 
-def cut(texts: Texts, most: int) -> tuple[Tensor, ...]:
-    """As the trainer cuts an update: whole groups, at most so many tokens a micro-batch, evenly filled."""
+def cut_micro_batches(texts: Texts, most: int) -> tuple[Tensor, ...]:
+    """The rows of each micro-batch, as the trainer cuts an update: whole groups, at most `most` tokens, evenly filled."""
     return micro_batches(texts, texts.group.unique().tolist(), most)
 
 
-def learn_all(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> None:
-    """Forward and backward of every micro-batch with coefficients of alternating sign; the gradient is dropped."""
+def accumulate_all(policy: Any, texts: Texts, parts: Sequence[Tensor]) -> None:
+    """Run forward and backward of every micro-batch with coefficients of alternating sign, then drop the gradient."""
     for rows in parts:
         with policy.accumulate_gradient(texts, rows) as forward:
             for piece in forward.pieces():
@@ -61,16 +61,16 @@ def shared_part(prompt: int, group: int) -> Part:
 
     def part(bench: Bench) -> dict[str, Any]:
         gpu_update.drop(bench)
-        policy = work.policy(bench, "0.6B")
+        policy = work.make_policy(bench, "0.6B")
         sizes = (prompt // 16, RESPONSE // 16, group, 2 * group) if bench.tiny else (prompt, RESPONSE, group, ROWS)
-        on, off = (texts_of(*sizes, policy.vocabulary, shared=shared) for shared in (True, False))
+        on, off = (make_texts(*sizes, policy.vocabulary, shared=shared) for shared in (True, False))
         rows = torch.arange(min(4, sizes[3]))
         gap = float((policy.score(on, rows).logprobs - policy.score(off, rows).logprobs).abs().max())
         most = 256 if bench.tiny else TOKENS_PER_PACK
-        sides = {"shared": (on, cut(on, most)), "apart": (off, cut(off, most))}
+        sides = {"shared": (on, cut_micro_batches(on, most)), "apart": (off, cut_micro_batches(off, most))}
         rounds = {"warm": 1, "samples": 1, "seconds": 5.0} if bench.tiny else {"warm": 2, "samples": 7, "seconds": 25.0}
-        found = bench.interleaved(
-            {name: lambda side=side: learn_all(policy, *side) for name, side in sides.items()}, **rounds
+        timings = bench.time_interleaved(
+            {name: lambda side=side: accumulate_all(policy, *side) for name, side in sides.items()}, **rounds
         )
         length, answer = sizes[0], sizes[1]
         return {
@@ -79,45 +79,47 @@ def shared_part(prompt: int, group: int) -> Part:
             "group": group,
             "ideal": group * (length + answer) / (length + group * answer),
             "logprob_gap": gap,
-            **found,
+            **timings,
         }
 
     return part
 
 
-def _forced(workload: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
-    """Old log-probs that clip this share of the rows, and the share of tokens that is. The others lie outside the band on
-    the side on which nothing is clipped, so that the passes decide the same whatever the rounding."""
-    found, row, gone = list[list[list[float]]](), 0, 0
+def force_clipping(workload: work.Work, exact: gpu_update.Logprobs, share: float) -> tuple[gpu_update.Logprobs, float]:
+    """Old log-probs that clip this share of the rows, and the resulting share of tokens.
+
+    The other rows lie outside the band on the side that never clips, so that every pass decides the same despite rounding.
+    """
+    shifted_groups, row, clipped_tokens = list[list[list[float]]](), 0, 0
     for rewards, group in zip(workload.rewards, exact, strict=True):
         mean = statistics.mean(rewards)
         shifted = []
         for reward, logprobs in zip(rewards, group, strict=True):
             clipped = round((row + 1) * share) > round(row * share)
-            gone += len(logprobs) if clipped else 0
+            clipped_tokens += len(logprobs) if clipped else 0
             # s = exp(new - old): above 1 it clips a row with a positive advantage, below 1 one with a negative.
             sign = 1.0 if (reward > mean) == clipped else -1.0
             shifted.append([value - sign * FAR for value in logprobs])
             row += 1
-        found.append(shifted)
-    return found, gone / workload.useful
+        shifted_groups.append(shifted)
+    return shifted_groups, clipped_tokens / workload.useful
 
 
 def clipped_part(share: float, name: str) -> Part:
-    """B6: updates with this share of rows clipped, by one pass or two."""
+    """B6: updates with this share of rows clipped, in one pass or two."""
 
     def part(bench: Bench) -> dict[str, Any]:
-        built, given, exact = _still(bench)
-        old, tokens = _forced(given, exact, share)
-        trainer = built.trainer
-        kept, trainer.source.runner.engine = trainer.source.runner.engine, gpu_update.script_rollouts(given, old)
+        setup, workload, exact = still_trainer(bench)
+        old, tokens = force_clipping(workload, exact, share)
+        trainer = setup.trainer
+        engine, trainer.source.runner.engine = trainer.source.runner.engine, gpu_update.script_rollouts(workload, old)
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
-                found = gpu_update.measure(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+                result = gpu_update.measure(bench, trainer, setup.useful, steps=1 if bench.tiny else 3, before=setup.before)
         finally:
-            trainer.source.runner.engine = kept
-        return {"share": share, "token_share": tokens, "passes": name, **found}
+            trainer.source.runner.engine = engine
+        return {"share": share, "token_share": tokens, "passes": name, **result}
 
     return part
 
@@ -126,23 +128,25 @@ def silent_part(share: float, name: str) -> Part:
     """B6: updates with this share of groups without an advantage."""
 
     def part(bench: Bench) -> dict[str, Any]:
-        built, given, exact = _still(bench)
-        trainer = built.trainer
-        table = work.reward_table(len(given.prompts), len(given.rewards[0]), share)
-        old, _ = _forced(given, exact, 0.0)
-        tokens = sum(sum(map(len, group)) for row, group in zip(table, given.responses, strict=True) if min(row) == max(row))
-        kept = trainer.source.runner.engine, trainer.source.judge
+        setup, workload, exact = still_trainer(bench)
+        trainer = setup.trainer
+        table = work.reward_table(len(workload.prompts), len(workload.rewards[0]), share)
+        old, _ = force_clipping(workload, exact, 0.0)
+        tokens = sum(
+            sum(map(len, group)) for row, group in zip(table, workload.responses, strict=True) if min(row) == max(row)
+        )
+        replaced = trainer.source.runner.engine, trainer.source.judge
         trainer.source.runner.engine, trainer.source.judge = (
-            gpu_update.script_rollouts(given, old),
+            gpu_update.script_rollouts(workload, old),
             gpu_update.table_reward(table),
         )
         try:
             with gpu_update.factor(trainer, name):
                 trainer.anchor_choice = "sampler"
-                found = gpu_update.measure(bench, trainer, built.useful, steps=1 if bench.tiny else 3, before=built.before)
+                result = gpu_update.measure(bench, trainer, setup.useful, steps=1 if bench.tiny else 3, before=setup.before)
         finally:
-            trainer.source.runner.engine, trainer.source.judge = kept
-        return {"share": share, "token_share": tokens / given.useful, "passes": name, **found}
+            trainer.source.runner.engine, trainer.source.judge = replaced
+        return {"share": share, "token_share": tokens / workload.useful, "passes": name, **result}
 
     return part
 
@@ -150,14 +154,17 @@ def silent_part(share: float, name: str) -> Part:
 _exact: dict[int, gpu_update.Logprobs] = {}
 
 
-def _still(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
-    """The trainer of B4 with a learning rate that moves nothing, so that forced shares stay as they are; packs as in B5."""
-    built, workload = gpu_update.ours(bench, "0.6B", 0.0, lr=1e-30), work.fixed_work(bench.tiny)
-    built.trainer.settings = replace(built.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
-    if id(built) not in _exact:
+def still_trainer(bench: Bench) -> tuple[Any, work.Work, gpu_update.Logprobs]:
+    """The trainer of B4, its workload and the policy's exact log-probs of it.
+
+    The learning rate is too small to move a weight, so that forced shares stay as they are. Packs have the size of B5.
+    """
+    setup, workload = gpu_update.ours(bench, "0.6B", 0.0, lr=1e-30), work.fixed_work(bench.tiny)
+    setup.trainer.settings = replace(setup.trainer.settings, tokens_per_pack=TOKENS_PER_PACK)
+    if id(setup) not in _exact:
         _exact.clear()
-        _exact[id(built)] = gpu_update.scored(built.trainer.policy, workload)
-    return built, workload, _exact[id(built)]
+        _exact[id(setup)] = gpu_update.score_workload(setup.trainer.policy, workload)
+    return setup, workload, _exact[id(setup)]
 
 
 B5: dict[str, Part] = {f"prompt {p}, group {g}": shared_part(p, g) for p in (128, 512, 2048) for g in (8, 16)}

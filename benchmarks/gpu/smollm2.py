@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.smollm2 FOLDER --output benchmarks/results/smollm2-gpu.json
 
-FOLDER is the converted model (`legato.policy.model.smollm2.smollm2_folder()`). It uses the rooms up to `training` only, so
-that torch and transformers are all it needs. `experiment_page` makes docs/experiments/smollm2.md of the stored result.
+FOLDER is the converted model (`legato.policy.model.smollm2.smollm2_folder()`). This script imports packages up to `training`
+only, so that it needs nothing but torch and transformers. `experiment_page` writes docs/experiments/smollm2.md from the
+stored result.
 """
 
 import argparse
@@ -14,14 +15,15 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "smollm2-gpu.json"
 STEPS, UPDATES = 285, 4
-KEPT = (
+LOGGED = (
     *("reward/mean", "clip/sequences", "entropy/mean", "length/mean", "gradient/norm", "update/skipped_rows"),
     *("equivalence/perplexity_old", "equivalence/perplexity_new"),
     *("time/rollouts_seconds", "time/anchor_seconds", "time/update_seconds"),
 )
 
 
-def trainer(folder: str, lr: float, seed: int) -> Any:
+def make_trainer(folder: str, lr: float, seed: int) -> Any:
+    """The trainer for the model in this folder, on arithmetic questions."""
     from legato.algorithms import sequence_family  # noqa: F401  (registers gspo)
     from legato.algorithms.catalogue import entry
     from legato.policy.model.load import Loading, load_policy
@@ -64,28 +66,29 @@ def trainer(folder: str, lr: float, seed: int) -> Any:
 
 
 def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Train for `steps` steps; returns the evaluations and the logged metrics of each step."""
     import torch
 
     from legato.rollouts.sampling import Sampling
     from legato.training.evaluate import Evaluator, accuracy_metrics
 
-    made = trainer(folder, lr, seed)
-    evaluator = Evaluator(runner=made.source.runner, judge=made.source.judge)
-    held_out = made.source.source.held_out(240)
+    trainer = make_trainer(folder, lr, seed)
+    evaluator = Evaluator(runner=trainer.source.runner, judge=trainer.source.judge)
+    held_out = trainer.source.source.held_out(240)
 
     def evaluation() -> dict[str, float]:
-        found = {}
+        metrics = {}
         for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
             answered = evaluator.answer(held_out, Sampling(temperature=temperature), 1, 0)
-            found |= accuracy_metrics(name, answered)
-        return found
+            metrics |= accuracy_metrics(name, answered)
+        return metrics
 
     evaluations: list[dict[str, float]] = [{"step": 0, **evaluation()}]
     log: list[dict[str, float]] = []
     started = time.time()
     for _ in range(steps):
-        report = made.step()
-        log.append({"step": report.step, **{key: report.metrics.get(key) for key in KEPT}})
+        report = trainer.step()
+        log.append({"step": report.step, **{key: report.metrics.get(key) for key in LOGGED}})
         if report.step in (1, 5) or report.step % 57 == 0:
             evaluations.append({"step": report.step, "seconds": time.time() - started, **evaluation()})
             print(log[-1], evaluations[-1], flush=True)
@@ -97,7 +100,7 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
         "lr": lr,
         "prompts_per_step": 32,
         "samples_per_prompt": 8,
-        "updates": made.optimizer.updates,
+        "updates": trainer.optimizer.updates,
         "seconds": time.time() - started,
         "evaluations": evaluations,
         "steps": log,
@@ -105,7 +108,7 @@ def run(folder: str, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
 
 
 def experiment_page(result: dict[str, Any]) -> str:
-    """docs/experiments/smollm2.md"""
+    """The text of docs/experiments/smollm2.md."""
     perplexity = [s["equivalence/perplexity_old"] for s in result["steps"] if s["equivalence/perplexity_old"] is not None]
     lines = [
         "# SmolLM2-135M learns to add",
@@ -116,23 +119,24 @@ def experiment_page(result: dict[str, Any]) -> str:
         f" {result['prompts_per_step']} prompts x {result['samples_per_prompt']} samples a step,"
         f" {result['updates']} gradient steps in {result['seconds']:.0f} s on one {result['device']}"
         f" (torch {result['torch']}), evaluations included; one seed.",
-        'The task: "What is 37 + 5?" with operands of one or two digits and one digit, the last number of the reply counts.',
+        'The task: "What is 37 + 5?" with a first operand of one or two digits and a second of one digit. The last number',
+        "of the reply counts.",
         "Accuracy on 240 held-out problems with 95 % intervals:",
         "",
         "| step | seconds | sampled, temperature 1 | greedy | mean length |",
         "|---|---|---|---|---|",
     ]
-    for found in result["evaluations"]:
-        cells = [f"{found['step']:.0f}", f"{found.get('seconds', 0.0):.0f}"]
+    for evaluation in result["evaluations"]:
+        cells = [f"{evaluation['step']:.0f}", f"{evaluation.get('seconds', 0.0):.0f}"]
         for name in ("sampled", "greedy"):
             key = f"eval/accuracy_{name}"
-            cells.append(f"{found[key]:.1%} ({found[f'{key}_low']:.1%} to {found[f'{key}_high']:.1%})")
-        lines.append("| " + " | ".join([*cells, f"{found['eval/length_sampled']:.1f}"]) + " |")
+            cells.append(f"{evaluation[key]:.1%} ({evaluation[f'{key}_low']:.1%} to {evaluation[f'{key}_high']:.1%})")
+        lines.append("| " + " | ".join([*cells, f"{evaluation['eval/length_sampled']:.1f}"]) + " |")
     lines += [
         "",
         f"Perplexity of sampled responses under the policy that wrote them: {perplexity[0]:.1f} in the first step,"
         f" {perplexity[-1]:.2f}"
-        " in the last that had a signal. From step 60 on most groups are all right and cost no update.",
+        " in the last step that had a gradient. From step 60 on, in most groups all responses are right and need no update.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -143,8 +147,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    asked.output.write_text(json.dumps(run(asked.folder, asked.lr, asked.steps)) + "\n")
+    options = parser.parse_args()
+    options.output.write_text(json.dumps(run(options.folder, options.lr, options.steps)) + "\n")
 
 
 if __name__ == "__main__":

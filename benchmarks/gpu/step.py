@@ -1,6 +1,6 @@
-"""B8: the whole step of the 0.6B shape: 32 prompts x 8, prompts of 256 tokens, 512 new ones, 4 updates; beside TRL.
+"""B8: the whole step of the 0.6B shape, beside TRL: 32 prompts x 8, prompts of 256 tokens, 512 new tokens, 4 updates.
 
-TRL writes its responses by `generate` of transformers: vLLM was not on the machine and is not measured.
+TRL decodes with `generate` of transformers. vLLM was not installed on the machine and is not measured.
 """
 
 import random
@@ -18,15 +18,15 @@ from legato.rollouts.engine import Limits
 from legato.rollouts.local.select import local_engine
 
 
-def texts_of(bench: Bench) -> list[str]:
-    """Prompts of one character a token, all of one length."""
+def draw_prompts(bench: Bench) -> list[str]:
+    """Random prompts of one length, one character per token."""
     count, _, length, _ = gpu_decode.sizes(bench)
     source = random.Random("step")
     return ["".join(source.choice(ALPHABET) for _ in range(length)) for _ in range(max(count, work.UPDATES))]
 
 
 def step_work(bench: Bench) -> work.Work:
-    ids = work.tokenizer()(texts_of(bench))["input_ids"]
+    ids = work.tokenizer()(draw_prompts(bench))["input_ids"]
     samples = gpu_decode.sizes(bench)[1]
     return work.Work(
         prompts=tuple(map(tuple, ids)),
@@ -36,16 +36,16 @@ def step_work(bench: Bench) -> work.Work:
 
 
 def our_part(bench: Bench) -> dict[str, Any]:
-    """Our trainer with the engine it would choose here, on its defaults."""
+    """Our trainer on its defaults, with the engine that it chooses on this machine."""
     gpu_update.drop(bench)
-    given, new = step_work(bench), gpu_decode.sizes(bench)[3]
-    before, found = bench.held(), dict[str, Any]()
-    with bench.peak(found, before):
-        policy = work.policy(bench, "0.6B")
-        trainer = gpu_update.fixed_trainer(policy, given, [])
+    workload, new = step_work(bench), gpu_decode.sizes(bench)[3]
+    before, memory = bench.held_bytes(), dict[str, Any]()
+    with bench.peak(memory, before):
+        policy = work.make_policy(bench, "0.6B")
+        trainer = gpu_update.fixed_trainer(policy, workload, [])
         trainer.settings = gpu_update.replace(trainer.settings, anchor="auto")
         trainer.anchor_choice = None
-        rows = len(given.prompts) * len(given.rewards[0])
+        rows = len(workload.prompts) * len(workload.rewards[0])
         trainer.source.runner.engine = local_engine(policy, rows)
         trainer.source.runner.limits = Limits(max_response_tokens=new, end_tokens=(policy.vocabulary,))
         samples, floor = [], None
@@ -61,7 +61,7 @@ def our_part(bench: Bench) -> dict[str, Any]:
                 samples.append({"step": whole, **times, "clipped": report.metrics.get("clip/sequences", 0.0)})
     return {
         "side": "Legato",
-        **found,
+        **memory,
         **summary(samples, rows * new),
         "anchor": trainer.anchor_choice,
         "noise": None if floor is None else floor.metrics(),
@@ -72,10 +72,10 @@ def our_part(bench: Bench) -> dict[str, Any]:
 
 
 def _sync_seconds(trainer: Any) -> float | None:
-    """0 where the engine reads the very tensors that are trained, which is looked up; there is nothing to time then."""
+    """0.0 if the engine samples from the trained tensors themselves, so that there is no copy to time; otherwise None."""
     trained = {weight.data_ptr() for weight in trainer.policy.parameters().values()}
-    read = {weight.data_ptr() for weight in trainer.source.runner.engine.policy.model.parameters()}
-    return 0.0 if trained <= read else None
+    sampled = {weight.data_ptr() for weight in trainer.source.runner.engine.policy.model.parameters()}
+    return 0.0 if trained <= sampled else None
 
 
 def summary(samples: list[dict[str, float]], tokens: int) -> dict[str, Any]:
@@ -86,14 +86,14 @@ def summary(samples: list[dict[str, float]], tokens: int) -> dict[str, Any]:
 def trl_part(*, strong: bool) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
         gpu_update.drop(bench)
-        given, new = step_work(bench), gpu_decode.sizes(bench)[3]
+        workload, new = step_work(bench), gpu_decode.sizes(bench)[3]
         steps = 1 if bench.tiny else 2
-        found = gpu_trl.fitting(
-            bench, "0.6B", given, strong=strong, steps=steps, prompts=texts_of(bench), tokens=new, micro=64
+        result = gpu_trl.train_largest_fitting(
+            bench, "0.6B", workload, strong=strong, steps=steps, prompts=draw_prompts(bench), tokens=new, micro=64
         )
-        rows = len(given.prompts) * len(given.rewards[0])
+        rows = len(workload.prompts) * len(workload.rewards[0])
         side = f"TRL {'strong' if strong else 'defaults'}, `generate`"
-        return {"side": side, **found, **summary(found["samples"], rows * new)}
+        return {"side": side, **result, **summary(result["samples"], rows * new)}
 
     return part
 

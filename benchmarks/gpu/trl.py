@@ -1,8 +1,8 @@
-"""TRL's `GRPOTrainer` in sequence mode on a GPU, as a user would build it; its methods are wrapped to be timed, not changed.
+"""TRL's `GRPOTrainer` in sequence mode on a GPU, as a user would build it. Two methods are wrapped for timing, not changed.
 
 `defaults`: float32 weights under bfloat16 autocast, gradient checkpointing. `strong`: bfloat16 weights (and moments),
-no checkpointing, the largest micro-batch that fits, Liger's layers where they apply. It pads every response of a step to
-the longest one and never trims, so sorting by length would not help it.
+no checkpointing, the largest micro-batch that fits, Liger's layers if they apply. TRL pads every response of a step to the
+longest one and never trims, so sorting by length would not help.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import work as work
-from benchmarks.gpu.measure import GIB, Bench, words
+from benchmarks.gpu.measure import GIB, Bench, describe_error
 from benchmarks.gpu.work import Work
-from benchmarks.step.trl_settings import never_ending, sequence_settings
+from benchmarks.step.trl_settings import disable_end_token, sequence_settings
 
 FIRST_MICRO = {("0.6B", True): 64, ("1.7B", True): 32, ("0.6B", False): 64, ("1.7B", False): 64}
-"""Rows a micro-batch to try first; halved for as long as memory does not suffice."""
+"""The first micro-batch size to try, in rows. It is halved until it fits into memory."""
 
 
-def trainer_of(
+def make_trainer(
     bench: Bench,
     shape: str,
     workload: Work,
@@ -35,7 +35,7 @@ def trainer_of(
     liger: bool,
     **options: Any,
 ) -> Any:
-    """Its trainer on the fixed rollouts; with `prompts` in the options it writes the responses itself, by `generate`."""
+    """TRL's trainer on the fixed rollouts. With `prompts` in the options, it decodes the responses with `generate`."""
     import datasets
     import trl
 
@@ -43,8 +43,8 @@ def trainer_of(
     texts: list[str] | None = options.pop("prompts", None)
     longest = options.pop("tokens", max(len(row) for group in workload.responses for row in group))
 
-    def fixed(asked: list[str], _: Any) -> dict[str, Any]:
-        rows = [(int(text), row % samples) for row, text in enumerate(asked)]
+    def fixed_rollouts(prompts: list[str], _: Any) -> dict[str, Any]:
+        rows = [(int(text), row % samples) for row, text in enumerate(prompts)]
         return {
             "prompt_ids": [list(workload.prompts[number]) for number, _ in rows],
             "completion_ids": [list(workload.responses[number][sample]) for number, sample in rows],
@@ -56,17 +56,17 @@ def trainer_of(
 
     rows = prompts * samples // work.UPDATES
     numbers = [number % prompts for number in range(prompts * steps)]
-    made = work.model(bench, shape, dtype=bench.dtype if strong else torch.float32)
+    model = work.make_model(bench, shape, dtype=bench.dtype if strong else torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = trl.GRPOTrainer(
-            model=made,
+            model=model,
             reward_funcs=table_reward,
             processing_class=work.tokenizer(),
             train_dataset=datasets.Dataset.from_dict(
                 {"prompt": [str(n) if texts is None else texts[n] for n in numbers], "number": numbers}
             ),
-            rollout_func=fixed if texts is None else None,
+            rollout_func=fixed_rollouts if texts is None else None,
             args=trl.GRPOConfig(
                 output_dir=folder,
                 **sequence_settings(
@@ -85,11 +85,11 @@ def trainer_of(
                 **options,
             ),
         )
-    return never_ending(trainer, made)
+    return disable_end_token(trainer, model)
 
 
-def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any]]:
-    """Train; the phases of every step but the first, and what TRL logged of them."""
+def time_steps(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any]]:
+    """Train, and return the seconds of each phase of every step but the first, and TRL's log entries of all steps."""
     import transformers
 
     ends: list[float] = []
@@ -103,8 +103,8 @@ def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any
         on_train_begin = on_step_end = _note
 
     trainer.add_callback(Clock())
-    trainer._generate = _timed(bench, trainer._generate, generating)
-    trainer._generate_and_score_completions = _timed(bench, trainer._generate_and_score_completions, preparing)
+    trainer._generate = time_call(bench, trainer._generate, generating)
+    trainer._generate_and_score_completions = time_call(bench, trainer._generate_and_score_completions, preparing)
     trainer.remove_callback(transformers.PrinterCallback)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,11 +121,11 @@ def cycles(bench: Bench, trainer: Any) -> tuple[list[dict[str, float]], list[Any
     return samples, logs
 
 
-def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def wrapped(*positional: Any, **named: Any) -> Any:
+def time_call(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    def wrapped(*positional: Any, **keywords: Any) -> Any:
         bench.wait()
         started = time.perf_counter()
-        result = call(*positional, **named)
+        result = call(*positional, **keywords)
         bench.wait()
         seconds.append(time.perf_counter() - started)
         return result
@@ -134,8 +134,11 @@ def _timed(bench: Bench, call: Callable[..., Any], seconds: list[float]) -> Call
 
 
 @contextlib.contextmanager
-def patches_undone() -> Iterator[None]:
-    """Liger puts its layers into the model's module for the rest of the process; the sides after it must not get them."""
+def restore_layers() -> Iterator[None]:
+    """Restore the layers of the Qwen3 module on exit.
+
+    Liger replaces them for the rest of the process, and later sides must not use Liger's layers.
+    """
     from transformers.models.qwen3 import modeling_qwen3 as module
 
     names = dict(vars(module))
@@ -148,22 +151,24 @@ def patches_undone() -> Iterator[None]:
             kind.forward = forward
 
 
-def fitting(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int, **options: Any) -> dict[str, Any]:
-    """Steps with the largest micro-batch that fits; Liger's layers in the strong setting, without them where they fail."""
+def train_largest_fitting(
+    bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int, **options: Any
+) -> dict[str, Any]:
+    """Train with the largest micro-batch that fits. The strong setting uses Liger's layers unless they fail."""
     rows = len(workload.prompts) * len(workload.rewards[0]) // work.UPDATES
     micro = min(rows, options.pop("micro", None) or (4 if bench.tiny else FIRST_MICRO[shape, strong]))
     liger, notes = strong and bench.cuda, list[str]()
     while True:
         bench.free()
-        before, result = bench.held(), dict[str, Any]()
+        before, result = bench.held_bytes(), dict[str, Any]()
         error = None
         try:
-            with tempfile.TemporaryDirectory() as folder, bench.peak(result), patches_undone():
-                trainer = trainer_of(
+            with tempfile.TemporaryDirectory() as folder, bench.peak(result), restore_layers():
+                trainer = make_trainer(
                     bench, shape, workload, folder, strong=strong, micro=micro, steps=1 + steps, liger=liger, **dict(options)
                 )
-                samples, logs = cycles(bench, trainer)
-            result["static_gib"] = (bench.held() - before) / GIB
+                samples, logs = time_steps(bench, trainer)
+            result["static_gib"] = (bench.held_bytes() - before) / GIB
             clipped = [entry.get("clip_ratio/region_mean", 0.0) for entry in logs[1:]]
             return {
                 **result,
@@ -182,8 +187,8 @@ def fitting(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: in
         except Exception as failure:
             if not liger:
                 raise
-            liger, error = False, f"Liger's layers: {words(failure)}"
-        # Out of the except block, so that the frames that hold the model are gone before the next try.
+            liger, error = False, f"Liger's layers: {describe_error(failure)}"
+        # Outside the except block, so that the frames that hold the model are freed before the next try.
         notes.append(error)
         trainer = None
 
@@ -195,15 +200,15 @@ def _versions() -> dict[str, str]:
 
 
 def update_phase(bench: Bench, shape: str, workload: Work, *, strong: bool, steps: int) -> dict[str, Any]:
-    """B4's other side."""
-    result = fitting(bench, shape, workload, strong=strong, steps=steps)
-    made = work.model(bench, shape) if bench.tiny else _shell(shape)
-    result["flops_anchor"] = work.rectangle_flops(made, workload, passes=(False,)).total
-    result["flops_update"] = work.rectangle_flops(made, workload, passes=(True,)).total
+    """TRL's side of B4."""
+    result = train_largest_fitting(bench, shape, workload, strong=strong, steps=steps)
+    model = work.make_model(bench, shape) if bench.tiny else meta_model(shape)
+    result["flops_anchor"] = work.rectangle_flops(model, workload, passes=(False,)).total
+    result["flops_update"] = work.rectangle_flops(model, workload, passes=(True,)).total
     return result
 
 
-def _shell(shape: str) -> Any:
-    """The model's shapes without its numbers."""
+def meta_model(shape: str) -> Any:
+    """The model on the meta device: shapes without values."""
     with torch.device("meta"):
-        return work.model(Bench(device=torch.device("meta"), tiny=False, deadline=0.0), shape)
+        return work.make_model(Bench(device=torch.device("meta"), tiny=False, deadline=0.0), shape)

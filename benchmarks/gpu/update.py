@@ -1,7 +1,7 @@
 """B4: the update phase on fixed rollouts, ours and TRL's, and ours with one factor off at a time.
 
-Our side is the trainer itself, its engine replaced by one that says the fixed responses. The phase is everything of a step
-but the rollouts: old log-probs, advantages, updates.
+Our side is the trainer itself; a scripted engine returns the fixed responses. The phase is a step without its rollouts: old
+log-probs, advantages, updates.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from legato.training.step import Trainer, TrainingSettings
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Stands for a tokenizer: the text of a prompt is its number."""
+    """A stand-in for a tokenizer: the text of a prompt is its number."""
 
     prompts: tuple[tuple[int, ...], ...]
     eos_token_id: int | None = None
@@ -46,8 +46,8 @@ Logprobs = list[list[list[float]]]
 """By prompt and sample."""
 
 
-def scored(policy: Any, workload: Work) -> Logprobs:
-    """What the policy says of the fixed responses, a group at a time."""
+def score_workload(policy: Any, workload: Work) -> Logprobs:
+    """The policy's log-probs of the fixed responses, computed one group at a time."""
     from legato.core.texts import Texts
 
     result = []
@@ -98,18 +98,19 @@ def fixed_trainer(policy: Any, workload: Work, logprobs: Logprobs, *, lr: float 
 
 
 def script_rollouts(workload: Work, logprobs: Logprobs) -> ScriptedEngine:
+    """An engine that returns the fixed responses with these log-probs."""
     by_prompt = {prompt: number for number, prompt in enumerate(workload.prompts)}
 
     def script(prompt: list[int], sample: int) -> tuple[tuple[int, ...], list[float]]:
         number = by_prompt[tuple(prompt)]
         return workload.responses[number][sample], logprobs[number][sample]
 
-    # Texts are not looked at; decoding every beginning of every response would take longer than the updates.
+    # Nobody reads the texts; decoding every prefix of every response would take longer than the updates.
     return ScriptedEngine(script, decode=lambda tokens: "")
 
 
 def table_reward(rewards: tuple[tuple[float, ...], ...]) -> Any:
-    """A judge that knows the table."""
+    """A judge that looks rewards up in the table."""
 
     def score(rollout: Rollout) -> Score:
         reward = rewards[int(str(rollout.problem.prompt))][rollout.rollout_id % len(rewards[0])]
@@ -127,41 +128,41 @@ def measure(
     before: int = 0,
     first: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Steps of the trainer after one to warm up; what was executed is counted.
+    """Time trainer steps after one warm-up step, and count the FLOPs that were executed.
 
-    The device is waited for before and after the old log-probs and at the end of the step, nowhere in between. `first` is
-    called before each step and not timed.
+    The host waits for the device before and after the old log-probs and at the end of the step, nowhere in between. `first`
+    is called before each step and is not timed.
     """
     packs, clock = work.Packs(), dict[str, float]()
-    own = trainer._score_old_policy
+    score_old_policy = trainer._score_old_policy
 
-    def anchored(*given: Any) -> Any:
+    def timed_scoring(*arguments: Any) -> Any:
         bench.wait()
         clock["begun"], packs.phase = time.perf_counter(), "anchor"
-        result = own(*given)
+        result = score_old_policy(*arguments)
         bench.wait()
         clock["anchored"], packs.phase = time.perf_counter(), "update"
         return result
 
-    # On the instance: the trainer's own method, waited for.
-    trainer._score_old_policy = anchored  # type: ignore[method-assign]
+    # Replaced on this instance only: the trainer's own method, with waits around it.
+    trainer._score_old_policy = timed_scoring  # type: ignore[method-assign]
     samples, reports, result = [], [], dict[str, Any]()
     try:
         for number in range(1 + steps):
             first()
-            with work.counting(packs), bench.peak(result, before):
+            with work.count_packs(packs), bench.peak(result, before):
                 started = time.perf_counter()
                 report = trainer.step()
                 bench.wait()
                 ended = time.perf_counter()
             if number == 0:
-                packs.seen.clear()
+                packs.records.clear()
                 continue
             phase = ended - started - report.metrics["time/rollouts_seconds"]
             update = ended - clock["anchored"]
             samples.append({"anchor": clock["anchored"] - clock["begun"], "update": update, "phase": phase})
             reports.append(report.metrics)
-            if bench.left() < 0:
+            if bench.seconds_left() < 0:
                 break
     finally:
         del trainer._score_old_policy
@@ -170,7 +171,7 @@ def measure(
         **result,
         **_rates(bench, samples, executed, useful),
         **_describe(reports),
-        "static_gib": (bench.held() - before) / GIB,
+        "static_gib": (bench.held_bytes() - before) / GIB,
     }
 
 
@@ -196,23 +197,23 @@ def _describe(reports: list[Any]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Built:
-    """The trainer of the last part, kept for the next: building one takes longer than measuring it."""
+    """The trainer of the last part, kept for the next one, because building a trainer takes longer than measuring it."""
 
     key: tuple[str, float, float]
     trainer: Trainer
     useful: int
     before: int
     weights: dict[str, torch.Tensor]
-    """As they were made, on the host."""
+    """The initial weights, on the host."""
 
     def renew(self) -> None:
-        """Every part starts from the same weights, without moments and without a memory of what was skipped."""
+        """Reset the weights, the moments and the record of skipped rows, so that every part starts the same."""
         trainer = self.trainer
         for name, weight in trainer.policy.parameters().items():
             weight.grad = None
             weight.data.copy_(self.weights[name])
         settings, total = trainer.optimizer.settings, trainer.optimizer.total_updates
-        # The old one goes first: two would not be what training holds.
+        # Free the old optimizer first: training never holds two.
         del trainer.optimizer
         trainer.optimizer = Optimizer(trainer.policy.parameters(), settings, total_updates=total)
         trainer.skipped.clear()
@@ -222,27 +223,28 @@ _built: list[_Built] = []
 
 
 def ours(bench: Bench, shape: str, silent: float, lr: float = work.LEARNING_RATE) -> _Built:
+    """Our trainer on the fixed rollouts. It is reused if the last part had the same arguments."""
     key = (shape, silent, lr)
     if not _built or _built[0].key != key:
         drop(bench)
-        before = bench.held()
+        before = bench.held_bytes()
         workload = work.fixed_work(bench.tiny, silent=silent)
-        policy = work.policy(bench, shape)
-        trainer = fixed_trainer(policy, workload, scored(policy, workload), lr=lr)
+        policy = work.make_policy(bench, shape)
+        trainer = fixed_trainer(policy, workload, score_workload(policy, workload), lr=lr)
         weights = {name: weight.detach().cpu().clone() for name, weight in policy.parameters().items()}
         _built.append(_Built(key, trainer, workload.useful, before, weights))
     return _built[0]
 
 
 def drop(bench: Bench) -> None:
-    """Let go of what is kept: another side needs the memory."""
+    """Drop the kept trainer, because another side needs the memory."""
     _built.clear()
     bench.free()
 
 
 @contextmanager
 def factor(trainer: Trainer, name: str) -> Iterator[None]:
-    """One factor off (or another setting) for a while."""
+    """Inside this context, the trainer has one factor switched off or one setting changed."""
     policy, settings, model = trainer.policy, trainer.settings, trainer.policy.model
     switch = {"packing off": "packing", "shared prompts off": "shared_prompts", "fused parts off": "fused"}.get(name)
     if switch is not None and not hasattr(policy, switch):
@@ -280,19 +282,19 @@ def factor(trainer: Trainer, name: str) -> Iterator[None]:
 
 def our_part(shape: str, name: str, *, silent: float = 0.0, steps: int = 3) -> Part:
     def part(bench: Bench) -> dict[str, Any]:
-        built = ours(bench, shape, silent)
-        built.renew()
-        trainer = built.trainer
+        setup = ours(bench, shape, silent)
+        setup.renew()
+        trainer = setup.trainer
 
         def first() -> None:
-            # The sampler is the policy as it is now; otherwise the drift of the steps before would be taken for ratios.
+            # Score with the current policy; otherwise the drift of earlier steps would show up in the ratios.
             if trainer.anchor_choice == "sampler":
                 workload = work.fixed_work(bench.tiny, silent=silent)
-                trainer.source.runner.engine = script_rollouts(workload, scored(trainer.policy, workload))
+                trainer.source.runner.engine = script_rollouts(workload, score_workload(trainer.policy, workload))
 
         with factor(trainer, name):
             result = measure(
-                bench, trainer, built.useful, steps=1 if bench.tiny else steps, before=built.before, first=first
+                bench, trainer, setup.useful, steps=1 if bench.tiny else steps, before=setup.before, first=first
             )
         return {"side": "Legato", "factor": name, "shape": shape, "silent": silent, **result}
 

@@ -1,6 +1,6 @@
-"""What the GPU benchmarks work on: Qwen3 shapes with random weights, fixed lengths and rewards, the counting of FLOPs.
+"""The workload of the GPU benchmarks: Qwen3 shapes with random weights, fixed lengths and rewards, and FLOP counts.
 
-`lengths.json` holds the lengths: made once by `python -m benchmarks.gpu.work`, the same for every side and every run.
+`lengths.json` holds the lengths. `python -m benchmarks.gpu.work` wrote it once; it is the same for every side and every run.
 """
 
 import json
@@ -30,7 +30,7 @@ TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The fixed rollouts of a step: prompt and response lengths, and rewards by prompt and sample."""
+    """The fixed rollouts of a step: prompt tokens, response tokens, and rewards by prompt and sample."""
 
     prompts: tuple[tuple[int, ...], ...]
     responses: tuple[tuple[tuple[int, ...], ...], ...]
@@ -38,25 +38,25 @@ class Work:
 
     @property
     def useful(self) -> int:
-        """Tokens under the mask, of all rows."""
+        """The number of response tokens of all rows."""
         return sum(len(row) for group in self.responses for row in group)
 
 
 def stored_lengths(tiny: bool) -> dict[str, Any]:
-    """The lists of the file, cut down for tiny shapes: a few prompts, short texts, as ragged as the whole."""
-    found: dict[str, Any] = json.loads(LENGTHS.read_text())
+    """The lengths of the file. For tiny shapes they are reduced to a few prompts and short texts, equally ragged."""
+    lengths: dict[str, Any] = json.loads(LENGTHS.read_text())
     if not tiny:
-        return found
+        return lengths
     shrink = 16
     return {
-        "prompts": [max(2, length // shrink) for length in found["prompts"][:8]],
-        "responses": [[max(2, length // shrink) for length in row[:4]] for row in found["responses"][:8]],
-        "head": [max(1, length // shrink) for length in found["head"][:8]],
+        "prompts": [max(2, length // shrink) for length in lengths["prompts"][:8]],
+        "responses": [[max(2, length // shrink) for length in row[:4]] for row in lengths["responses"][:8]],
+        "head": [max(1, length // shrink) for length in lengths["head"][:8]],
     }
 
 
 def fixed_work(tiny: bool, *, silent: float = 0.0) -> Work:
-    """Tokens drawn from a fixed seed; `silent` is the share of groups whose rewards are all alike."""
+    """Rollouts with tokens drawn from a fixed seed. `silent` is the share of groups whose rewards are all equal."""
     lengths = stored_lengths(tiny)
     vocabulary = TINY["vocab_size"] if tiny else SHAPES["0.6B"]["vocab_size"]
     source = random.Random("gpu benchmark")
@@ -72,7 +72,7 @@ def fixed_work(tiny: bool, *, silent: float = 0.0) -> Work:
 
 
 def reward_table(prompts: int, samples: int, silent: float) -> tuple[tuple[float, ...], ...]:
-    """0 or 1 by prompt and sample. So large a share of the rows, spread evenly, are all alike; no other is."""
+    """Rewards of 0 or 1 by prompt and sample. In a share `silent` of the rows, spread evenly, all rewards are equal."""
     source = random.Random("rewards")
     table = []
     for place in range(prompts):
@@ -84,14 +84,14 @@ def reward_table(prompts: int, samples: int, silent: float) -> tuple[tuple[float
 
 
 def tokenizer() -> Any:
-    """A character a token: texts are never looked at, but every trainer wants one."""
+    """A tokenizer with one token per character. Nobody reads the texts, but every trainer needs a tokenizer."""
     from legato.policy.model.tiny import character_tokenizer
 
     return character_tokenizer()
 
 
-def model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
-    """Qwen3 of this shape with random weights. The last norm is scaled, so that the policy is not nearly uniform."""
+def make_model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
+    """A Qwen3 of this shape with random weights. The last norm is scaled up, so that the policy is not nearly uniform."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     sizes = {**TINY, **TINY_HEADS} if bench.tiny else {**SHAPES[shape], **HEADS}
@@ -107,23 +107,23 @@ def model(bench: Bench, shape: str, *, dtype: torch.dtype | None = None) -> Any:
     torch.manual_seed(0)
     automatic: Any = AutoModelForCausalLM
     with bench.device:
-        made = automatic.from_config(config, dtype=dtype or bench.dtype)
+        model = automatic.from_config(config, dtype=dtype or bench.dtype)
     with torch.no_grad():
-        made.get_decoder().norm.weight.fill_(4.0)
-    return made.to(bench.device).eval()
+        model.get_decoder().norm.weight.fill_(4.0)
+    return model.to(bench.device).eval()
 
 
-def policy(bench: Bench, shape: str) -> Any:
-    """Our policy around such a model."""
+def make_policy(bench: Bench, shape: str) -> Any:
+    """Our policy around a model of this shape."""
     from legato.policy.model.load import Loading, load_policy
 
     loading = Loading(device=bench.device.type, dtype="bfloat16" if bench.cuda else "float32")
-    return load_policy(model(bench, shape), loading, tokenizer=tokenizer())
+    return load_policy(make_model(bench, shape), loading, tokenizer=tokenizer())
 
 
 @dataclass(slots=True)
 class Flops:
-    """Executed model FLOPs: 2 per matmul parameter and token forward, 4 more backward, attention by the pairs it looks at.
+    """Executed model FLOPs: 2 per matmul parameter and token forward, 4 more backward, and attention per query-key pair.
 
     Padding and recomputation are not counted: they are not the model's work.
     """
@@ -132,29 +132,29 @@ class Flops:
     """Matmul parameters of the layers."""
     head: int
     attention: int
-    """FLOPs of one query with one key, all layers."""
+    """FLOPs of one query with one key, over all layers."""
     forward: float = 0.0
     backward: float = 0.0
 
     @classmethod
-    def of(cls, made: Any) -> "Flops":
-        config = made.config
-        matrices = sum(p.numel() for name, p in made.named_parameters() if p.dim() == 2 and "layers." in name)
+    def of(cls, model: Any) -> "Flops":
+        config = model.config
+        matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name)
         width = config.num_attention_heads * config.head_dim
         return cls(matrices, config.vocab_size * config.hidden_size, 4 * width * config.num_hidden_layers)
 
     @classmethod
     def of_shape(cls, shape: str) -> "Flops":
-        """The same by arithmetic."""
+        """The counts of a shape, by arithmetic instead of from a model."""
         sizes = SHAPES[shape]
         hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
         query, key = (HEADS[name] * HEADS["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
         layer = 2 * hidden * (query + key) + 3 * hidden * sizes["intermediate_size"]
         return cls(layers * layer, sizes["vocab_size"] * hidden, 4 * query * layers)
 
-    def add(self, tokens: int, read: int, pairs: float, *, learning: bool) -> None:
-        """`tokens` through the body, `read` of them through the head, so many pairs of query and key."""
-        once = 2.0 * (self.body * tokens + self.head * read) + self.attention * pairs
+    def add(self, tokens: int, head_tokens: int, pairs: float, *, learning: bool) -> None:
+        """Count `tokens` through the body, `head_tokens` of them through the head, and `pairs` of query and key."""
+        once = 2.0 * (self.body * tokens + self.head * head_tokens) + self.attention * pairs
         self.forward += once
         self.backward += 2 * once if learning else 0.0
 
@@ -163,43 +163,43 @@ class Flops:
         return self.forward + self.backward
 
 
-def causal(prompt: int, response: int) -> float:
-    """Pairs that the tokens of a response look at: its prompt and itself."""
+def causal_pairs(prompt: int, response: int) -> float:
+    """Query-key pairs of a response: its tokens attend to the prompt and to the response itself."""
     return response * prompt + response * (response + 1) / 2
 
 
 @dataclass(slots=True)
 class Packs:
-    """The packs that went through the body inside `counting`, by whatever `phase` was then."""
+    """The packs that went through the body inside `count_packs`, each with the phase it belongs to."""
 
     phase: str = ""
-    seen: list[tuple[Any, ...]] = field(default_factory=list)
+    records: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def flops(self, made: Any, phase: str) -> float:
-        """Executed in a phase. Lengths are read here, when all is over: reading them waits for the device."""
-        flops = Flops.of(made)
-        for during, (prompts, responses, owner), read, shared, learning in self.seen:
+    def flops(self, model: Any, phase: str) -> float:
+        """FLOPs executed in a phase. Lengths are read here, after the measurement, because reading waits for the GPU."""
+        flops = Flops.of(model)
+        for during, (prompts, responses, owner), head_tokens, shared, learning in self.records:
             if during == phase:
                 tokens, pairs = pack_size(prompts.tolist(), responses.tolist(), owner.tolist(), shared=shared)
-                flops.add(tokens, read, pairs, learning=learning)
+                flops.add(tokens, head_tokens, pairs, learning=learning)
         return flops.total
 
 
 @contextmanager
-def counting(found: Packs) -> Iterator[None]:
-    """Notes every pack that goes through the body, and whether it will go back."""
+def count_packs(packs: Packs) -> Iterator[None]:
+    """Inside this context, record every pack that goes through the body, and whether autograd is on."""
     from legato.policy.policy import Policy
 
     original = Policy._hidden_states
 
     @contextmanager
-    def noted(self: Any, packed: Any) -> Iterator[Tensor]:
+    def record_pack(self: Any, packed: Any) -> Iterator[Tensor]:
         lengths = (packed.prefix_lengths, packed.suffix_lengths, packed.owner)
-        found.seen.append((found.phase, lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
+        packs.records.append((packs.phase, lengths, sum(packed.counts), self.packing, torch.is_grad_enabled()))
         with original(self, packed) as hidden:
             yield hidden
 
-    Policy._hidden_states = noted  # type: ignore[method-assign,assignment]
+    Policy._hidden_states = record_pack  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -207,47 +207,47 @@ def counting(found: Packs) -> Iterator[None]:
 
 
 def pack_size(prompts: list[int], responses: list[int], owner: list[int], *, shared: bool) -> tuple[int, float]:
-    """Tokens and pairs of a pack; unshared, every row has its own prompt."""
-    held = prompts if shared else [prompts[number] for number in owner]
-    pairs = sum(causal(0, length) for length in held)
-    pairs += sum(causal(prompts[number], length) for number, length in zip(owner, responses, strict=True))
-    return sum(held) + sum(responses), pairs
+    """Tokens and query-key pairs of a pack. If not `shared`, every row has its own copy of the prompt."""
+    computed = prompts if shared else [prompts[number] for number in owner]
+    pairs = sum(causal_pairs(0, length) for length in computed)
+    pairs += sum(causal_pairs(prompts[number], length) for number, length in zip(owner, responses, strict=True))
+    return sum(computed) + sum(responses), pairs
 
 
 def possible_gain(prompt: int, response: int, group: int, shape: str = "0.6B") -> float:
-    """How many times fewer products a group takes whose prompt is computed once; the head reads every response anyway."""
-    made = []
+    """How many times fewer FLOPs a group needs if its prompt is computed once. The head reads every response either way."""
+    totals = []
     for shared in (False, True):
         flops = Flops.of_shape(shape)
         owner = [0] * group
         tokens, pairs = pack_size([prompt], [response] * group, owner, shared=shared)
         flops.add(tokens, group * response, pairs, learning=True)
-        made.append(flops.total)
-    return made[0] / made[1]
+        totals.append(flops.total)
+    return totals[0] / totals[1]
 
 
-def rectangle_flops(made: Any, work: Work, *, passes: Sequence[bool]) -> Flops:
-    """Of rows each with its own prompt, as a trainer that pads computes them; `passes` says which of them learn."""
-    flops = Flops.of(made)
+def rectangle_flops(model: Any, work: Work, *, passes: Sequence[bool]) -> Flops:
+    """FLOPs of rows that each have their own prompt, as in a trainer that pads. `passes`: True for one with backward."""
+    flops = Flops.of(model)
     for prompt, group in zip(work.prompts, work.responses, strict=True):
         for row in group:
             for learning in passes:
                 length = len(prompt) + len(row)
-                flops.add(length, len(row), causal(0, length), learning=learning)
+                flops.add(length, len(row), causal_pairs(0, length), learning=learning)
     return flops
 
 
 def make_lengths() -> dict[str, Any]:
-    """Log-normal with mean 400 for responses, at most 1024; a list of 64 for the head that adds up to 16384."""
+    """Draw the stored lengths: log-normal responses with mean 400, at most 1024, and 64 for the head that sum to 16384."""
     source = random.Random("lengths")
 
-    def drawn(mean: float, spread: float, most: int) -> int:
+    def draw_length(mean: float, spread: float, most: int) -> int:
         centre = mean / 2.718281828 ** (spread**2 / 2)
         return max(8, min(most, round(centre * 2.718281828 ** (spread * source.gauss(0, 1)))))
 
-    responses = [[drawn(435, 0.6, 1024) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
-    head = [drawn(256, 0.6, 1024) for _ in range(64)]
-    # The last ones take up what is missing, so that the table of shapes has round numbers.
+    responses = [[draw_length(435, 0.6, 1024) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
+    head = [draw_length(256, 0.6, 1024) for _ in range(64)]
+    # Random entries absorb the difference, so that the table of shapes has round numbers.
     while sum(head) != 16384:
         place = source.randrange(64)
         head[place] = max(8, head[place] + (1 if sum(head) < 16384 else -1))

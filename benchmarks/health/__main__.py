@@ -1,13 +1,13 @@
-"""Whether the health watch catches what it should and stays quiet otherwise, measured on the tiny task.
+"""Measure whether the health watch detects injected faults and stays quiet on healthy runs, on the tiny task.
 
     python -m benchmarks.health --seeds 10-19                     # the collapse, its recovery, healthy runs
     python -m benchmarks.health --seeds 10-14 --arms faults       # the other faults
     python -m benchmarks.health --seeds 10-14 --arms early        # a learning rate too high from the first step on
-    python -m benchmarks.health --seeds 100-102 --arms verify     # that the collapse is one
+    python -m benchmarks.health --seeds 100-102 --arms verify     # check that the collapse does not recover by itself
 
-One healthy run of 50 steps a seed; every arm goes on from a copy of it, to the bit, with a fault from step 51 on. What is
-done is kept in the working folder: the same command goes on where it was stopped. Results go to
-benchmarks/results/health.json; `health_page.py` makes docs/experiments/health.md of it.
+Each seed has one healthy run of 50 steps. Every arm continues from a copy of it, bit for bit, with a fault from step 51 on.
+Finished arms are stored in the work folder, so that an interrupted command resumes. Results go to
+benchmarks/results/health.json; `page.py` renders docs/experiments/health.md from it.
 """
 
 import argparse
@@ -46,10 +46,10 @@ ARMS: dict[str, tuple[str | None, int, dict[str, Any]]] = {
 }
 """Fault, last step, options."""
 EARLY = {f"early: learning rate x {factor}": factor for factor in (5, 10, 20)}
-"""Arms whose learning rate is so many times that of the recipe from the first step on; nothing healthy comes before."""
+"""Arms with a multiple of the recipe's learning rate from the first step on, without a healthy start."""
 EARLY_STEPS = 60
 WORDS = ("says", "causes", "tries", "beside")
-"""Fields of a rule that people read and no test does."""
+"""Fields of a rule that are text for people; no threshold depends on them."""
 MAIN = ("collapse", "recover", "healthy")
 OPTIONS = {
     "task.held_out": 16,
@@ -65,7 +65,7 @@ OPTIONS = {
 
 
 def thresholds() -> str:
-    """What the rules test, as a hash: results of different thresholds must not be mixed. Sentences are not counted."""
+    """A hash of the thresholds of all rules, because results of different thresholds must not be mixed."""
     tested = [{key: value for key, value in asdict(rule).items() if key not in WORDS} for rule in RULES]
     return hashlib.sha256(json.dumps([MARGIN, tested], sort_keys=True).encode()).hexdigest()[:16]
 
@@ -74,57 +74,57 @@ def recipe_lr() -> float:
     return load([RECIPE]).config.training.lr
 
 
-def base(work: Path, seed: int, options: dict[str, Any]) -> Path:
-    """The healthy beginning of a seed."""
+def healthy_start(work: Path, seed: int, options: dict[str, Any]) -> Path:
+    """The run directory of a seed's healthy first steps. It is trained if it does not exist yet."""
     place = work / "base"
     if not (place / f"seed{seed}" / "report.html").exists():
         shutil.rmtree(place / f"seed{seed}", ignore_errors=True)
-        fresh(place / f"seed{seed}", seed, {**options, "training.steps": FIRST})
+        train_from_start(place / f"seed{seed}", seed, {**options, "training.steps": FIRST})
     return place / f"seed{seed}"
 
 
-def fresh(run: Path, seed: int, options: dict[str, Any]) -> train.Run:
-    """A run from its first step on."""
-    given = {**OPTIONS, **options, "training.seed": seed, "output.directory": str(run.parent), "output.name": run.name}
-    return _unless_stopped(train.train(recipe=RECIPE, **given))
+def train_from_start(run: Path, seed: int, options: dict[str, Any]) -> train.Run:
+    """Train a run from its first step."""
+    settings = {**OPTIONS, **options, "training.seed": seed, "output.directory": str(run.parent), "output.name": run.name}
+    return raise_if_stopped(train.train(recipe=RECIPE, **settings))
 
 
-def resume(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:
-    """A copy of the healthy beginning, going on with the fault of an arm."""
-    fault, last, given = ARMS[arm]
+def resume_with_fault(run: Path, start: Path, arm: str, steps: int | None) -> train.Run:
+    """Copy the healthy run directory `start` and resume it with the fault of an arm."""
+    fault, last, options = ARMS[arm]
     shutil.copytree(start, run)
-    words = [f"{path}={value}" for path, value in {"training.steps": steps or last, **given}.items()]
+    words = [f"{path}={value}" for path, value in {"training.steps": steps or last, **options}.items()]
     with inject(None if fault is None else FAULTS[fault].make(start), FIRST):
-        return _unless_stopped(train.resume(run, words, watcher=Silent(), allow_changes=True))
+        return raise_if_stopped(train.resume(run, words, watcher=Silent(), allow_changes=True))
 
 
-def _unless_stopped(ended: train.Run) -> train.Run:
+def raise_if_stopped(ended: train.Run) -> train.Run:
     if ended.exit_code >= 128:
         raise KeyboardInterrupt
     return ended
 
 
 def measure(work: Path, arm: str, seed: int, options: dict[str, Any], steps: int | None = None) -> dict[str, Any]:
-    """One arm of a seed: rewards, findings, recoveries."""
-    run, start = work / "run", None if arm in EARLY else base(work, seed, options)
+    """Run one arm of a seed and return its rewards, findings and recoveries."""
+    run, start = work / "run", None if arm in EARLY else healthy_start(work, seed, options)
     shutil.rmtree(run, ignore_errors=True)
     began = time.process_time()
     if start is None:
         rate = {"training.lr": EARLY[arm] * recipe_lr(), "training.steps": steps or EARLY_STEPS}
-        ended = fresh(run, seed, {**options, **rate})
+        ended = train_from_start(run, seed, {**options, **rate})
     else:
-        ended = resume(run, start, arm, steps)
+        ended = resume_with_fault(run, start, arm, steps)
     directory = RunDirectory.open(run)
-    told = directory.health.read()
-    kept = ("step", "rule", "level", "since", "value", "usual")
-    steps_seen = [record for record in directory.metrics() if record["kind"] == "step"]
+    records = directory.health.read()
+    fields = ("step", "rule", "level", "since", "value", "usual")
+    steps_done = [record for record in directory.metrics() if record["kind"] == "step"]
     return {
         "arm": arm,
         "seed": seed,
         "thresholds": thresholds(),
-        "rewards": [_round(record["reward/mean"]) for record in steps_seen],
-        "findings": [{k: r[k] for k in kept} for r in told if r["kind"] == "finding"],
-        "recoveries": [{k: v for k, v in r.items() if k != "kind"} for r in told if r["kind"] == "recovery"],
+        "rewards": [_round(record["reward/mean"]) for record in steps_done],
+        "findings": [{k: r[k] for k in fields} for r in records if r["kind"] == "finding"],
+        "recoveries": [{k: v for k, v in r.items() if k != "kind"} for r in records if r["kind"] == "recovery"],
         "exit_code": ended.exit_code,
         "reason": ended.reason,
         "cpu_seconds": round(time.process_time() - began, 1),
@@ -136,14 +136,14 @@ def _round(value: float | None) -> float | None:
 
 
 def run_arms(work: Path, arms: Sequence[str], seeds: Sequence[int], options: dict[str, Any], steps: int | None) -> None:
-    """Every arm of every seed that is not done; an arm done with other thresholds is done again."""
+    """Run every arm of every seed that has no stored result. Arms measured with other thresholds run again."""
     (work / "done").mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for arm in arms:
             path = work / "done" / f"{arm.replace(' ', '-').replace(':', '')}-{seed}.json"
             if path.is_file() and json.loads(path.read_text())["thresholds"] == thresholds():
                 continue
-            # A report costs more than the steps of a small run, and nobody reads these.
+            # Writing a report takes longer than a small run, and nobody reads these reports.
             with mock.patch.object(train, "write_report", lambda directory: directory.report_path.touch()):
                 done = measure(work, arm, seed, options, steps)
             path.write_text(json.dumps(done))
@@ -160,19 +160,20 @@ def _describe(done: dict[str, Any]) -> str:
 
 
 def gather(work: Path) -> dict[str, Any]:
-    """Everything that is done, as one tree."""
+    """All stored results with the current thresholds, as the content of the results file."""
     runs = [json.loads(path.read_text()) for path in sorted((work / "done").glob("*.json"))]
-    known = [run for run in runs if run["thresholds"] == thresholds()]
+    current = [run for run in runs if run["thresholds"] == thresholds()]
     return {
         "thresholds": thresholds(),
         "first": FIRST,
         "lr": recipe_lr(),
         "machine": f"{platform.machine()}, one thread, Python {platform.python_version()}",
-        "runs": known,
+        "runs": current,
     }
 
 
-def seeds_of(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of `"10-19"` or `"3"`."""
     first, _, last = text.partition("-")
     return list(range(int(first), int(last or first) + 1))
 
@@ -183,11 +184,11 @@ def main() -> None:
     parser.add_argument("--arms", default="main", help="main, faults, early, or names of arms separated by commas")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "health")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    named = {"main": list(MAIN), "faults": [arm for arm in ARMS if arm.startswith("fault: ")], "early": list(EARLY)}
-    arms = named.get(given.arms, given.arms.split(","))
-    run_arms(given.work, arms, seeds_of(given.seeds), {}, None)
-    given.output.write_text(json.dumps(gather(given.work), indent=None, separators=(",", ":")) + "\n")
+    options = parser.parse_args()
+    groups = {"main": list(MAIN), "faults": [arm for arm in ARMS if arm.startswith("fault: ")], "early": list(EARLY)}
+    arms = groups.get(options.arms, options.arms.split(","))
+    run_arms(options.work, arms, parse_seeds(options.seeds), {}, None)
+    options.output.write_text(json.dumps(gather(options.work), indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Faults to inject into a healthy run from one step on: what the health watch has to notice.
+"""Faults that are injected into a healthy run from one step on, for the health watch to detect.
 
-A fault is a context that changes the trainer for one step and puts it back, so that it depends on the number of the step and
-on nothing else: a run that is rolled back meets it again.
+A fault is a context that changes the trainer for one step and restores it. It depends only on the step number, so that a run
+that is rolled back meets the fault again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,41 +23,41 @@ from legato.training.step import Trainer
 from legato.training.tables import Tables
 
 Fault = Callable[[Trainer], Any]
-"""A trainer to a context in which one of its steps is faulty."""
+"""Returns a context in which one step of the trainer is faulty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A fault for a table."""
+    """A fault and its description."""
 
     make: Callable[[Path], Fault]
-    """From the directory of the healthy run that it begins in."""
+    """Builds the fault from the run directory of the healthy run."""
     says: str
 
 
 @contextmanager
 def inject(fault: Fault | None, first: int) -> Iterator[None]:
-    """Trainers made inside are faulty from the step after `first` on."""
-    made = wire.trainer_of
+    """Trainers built inside this context are faulty from step `first + 1` on."""
+    trainer_of = wire.trainer_of
 
-    def faulty(*arguments: Any) -> Trainer:
-        trainer = made(*arguments)
+    def faulty_trainer(*arguments: Any) -> Trainer:
+        trainer = trainer_of(*arguments)
         step = trainer.step
 
-        def stepped(*asked: Any) -> Any:
+        def faulty_step(*step_arguments: Any) -> Any:
             if fault is None or trainer.steps_done < first:
-                return step(*asked)
+                return step(*step_arguments)
             with fault(trainer):
-                return step(*asked)
+                return step(*step_arguments)
 
-        trainer.step = stepped  # type: ignore[method-assign]
+        trainer.step = faulty_step  # type: ignore[method-assign]
         return trainer
 
-    with mock.patch.object(wire, "trainer_of", faulty):
+    with mock.patch.object(wire, "trainer_of", faulty_trainer):
         yield
 
 
-def learning_rate(factor: float) -> Fault:
+def raise_learning_rate(factor: float) -> Fault:
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
         before = trainer.optimizer.scale
@@ -68,34 +68,34 @@ def learning_rate(factor: float) -> Fault:
     return fault
 
 
-def _engine(make: Callable[[Trainer], Any]) -> Fault:
-    """Another engine, made at the first faulty step and kept."""
-    made: dict[int, Any] = {}
+def replace_engine(make: Callable[[Trainer], Any]) -> Fault:
+    """A fault that replaces the engine. The new engine is built at the first faulty step and reused."""
+    engines: dict[int, Any] = {}
 
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
         own = trainer.source.runner.engine
-        trainer.source.runner.engine = made.setdefault(id(trainer), None) or make(trainer)
-        made[id(trainer)] = trainer.source.runner.engine
+        trainer.source.runner.engine = engines.setdefault(id(trainer), None) or make(trainer)
+        engines[id(trainer)] = trainer.source.runner.engine
         yield
         trainer.source.runner.engine = own
 
     return fault
 
 
-def stale(run: Path) -> Fault:
-    """The sampler keeps the weights it had when the fault began."""
+def freeze_sampler(run: Path) -> Fault:
+    """The sampler keeps the weights that it had when the fault began."""
 
     def make(trainer: Trainer) -> Any:
         engine = MismatchedEngine(trainer.policy, Mismatch(kind="stale"))
         engine.publish = lambda weights, version: None  # type: ignore[method-assign]
         return engine
 
-    return _engine(make)
+    return replace_engine(make)
 
 
-def without_adapter(run: Path) -> Fault:
-    """The sampler has the weights from before the first step, as if what was trained had never reached it."""
+def reset_sampler(run: Path) -> Fault:
+    """The sampler has the weights from before the first step, as if it had never received the trained weights."""
 
     def make(trainer: Trainer) -> Any:
         engine = MismatchedEngine(trainer.policy, Mismatch(kind="stale"))
@@ -106,11 +106,11 @@ def without_adapter(run: Path) -> Fault:
                 weight.copy_(first[name])
         return engine
 
-    return _engine(make)
+    return replace_engine(make)
 
 
 class _Altered(QueuedEngine):
-    """An engine whose sampling or whose report differs."""
+    """An engine with another temperature or with shifted log-probs."""
 
     def __init__(self, engine: Any, *, shift: float = 0.0, temperature: float = 1.0) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ class _Altered(QueuedEngine):
         return [[replace(each, logprobs=each.logprobs + self.shift) for each in row] for row in rows]
 
 
-def _scores(change: Callable[[Rollout, Score], Score]) -> Fault:
+def change_scores(change: Callable[[Rollout, Score], Score]) -> Fault:
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
         own = trainer.source.judge
 
         def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-            found = zip(rollouts, own(rollouts), strict=True)
-            return [score if isinstance(score, Unscorable) else change(rollout, score) for rollout, score in found]
+            pairs = zip(rollouts, own(rollouts), strict=True)
+            return [score if isinstance(score, Unscorable) else change(rollout, score) for rollout, score in pairs]
 
         trainer.source.judge = judge
         yield
@@ -139,7 +139,7 @@ def _scores(change: Callable[[Rollout, Score], Score]) -> Fault:
     return fault
 
 
-def _algorithm(changes: dict[str, Any]) -> Fault:
+def change_algorithm(changes: dict[str, Any]) -> Fault:
     @contextmanager
     def fault(trainer: Trainer) -> Iterator[None]:
         own = trainer.algorithm
@@ -151,28 +151,28 @@ def _algorithm(changes: dict[str, Any]) -> Fault:
 
 
 @contextmanager
-def _punished_entropy(trainer: Trainer) -> Iterator[None]:
-    with _algorithm({"objective.penalties.entropy.coefficient": 0.5})(trainer):
+def punish_entropy(trainer: Trainer) -> Iterator[None]:
+    with change_algorithm({"objective.penalties.entropy.coefficient": 0.5})(trainer):
         (bonus,) = (part for part in trainer.algorithm.objective.penalties if part.name == "entropy")
-        object.__setattr__(bonus, "coefficient", -0.5)  # a recipe cannot say this; the part refuses it
+        object.__setattr__(bonus, "coefficient", -0.5)  # a recipe cannot set this value; the part refuses it
         yield
 
 
 @contextmanager
-def _flipped(trainer: Trainer) -> Iterator[None]:
+def flip_advantages(trainer: Trainer) -> Iterator[None]:
     own = Tables.with_advantages
 
     def negative(tables: Tables, algorithm: Any) -> Tables:
-        found = own(tables, algorithm)
-        assert found.advantages is not None
-        return replace(found, advantages=-found.advantages)
+        result = own(tables, algorithm)
+        assert result.advantages is not None
+        return replace(result, advantages=-result.advantages)
 
     with mock.patch.object(Tables, "with_advantages", negative):
         yield
 
 
 class _Repeated:
-    """A source that has one problem."""
+    """A source that always returns the same problem."""
 
     def __init__(self, source: Any) -> None:
         self.problem = source.training(0)
@@ -183,47 +183,50 @@ class _Repeated:
 
 
 @contextmanager
-def _one_prompt(trainer: Trainer) -> Iterator[None]:
+def repeat_one_prompt(trainer: Trainer) -> Iterator[None]:
     own = trainer.source.source
     trainer.source.source = _Repeated(own)  # type: ignore[assignment]
     yield
     trainer.source.source = own
 
 
-def _even(rollout: Rollout) -> bool:
+def ends_even(rollout: Rollout) -> bool:
     return rollout.text[-1:] in set("02468")
 
 
 FAULTS: dict[str, Named] = {
-    "learning rate x 5": Named(lambda run: learning_rate(5.0), "the learning rate raised fivefold"),
-    "learning rate x 100": Named(lambda run: learning_rate(100.0), "the learning rate raised a hundredfold"),
-    "stale weights": Named(stale, "the sampler keeps the weights of step 50 for ever"),
-    "adapter not applied": Named(without_adapter, "the sampler has the weights from before the first step"),
+    "learning rate x 5": Named(lambda run: raise_learning_rate(5.0), "the learning rate raised fivefold"),
+    "learning rate x 100": Named(lambda run: raise_learning_rate(100.0), "the learning rate raised a hundredfold"),
+    "stale weights": Named(freeze_sampler, "the sampler keeps the weights of step 50 for ever"),
+    "adapter not applied": Named(reset_sampler, "the sampler has the weights from before the first step"),
     "log-prob shift": Named(
-        lambda run: _engine(lambda t: _Altered(t.source.runner.engine, shift=-0.05)),
+        lambda run: replace_engine(lambda t: _Altered(t.source.runner.engine, shift=-0.05)),
         "reported log-probs are 0.05 too low",
     ),
     "temperature mismatch": Named(
-        lambda run: _engine(lambda t: _Altered(t.source.runner.engine, temperature=1.5)),
+        lambda run: replace_engine(lambda t: _Altered(t.source.runner.engine, temperature=1.5)),
         "sampled at temperature 1.5, trained as if at 1",
     ),
-    "advantage sign": Named(lambda run: _flipped, "advantages with the wrong sign"),
-    "clip off": Named(lambda run: _algorithm({"objective.trust": []}), "no trust region"),
+    "advantage sign": Named(lambda run: flip_advantages, "advantages with the wrong sign"),
+    "clip off": Named(lambda run: change_algorithm({"objective.trust": []}), "no trust region"),
     "reward constant": Named(
-        lambda run: _scores(lambda rollout, score: replace(score, reward=0.5, accuracy=0.5)), "every response scores 0.5"
+        lambda run: change_scores(lambda rollout, score: replace(score, reward=0.5, accuracy=0.5)),
+        "every response scores 0.5",
     ),
     "reward inverted": Named(
-        lambda run: _scores(lambda rollout, score: replace(score, reward=1 - score.reward, accuracy=1 - score.accuracy)),
+        lambda run: change_scores(
+            lambda rollout, score: replace(score, reward=1 - score.reward, accuracy=1 - score.accuracy)
+        ),
         "right answers score 0, wrong ones 1",
     ),
     "phantom shaped reward": Named(
-        lambda run: _scores(lambda rollout, score: replace(score, reward=score.reward + 2.0 * _even(rollout))),
+        lambda run: change_scores(lambda rollout, score: replace(score, reward=score.reward + 2.0 * ends_even(rollout))),
         "a bonus of 2 for an answer that ends with an even digit",
     ),
     "length-hack reward": Named(
-        lambda run: _scores(lambda rollout, score: replace(score, reward=len(rollout.tokens) / 6)),
+        lambda run: change_scores(lambda rollout, score: replace(score, reward=len(rollout.tokens) / 6)),
         "the reward is the length of the response",
     ),
-    "entropy bonus, wrong sign": Named(lambda run: _punished_entropy, "an entropy bonus of -0.5: certainty is paid for"),
-    "one prompt": Named(lambda run: _one_prompt, "every group is of the same problem"),
+    "entropy bonus, wrong sign": Named(lambda run: punish_entropy, "an entropy bonus of -0.5: certainty is paid for"),
+    "one prompt": Named(lambda run: repeat_one_prompt, "every group is of the same problem"),
 }

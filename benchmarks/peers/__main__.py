@@ -1,8 +1,8 @@
-"""Our losses beside TRL's and verl's on one seeded batch: numbers to `benchmarks/results/peers.json`, which
+"""Compare our losses with TRL's and verl's on one seeded batch. Writes `benchmarks/results/peers.json`, which
 `make docs` turns into `docs/peers.md`. Run by `make peers`, in an environment with tests/peers/requirements.txt and verl.
 
-A comparison says beforehand whether both sides should agree, and if not, why; the run fails where that is not what
-is found.
+Each comparison declares beforehand whether both sides should agree, and if not, why. The run fails if a result contradicts
+its declaration.
 """
 
 import datetime
@@ -25,27 +25,27 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 class Comparison:
     peer: str
     ours: str
-    """Our algorithm and what was set beside its name."""
+    """Our algorithm and its settings."""
     theirs: str
-    """The peer's settings, in its own words."""
+    """The peer's settings, with its own names."""
     sides: Callable[[], tuple]
-    """() -> (our side, the peer's side)"""
+    """Computes our side and the peer's side."""
     tolerance: float = 1e-12
     reason: str = ""
-    """Why they differ. Empty: they should agree."""
+    """Why both sides differ. Empty if they should agree."""
 
 
-def words(*parts: str | dict[str, object]) -> str:
-    """Settings as they would be typed: names, then key = value."""
+def setting_words(*parts: str | dict[str, object]) -> str:
+    """Settings as one line: names, then `key = value`."""
 
-    def spelled(part: str | dict[str, object]) -> str:
+    def spell(part: str | dict[str, object]) -> str:
         if isinstance(part, str):
             return part
         return ", ".join(
             f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}" for key, value in part.items()
         )
 
-    return ", ".join(spelled(part) for part in parts if part)
+    return ", ".join(spell(part) for part in parts if part)
 
 
 def trl_comparisons() -> Iterator[Comparison]:
@@ -65,7 +65,7 @@ def trl_comparisons() -> Iterator[Comparison]:
         overrides: dict[str, object],
         settings: dict[str, object],
         *,
-        given: Batch = batch,
+        compared: Batch = batch,
         note: str = "",
         signals: dict[str, object] | None = None,
         tolerance: float = 1e-12,
@@ -73,9 +73,9 @@ def trl_comparisons() -> Iterator[Comparison]:
     ) -> Comparison:
         return Comparison(
             peer="TRL",
-            ours=words(algorithm, overrides, note),
-            theirs=words(settings),
-            sides=lambda: (ours(given, algorithm, overrides, **(signals or {})), trl_side(given, **settings)),
+            ours=setting_words(algorithm, overrides, note),
+            theirs=setting_words(settings),
+            sides=lambda: (ours(compared, algorithm, overrides, **(signals or {})), trl_side(compared, **settings)),
             tolerance=tolerance,
             reason=reason,
         )
@@ -84,7 +84,7 @@ def trl_comparisons() -> Iterator[Comparison]:
         yield Comparison(
             peer="TRL",
             ours=f"{algorithm}, through a tiny Qwen3 in float32: the gradient of every parameter",
-            theirs=words(settings),
+            theirs=setting_words(settings),
             sides=lambda algorithm=algorithm, settings=settings: model_sides(algorithm, **settings),
             tolerance=1e-5,
         )
@@ -128,7 +128,7 @@ def trl_comparisons() -> Iterator[Comparison]:
         "gspo",
         {},
         gspo,
-        given=empty,
+        compared=empty,
         note="one more response, all masked",
         reason="TRL counts a fully masked response in its mean, ours leaves it out of N: a factor 8/9 here.",
     )
@@ -159,7 +159,7 @@ def verl_comparisons() -> Iterator[Comparison]:
         aggregation: str,
         config: dict[str, object],
         *,
-        given: Batch = batch,
+        compared: Batch = batch,
         note: str = "",
         signals: dict[str, object] | None = None,
         tolerance: float = 1e-7,
@@ -167,11 +167,11 @@ def verl_comparisons() -> Iterator[Comparison]:
     ) -> Comparison:
         return Comparison(
             peer="verl",
-            ours=words(algorithm, overrides, note),
-            theirs=words(loss, aggregation, config),
+            ours=setting_words(algorithm, overrides, note),
+            theirs=setting_words(loss, aggregation, config),
             sides=lambda: (
-                ours(given, algorithm, overrides, **(signals or {})),
-                verl_side(core, given, loss, aggregation, **config),
+                ours(compared, algorithm, overrides, **(signals or {})),
+                verl_side(core, compared, loss, aggregation, **config),
             ),
             tolerance=tolerance,
             reason=reason,
@@ -233,7 +233,7 @@ def verl_comparisons() -> Iterator[Comparison]:
         "gspo",
         sequence_mean,
         gspo,
-        given=drifted,
+        compared=drifted,
         note="one response with log s = 12 and a negative advantage",
         reason="verl stops the ratio at e^10, with no gradient beyond; ours has no limit on log s.",
     )
@@ -243,7 +243,7 @@ def verl_comparisons() -> Iterator[Comparison]:
         "geo_mean",
         "",
         {"clip_ratio": 0.4},
-        given=empty,
+        compared=empty,
         note="one more response, all masked",
         reason="verl's geo_mean counts a fully masked response in its mean, ours leaves it out of N: 8/9 here.",
     )
@@ -258,7 +258,7 @@ ADVANTAGE_REASONS = {
 
 
 def advantage_comparisons() -> Iterator[Comparison]:
-    """Advantages stand in for the gradient, and their mean square for the loss."""
+    """Comparisons of advantages. They are stored in place of the gradient, and their mean square in place of the loss."""
     import torch
 
     import legato
@@ -281,20 +281,20 @@ def advantage_comparisons() -> Iterator[Comparison]:
             return side(trl_advantages(rewards.tolist(), scale_rewards="group"))
         return side(verl_advantages(core, "grpo", rewards, batch.mask, batch.group)[0][:, 0])
 
-    words = {"TRL": 'scale_rewards="group"', "verl": "compute_grpo_outcome_advantage"}
+    settings = {"TRL": 'scale_rewards="group"', "verl": "compute_grpo_outcome_advantage"}
     for peer, epsilon in (("TRL", 1e-4), ("verl", 1e-6)):
         matched = {"advantage.ddof": 1, "advantage.epsilon": epsilon}
         yield Comparison(
             peer=peer,
             ours=f"advantages of grpo, ddof 1, epsilon {epsilon:g} (float32)",
-            theirs=words[peer],
+            theirs=settings[peer],
             sides=lambda matched=matched, peer=peer: (mine(matched), theirs(peer)),
             tolerance=1e-5,
         )
         yield Comparison(
             peer=peer,
             ours="advantages of grpo",
-            theirs=words[peer],
+            theirs=settings[peer],
             sides=lambda peer=peer: (mine({}), theirs(peer)),
             tolerance=1e-5,
             reason=ADVANTAGE_REASONS[peer],
@@ -304,19 +304,19 @@ def advantage_comparisons() -> Iterator[Comparison]:
 def measure(comparison: Comparison) -> dict[str, object]:
     from tests.peers.sides import agree, difference
 
-    left, right = comparison.sides()
-    found = difference(left, right)
+    our_side, their_side = comparison.sides()
+    gap = difference(our_side, their_side)
     return {
         "peer": comparison.peer,
         "ours": comparison.ours,
         "theirs": comparison.theirs,
-        "our_loss": left.loss,
-        "their_loss": right.loss,
-        "loss_difference": found.loss,
-        "gradient_difference": (left.gradient - right.gradient).abs().max().item(),
-        "gradient_difference_relative": found.gradient,
+        "our_loss": our_side.loss,
+        "their_loss": their_side.loss,
+        "loss_difference": gap.loss,
+        "gradient_difference": (our_side.gradient - their_side.gradient).abs().max().item(),
+        "gradient_difference_relative": gap.gradient,
         "tolerance": comparison.tolerance,
-        "agrees": agree(left, right, tolerance=comparison.tolerance),
+        "agrees": agree(our_side, their_side, tolerance=comparison.tolerance),
         "agreement_expected": not comparison.reason,
         "reason": comparison.reason,
     }

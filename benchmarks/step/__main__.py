@@ -1,11 +1,12 @@
 """Whole steps beside TRL's `GRPOTrainer` in sequence mode: time and peak memory on two CPU cores. Part of `make bench`.
 
     python -m benchmarks.step            # about an hour with SmolLM2; --models tiny: ten minutes
-    python -m benchmarks.step --quick    # one short round, to see that it works; nothing is stored
+    python -m benchmarks.step --quick    # one short round, to check that it works; nothing is stored
 
-Each side runs in a process of its own (TRL in the environment that `make peers` builds), in turn, on the same weights,
-prompts, rewards and number of tokens: a step is 4 prompts x 8 responses of 24 tokens and 4 updates. Before timing, loss and
-gradient of one fixed batch are compared; after it, that both sides saw the same prompts, rewards, tokens and updates.
+Each side runs in its own process (TRL in the environment that `make peers` builds), in turn, on the same weights, prompts,
+rewards and number of tokens: a step is 4 prompts x 8 responses of 24 tokens and 4 updates. Before timing, loss and gradient
+of one fixed batch are compared. After timing, the benchmark asserts that both sides saw the same prompts, rewards, tokens
+and updates.
 """
 
 import argparse
@@ -50,16 +51,16 @@ WORKS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where the children work and which interpreter each side has."""
+    """The folder of the child processes and the interpreter of the peers."""
 
     folder: Path
     peers: Path
 
-    def child(self, side: str, verb: str, given: dict[str, Any]) -> dict[str, Any]:
-        """Run one process to its end and read what it found."""
-        asked, found = self.folder / "work.json", self.folder / "found.json"
-        found.unlink(missing_ok=True)
-        work.write(str(asked), given)
+    def run_child(self, side: str, verb: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Run one side in a process and return its result."""
+        request_path, result_path = self.folder / "work.json", self.folder / "result.json"
+        result_path.unlink(missing_ok=True)
+        work.write_json(str(request_path), settings)
         python, module = (
             (self.peers, "benchmarks.step.trl_side") if side == "trl" else (sys.executable, "benchmarks.step.legato_side")
         )
@@ -70,16 +71,16 @@ class Bench:
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.folder / "datasets"),
         }
-        command = [str(python), "-m", module, verb, str(asked), str(found)]
+        command = [str(python), "-m", module, verb, str(request_path), str(result_path)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode or not found.is_file():
+        if done.returncode or not result_path.is_file():
             raise SystemExit(
                 f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             )
-        return work.read(str(found))
+        return work.read_json(str(result_path))
 
-    def given(self, model: str, chat: bool, steps: int, *, silent: bool) -> dict[str, Any]:
-        """One step of warm-up and so many measured ones."""
+    def make_settings(self, model: str, chat: bool, steps: int, *, silent: bool) -> dict[str, Any]:
+        """The settings of a child process: one warm-up step and `steps` measured ones."""
         return {
             "model": model,
             "chat": chat,
@@ -88,52 +89,52 @@ class Bench:
         }
 
     def check(self, model: str, chat: bool) -> dict[str, float]:
-        """Loss and gradient of one fixed batch on both sides; the run ends where they differ."""
-        given = {**self.given(model, chat, 1, silent=False), "batch": str(self.folder / "batch.safetensors")}
-        ours, theirs = (self.child(side, "check", given) for side in ("legato", "trl"))
+        """Compare loss and gradient of one fixed batch on both sides. Raises AssertionError if they differ."""
+        settings = {**self.make_settings(model, chat, 1, silent=False), "batch": str(self.folder / "batch.safetensors")}
+        ours, theirs = (self.run_child(side, "check", settings) for side in ("legato", "trl"))
         assert ours["gradients"].keys() == theirs["gradients"].keys()
-        norm = sum(found[0] ** 2 for found in theirs["gradients"].values()) ** 0.5
+        norm = sum(differences[0] ** 2 for differences in theirs["gradients"].values()) ** 0.5
         gap = max(
             abs(mine - other)
             for name, pair in ours["gradients"].items()
             for mine, other in zip(pair, theirs["gradients"][name], strict=True)
         )
-        found = {
+        differences = {
             "loss": ours["loss"],
             "loss_difference": abs(ours["loss"] - theirs["loss"]),
             "gradient_norm": norm,
             "gradient_difference": gap / norm,
         }
-        assert found["loss_difference"] <= LOSS_TOLERANCE, found
-        assert found["gradient_difference"] <= GRADIENT_TOLERANCE, found
-        return found
+        assert differences["loss_difference"] <= LOSS_TOLERANCE, differences
+        assert differences["gradient_difference"] <= GRADIENT_TOLERANCE, differences
+        return differences
 
     def measure(
         self, model: str, chat: bool, sides: Sequence[str], steps: int, repeats: int, *, silent: bool
     ) -> dict[str, Any]:
-        """All sides in turn, as often as asked."""
-        given = self.given(model, chat, steps, silent=silent)
+        """Measure all sides in turn, `repeats` times."""
+        settings = self.make_settings(model, chat, steps, silent=silent)
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for repeat in range(repeats):
             for side in sides:
-                found = self.child(side, "measure", {**given, "options": SIDES[side]})
+                result = self.run_child(side, "measure", {**settings, "options": SIDES[side]})
                 if SIDES[side]:
-                    # These sides promise to skip nothing; a setting that changed its meaning must not pass unseen.
-                    assert not any(step["skipped"] for step in found["steps"]), side
-                runs[side].append(found)
-                seconds = ", ".join(f"{step['seconds']:.2f}" for step in found["steps"][1:])
-                print(f"  {repeat + 1}/{repeats} {side:22s} {seconds} s   {found['peak_mb']:.0f} MB", flush=True)
-        same_work([found for side in sides for found in runs[side]], given["rewards"])
+                    # These sides must skip no row; this catches a setting that changed its meaning.
+                    assert not any(step["skipped"] for step in result["steps"]), side
+                runs[side].append(result)
+                seconds = ", ".join(f"{step['seconds']:.2f}" for step in result["steps"][1:])
+                print(f"  {repeat + 1}/{repeats} {side:22s} {seconds} s   {result['peak_mb']:.0f} MB", flush=True)
+        assert_same_work([result for side in sides for result in runs[side]], settings["rewards"])
         return {
-            "silent_share": work.silent_share(given["rewards"][work.PROMPTS :]),
+            "silent_share": work.silent_share(settings["rewards"][work.PROMPTS :]),
             "prompt_tokens": runs["trl"][0]["steps"][1]["prompt_tokens"],
             "response_tokens": runs["trl"][0]["steps"][1]["response_tokens"],
             "sides": {side: summary(runs[side]) for side in sides},
         }
 
 
-def same_work(runs: Sequence[dict[str, Any]], rewards: Sequence[Sequence[float]]) -> None:
-    """Every process had the same prompts, rewards, tokens and updates in every step."""
+def assert_same_work(runs: Sequence[dict[str, Any]], rewards: Sequence[Sequence[float]]) -> None:
+    """Assert that every process had the same prompts, rewards, tokens and updates in every step."""
     whole = work.PROMPTS * work.SAMPLES * work.TOKENS
     for number, steps in enumerate(zip(*(run["steps"] for run in runs), strict=True)):
         rows = rewards[number * work.PROMPTS : (number + 1) * work.PROMPTS]
@@ -142,8 +143,8 @@ def same_work(runs: Sequence[dict[str, Any]], rewards: Sequence[Sequence[float]]
             assert step["response_tokens"] == whole, step
             assert step["updates"] == work.UPDATES, step
             assert step["silent"] == work.silent_share(rows), step
-            found = step["reward_mean"] if "reward_mean" in step else statistics.fmean(step["rewards"])
-            assert abs(found - mean) < 1e-6, step
+            reward = step["reward_mean"] if "reward_mean" in step else statistics.fmean(step["rewards"])
+            assert abs(reward - mean) < 1e-6, step
             for key in ("prompt_tokens", "prompts"):
                 assert step[key] == steps[0][key], (key, number)
 
@@ -173,22 +174,24 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def two_cores() -> None:
-    """This process and its children on two cores, where the system can say so."""
+def pin_to_two_cores() -> None:
+    """Pin this process and its children to two cores, if the system supports it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: work.THREADS])
 
 
 def run(models: Sequence[str], peers: Path, *, quick: bool) -> dict[str, Any]:
-    """All measurements."""
+    """Measure all models and return the results."""
     if not peers.exists():
-        raise SystemExit(f"{peers} is not there: `make {PEERS.parents[1].name}/.ready` builds the environment of the peers")
-    two_cores()
+        raise SystemExit(
+            f"{peers} does not exist: run `make {PEERS.parents[1].name}/.ready` to build the peers' environment"
+        )
+    pin_to_two_cores()
     load = os.getloadavg()
     rows, checks, skipped = [], {}, {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder=Path(folder), peers=peers)
-        ready = bench.child("legato", "prepare", {"folder": folder})
+        ready = bench.run_child("legato", "prepare", {"folder": folder})
         for model in models:
             if ready[model] is None:
                 skipped[model] = ready[f"{model}_missing"]
@@ -201,8 +204,8 @@ def run(models: Sequence[str], peers: Path, *, quick: bool) -> dict[str, Any]:
             for silent, (name, sides) in enumerate(WORKS.items()):
                 print(f"{model}, {name}")
                 steps, repeats = (1, 1) if quick else (STEPS, REPEATS[model])
-                found = bench.measure(ready[model], chat, sides, steps, repeats, silent=bool(silent))
-                rows.append({"model": model, "work": name, "steps": steps, "repeats": repeats, **found})
+                measured = bench.measure(ready[model], chat, sides, steps, repeats, silent=bool(silent))
+                rows.append({"model": model, "work": name, "steps": steps, "repeats": repeats, **measured})
     return {
         "prompts": work.PROMPTS,
         "samples": work.SAMPLES,
@@ -228,13 +231,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(REPEATS), default=tuple(REPEATS))
     parser.add_argument("--peers", type=Path, default=PEERS, help="the interpreter that has TRL 1.16.0")
     parser.add_argument("--output", type=Path, help="where to store the JSON; with --quick nowhere unless given")
-    asked = parser.parse_args()
-    found = run(asked.models, asked.peers, quick=asked.quick)
-    print("\n".join(table(found)))
-    output = asked.output or (None if asked.quick else RESULTS)
+    options = parser.parse_args()
+    results = run(options.models, options.peers, quick=options.quick)
+    print("\n".join(table(results)))
+    output = options.output or (None if options.quick else RESULTS)
     if output is not None:
         output.parent.mkdir(exist_ok=True)
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        output.write_text(json.dumps(results, indent=1) + "\n")
         print(f"wrote {output}")
 
 

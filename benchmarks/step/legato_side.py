@@ -1,8 +1,8 @@
-"""Our side of `benchmarks/step`, a process of its own: python -m benchmarks.step.legato_side VERB work.json found.json
+"""Our side of `benchmarks/step`, run in its own process: python -m benchmarks.step.legato_side VERB work.json result.json
 
-prepare   write the tiny model's folder, find SmolLM2's
-check     loss and gradient of one fixed batch, and the batch itself for the other side
-measure   whole steps of the trainer
+prepare   write the folder of the tiny model, find that of SmolLM2
+check     compute loss and gradient of one fixed batch, and write the batch for TRL's side
+measure   time whole steps of the trainer
 """
 
 import dataclasses
@@ -27,11 +27,14 @@ from legato.training.report import StepReport
 from legato.training.step import Trainer
 
 VOCABULARY = 49152
-"""SmolLM2's: the head is what a small model with a real vocabulary spends its time on."""
+"""The size of SmolLM2's vocabulary: a small model with a real vocabulary spends most of its time in the head."""
 
 
-def prepare(given: dict[str, Any]) -> dict[str, Any]:
-    """Qwen3 of 7.1M parameters with a tokenizer of characters, filled up with words nobody writes to a real vocabulary."""
+def prepare(settings: dict[str, Any]) -> dict[str, Any]:
+    """Write a Qwen3 of 7.1M parameters and return the model folders.
+
+    Its tokenizer has one token per character; unused words pad the vocabulary to the size of a real one.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,35 +43,35 @@ def prepare(given: dict[str, Any]) -> dict[str, Any]:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    folder = Path(given["folder"]) / "tiny"
+    folder = Path(settings["folder"]) / "tiny"
     build: Any = PreTrainedTokenizerFast
     build(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=UNKNOWN).save_pretrained(folder)
     model = tiny_model(TinyShape(hidden=128, layers=4, heads=4), vocabulary=VOCABULARY, seed=0)
     model.save_pretrained(folder)
-    found = {"tiny": str(folder), "tiny_parameters": model.num_parameters(), "torch": torch.__version__}
+    result = {"tiny": str(folder), "tiny_parameters": model.num_parameters(), "torch": torch.__version__}
     try:
-        return {**found, "smollm2": str(smollm2_folder())}
+        return {**result, "smollm2": str(smollm2_folder())}
     except (ValueError, ImportError) as error:
-        return {**found, "smollm2": None, "smollm2_missing": str(error)}
+        return {**result, "smollm2": None, "smollm2_missing": str(error)}
 
 
-def trainer_of(given: dict[str, Any]) -> Trainer:
-    """The trainer that `legato train` would build, on problems and rewards of ours."""
-    table = given["rewards"]
+def make_trainer(settings: dict[str, Any]) -> Trainer:
+    """The trainer that `legato train` would build, on the fixed problems and rewards."""
+    table = settings["rewards"]
 
     def table_reward(rollout: Rollout) -> float:
         return float(table[rollout.problem.fields["number"]][rollout.rollout_id % work.SAMPLES])
 
-    problems = [Problem(prompt=text, fields={"number": number}) for number, text in enumerate(given["questions"])]
+    problems = [Problem(prompt=text, fields={"number": number}) for number, text in enumerate(settings["questions"])]
     objects = wire.Given(problems=problems, reward=table_reward)
     resolved = load(
         [],
         (),
         {
             "algorithm": "gspo",
-            "policy.model": given["model"],
+            "policy.model": settings["model"],
             "policy.device": "cpu",
-            "policy.chat": "always" if given["chat"] else "never",
+            "policy.chat": "always" if settings["chat"] else "never",
             "rollouts.samples_per_prompt": work.SAMPLES,
             "rollouts.temperature": 1.0,
             "rollouts.max_response_tokens": work.TOKENS,
@@ -76,36 +79,36 @@ def trainer_of(given: dict[str, Any]) -> Trainer:
             "training.prompts_per_step": work.PROMPTS,
             "training.updates_per_step": work.UPDATES,
             "training.lr": work.LEARNING_RATE,
-            **given.get("options", {}),
+            **settings.get("options", {}),
         },
     )
     policy = wire.policy_of(resolved, objects)
-    # Nothing is held out and nothing shuffled: problem n is row n of the table on both sides.
+    # No problem is held out or shuffled: problem n is row n of the reward table on both sides.
     source = Pool(problems, share=0.0, seed=0, shuffle=False)
     collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, objects))
-    # An end token that no model writes: every response has its full length.
+    # No model writes this end token, so every response has its full length.
     collector.runner.limits = dataclasses.replace(collector.runner.limits, end_tokens=(policy.vocabulary,))
     return wire.trainer_of(resolved, policy, collector, None)
 
 
-def measure(given: dict[str, Any]) -> dict[str, Any]:
-    """Each step's seconds, phases and counts; the first is the warm-up and holds the probe."""
-    trainer = trainer_of(given)
-    loaded = work.memory()["now_mb"]
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, phases and counts of each step. The first step is the warm-up and includes the probe."""
+    trainer = make_trainer(settings)
+    loaded = work.memory_megabytes()["now_mb"]
     steps, peak = [], 0.0
-    for number in range(len(given["questions"]) // work.PROMPTS):
+    for number in range(len(settings["questions"]) // work.PROMPTS):
         if number == 1:
-            peak = work.memory()["peak_mb"]
-            work.forget_peak()
+            peak = work.memory_megabytes()["peak_mb"]
+            work.reset_peak()
         updates, started, cpu = trainer.optimizer.updates, time.perf_counter(), time.process_time()
         report = trainer.step()
-        took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-        steps.append({**took, "updates": trainer.optimizer.updates - updates, **counts(report)})
+        elapsed = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        steps.append({**elapsed, "updates": trainer.optimizer.updates - updates, **counts(report)})
     return {
         "steps": steps,
         "anchor": trainer.anchor_choice,
         "loaded_mb": loaded,
-        **work.peaks(peak),
+        **work.peak_megabytes(peak),
         "versions": {"legato": legato.__version__, "torch": torch.__version__},
     }
 
@@ -125,12 +128,12 @@ def counts(report: StepReport) -> dict[str, Any]:
     }
 
 
-def check(given: dict[str, Any]) -> dict[str, Any]:
-    """One group of fixed tokens through the policy's packs and `legato.loss`; the batch is written for the other side."""
-    trainer = trainer_of(given)
+def check(settings: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradient of one group of fixed tokens. The batch is written to a file for TRL's side."""
+    trainer = make_trainer(settings)
     policy = trainer.policy
     generator = torch.Generator().manual_seed(0)
-    prompt = trainer.source.runner.rendering.prompt(Problem(prompt=given["questions"][0]))
+    prompt = trainer.source.runner.rendering.prompt(Problem(prompt=settings["questions"][0]))
     tokens = torch.randint(3, policy.vocabulary, (work.SAMPLES, work.TOKENS), generator=generator)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     texts = Texts(
@@ -144,16 +147,16 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
     )
     rows = torch.arange(work.SAMPLES)
     noise = 0.25 * torch.randn(tokens.shape, generator=generator)
-    wanted = torch.tensor(work.CHECK_LOG_S)
-    old = policy.score(texts, rows).logprobs - (noise - noise.mean(1, keepdim=True) + wanted[:, None])
+    log_ratios = torch.tensor(work.CHECK_LOG_S)
+    old = policy.score(texts, rows).logprobs - (noise - noise.mean(1, keepdim=True) + log_ratios[:, None])
     advantages = torch.tensor(work.CHECK_ADVANTAGES)
     save_file(
         {"prompt": prompt, "tokens": tokens, "old": old.contiguous(), "advantages": advantages},
-        given["batch"],
+        settings["batch"],
     )
     losses = []
     with policy.accumulate_gradient(texts, rows) as forward:
-        for piece in forward.pieces():  # one: the group is small
+        for piece in forward.pieces():  # a single piece, because the group is small
             outcome = legato.loss(
                 trainer.algorithm,
                 logprobs=piece.channels.logprobs,
@@ -170,4 +173,6 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(work.THREADS)
-    work.write(sys.argv[3], {"prepare": prepare, "check": check, "measure": measure}[sys.argv[1]](work.read(sys.argv[2])))
+    work.write_json(
+        sys.argv[3], {"prepare": prepare, "check": check, "measure": measure}[sys.argv[1]](work.read_json(sys.argv[2]))
+    )

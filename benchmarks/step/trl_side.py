@@ -1,7 +1,7 @@
-"""TRL's side of `benchmarks/step`, in the peers' environment: python -m benchmarks.step.trl_side VERB work.json found.json
+"""TRL's side of `benchmarks/step`, in the peers' environment: python -m benchmarks.step.trl_side VERB work.json result.json
 
-Its `GRPOTrainer` as a user would build it, with the settings of the comparison. Nothing of it is rewritten; two of its
-methods are wrapped to be timed.
+TRL's `GRPOTrainer` as a user would build it, with the settings of the comparison. No TRL code is rewritten; two methods are
+wrapped for timing.
 """
 
 import os
@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from benchmarks.step import work as work
-from benchmarks.step.trl_settings import never_ending, sequence_settings
+from benchmarks.step.trl_settings import disable_end_token, sequence_settings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,21 +26,21 @@ with warnings.catch_warnings():
     import trl
 
 
-def trainer_of(given: dict[str, Any], folder: str) -> Any:
-    table = given["rewards"]
+def make_trainer(settings: dict[str, Any], folder: str) -> Any:
+    table = settings["rewards"]
 
     def table_reward(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-        # Rows come prompt by prompt, each prompt's samples together.
+        # Rows are ordered by prompt, with the samples of a prompt together.
         return [table[prompt][row % work.SAMPLES] for row, prompt in enumerate(number)]
 
-    asked = given["questions"]
-    prompts = [[{"role": "user", "content": text}] for text in asked] if given["chat"] else asked
-    model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
+    questions = settings["questions"]
+    prompts = [[{"role": "user", "content": text}] for text in questions] if settings["chat"] else questions
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=table_reward,
-        processing_class=transformers.AutoTokenizer.from_pretrained(given["model"]),
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts, "number": list(range(len(asked)))}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(settings["model"]),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts, "number": list(range(len(questions)))}),
         args=trl.GRPOConfig(
             output_dir=folder,
             **sequence_settings(
@@ -53,15 +53,15 @@ def trainer_of(given: dict[str, Any], folder: str) -> Any:
             gradient_accumulation_steps=1,
             steps_per_generation=work.UPDATES,
             num_generations=work.SAMPLES,
-            max_steps=work.UPDATES * len(asked) // work.PROMPTS,
+            max_steps=work.UPDATES * len(questions) // work.PROMPTS,
             max_completion_length=work.TOKENS,
         ),
     )
-    return never_ending(trainer, model)
+    return disable_end_token(trainer, model)
 
 
 class Clock(transformers.TrainerCallback):
-    """The time of every update's end, and the peak of memory at the end of the first step."""
+    """Records the time at the end of every update, and the peak memory at the end of the first step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -78,32 +78,32 @@ class Clock(transformers.TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._note()
         if len(self.ends) == 1 + work.UPDATES:
-            self.peak = work.memory()["peak_mb"]
-            work.forget_peak()
+            self.peak = work.memory_megabytes()["peak_mb"]
+            work.reset_peak()
 
 
 def time_call(call: Callable[..., Any], seconds: list[float], results: list[Any] | None = None) -> Callable[..., Any]:
-    def wrapped(*positional: Any, **named: Any) -> Any:
+    def wrapped(*positional: Any, **keywords: Any) -> Any:
         started = time.perf_counter()
-        found = call(*positional, **named)
+        result = call(*positional, **keywords)
         seconds.append(time.perf_counter() - started)
         if results is not None:
-            results.append(found)
-        return found
+            results.append(result)
+        return result
 
     return wrapped
 
 
-def measure(given: dict[str, Any]) -> dict[str, Any]:
+def measure(settings: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(given, folder)
-        loaded = work.memory()["now_mb"]
+        trainer = make_trainer(settings, folder)
+        loaded = work.memory_megabytes()["now_mb"]
         clock, generating, preparing = Clock(), list[float](), list[float]()
         generated: list[Any] = []
         trainer.add_callback(clock)
         trainer._generate = time_call(trainer._generate, generating, generated)
         trainer._generate_and_score_completions = time_call(trainer._generate_and_score_completions, preparing)
-        # It speaks of every update; what is measured is written to a file.
+        # This callback prints every update; results go to a file instead.
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
@@ -132,20 +132,20 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": steps,
         "loaded_mb": loaded,
-        **work.peaks(clock.peak),
+        **work.peak_megabytes(clock.peak),
         "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
 
 
-def check(given: dict[str, Any]) -> dict[str, Any]:
-    """`_compute_loss` on the batch that our side wrote."""
+def check(settings: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradient of TRL's `_compute_loss` on the batch that our side wrote."""
     from safetensors.torch import load_file
 
-    batch = load_file(given["batch"])
+    batch = load_file(settings["batch"])
     tokens, prompt = batch["tokens"], batch["prompt"].expand(len(batch["tokens"]), -1)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(given, folder)
-    # The training loop sets this before its first step; no loop runs here.
+        trainer = make_trainer(settings, folder)
+    # TRL's training loop sets this before its first step; no loop runs here.
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(
         trainer.model,
@@ -160,13 +160,13 @@ def check(given: dict[str, Any]) -> dict[str, Any]:
         },
     )
     loss.backward()
-    named = trainer.model.named_parameters()
+    parameters = trainer.model.named_parameters()
     return {
         "loss": loss.item(),
-        "gradients": {name: work.fingerprint(name, p.grad) for name, p in named if p.grad is not None},
+        "gradients": {name: work.fingerprint(name, p.grad) for name, p in parameters if p.grad is not None},
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(work.THREADS)
-    work.write(sys.argv[3], {"check": check, "measure": measure}[sys.argv[1]](work.read(sys.argv[2])))
+    work.write_json(sys.argv[3], {"check": check, "measure": measure}[sys.argv[1]](work.read_json(sys.argv[2])))

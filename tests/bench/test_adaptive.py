@@ -1,4 +1,4 @@
-"""The page of the experiments on clips that adapt, from a comparison whose runs were written by hand."""
+"""The page of the adaptive-clip experiments, rendered from a comparison with hand-written runs."""
 
 import json
 import sys
@@ -14,15 +14,13 @@ from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 ARMS = {"gspo": {"algorithm": "gspo"}, "gspo-auto": {"algorithm": "gspo-auto"}}
 
 
-def test_a_comparison_is_kept_and_its_bands_and_accuracies_are_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = definition(arms=ARMS, seeds=(0, 1), options=OPTIONS)
-    store, jobs = prepared(tmp_path, given)
+def test_the_page_shows_bands_and_accuracies_of_a_stored_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = definition(arms=ARMS, seeds=(0, 1), options=OPTIONS)
+    store, jobs = prepared(tmp_path, comparison)
     for name, job in jobs.items():
         band = {"clip/band_high": 3e-3 if name.startswith("gspo-auto") else 4e-4, "ratio/sequence_std": 2e-3}
         ran(store, job, [32, 64, 96], measured={**band, "clip/sequences@0": 0.0, "clip/sequences@1": 0.25})
-    results = collect(given, list(jobs.values()), store, Machine(), [])
+    results = collect(comparison, list(jobs.values()), store, Machine(), [])
     (store.path / "compare.json").write_text(json.dumps(results))
     output = tmp_path / "adaptive.json"
     command = ["adaptive", str(store.path), "--bed", "mixed", "--machine", "a machine", "--output", str(output)]

@@ -1,4 +1,4 @@
-"""The GPU benchmarks at toy shapes on a CPU: every section runs, stores what it finds, and makes its part of the page."""
+"""The GPU benchmarks at toy shapes on a CPU: every section runs, stores its results and renders its part of the page."""
 
 import json
 import time
@@ -26,15 +26,15 @@ from benchmarks.gpu.targets import targets
 
 @pytest.fixture
 def bench() -> Bench:
-    made = Bench(device=torch.device("cpu"), tiny=True, deadline=time.monotonic() + 600)
-    made.ceilings = {"tflops": 1e-3, "terabytes_per_second": 1e-3}
-    return made
+    settings = Bench(device=torch.device("cpu"), tiny=True, deadline=time.monotonic() + 600)
+    settings.ceilings = {"tflops": 1e-3, "terabytes_per_second": 1e-3}
+    return settings
 
 
-# What each section needs least of: one part of ours, and a peer that needs no package.
+# The fewest parts of each section: one of ours, and a peer that needs no package.
 PARTS = {
-    "B1": (gpu_head.name_of(gpu_head.BOLD) + ", temperature 1",),
-    "B2": (gpu_head.name_of(gpu_head.BOLD),),
+    "B1": (gpu_head.size_name(gpu_head.BOLD) + ", temperature 1",),
+    "B2": (gpu_head.size_name(gpu_head.BOLD),),
     "B3": ("active",),
     "B4": ("0.6B Legato", "0.6B Legato, packing off", "0.6B Legato, gradient checkpointing"),
     "B5": ("prompt 512, group 8",),
@@ -64,11 +64,11 @@ def test_a_section_runs_and_makes_its_table(section: str, bench: Bench, document
     assert gpu_page.TITLES[section] in table and "|---|" in table
 
 
-def test_the_page_and_its_figures_are_made_of_whatever_is_stored(bench: Bench, document: Document) -> None:
+def test_page_and_figures_are_built_from_partial_results(bench: Bench, document: Document) -> None:
     run_parts(bench, document, "B7", {name: parts_of("B7")[name] for name in PARTS["B7"]}, ())
     page = gpu_page.gpu_section(document.content)
     assert "Toy shapes" in page and "not measured" in page
-    # Cells hold no bars of their own.
+    # No cell contains a bar.
     for line in page.splitlines():
         if line.startswith("| B"):
             assert line.count("|") == 6, line
@@ -76,7 +76,7 @@ def test_the_page_and_its_figures_are_made_of_whatever_is_stored(bench: Bench, d
         assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
-def test_a_part_that_fails_is_noted_and_the_others_are_measured(bench: Bench, tmp_path: Path) -> None:
+def test_a_failing_part_is_stored_and_the_others_are_measured(bench: Bench, tmp_path: Path) -> None:
     def broken(_: Bench) -> dict[str, Any]:
         raise RuntimeError("no such\nkernel")
 
@@ -88,18 +88,18 @@ def test_a_part_that_fails_is_noted_and_the_others_are_measured(bench: Bench, tm
     assert stored["second"]["seconds"] == 1.0
 
 
-def test_a_command_replaces_only_what_it_was_asked_for(bench: Bench, tmp_path: Path) -> None:
+def test_a_command_replaces_only_the_named_parts(bench: Bench, tmp_path: Path) -> None:
     document = Document(tmp_path / "gpu.json")
     for value in (1, 2):
         parts = {name: lambda _, value=value: {"value": value} for name in ("ours", "theirs")}
         run_parts(bench, document, "B1", parts, () if value == 1 else ("theirs",))
     run_parts(bench, document, "B2", {"ours": lambda _: {"value": 3}}, ())
     sections = Document(document.path).content["sections"]
-    found = {name: [part["value"] for part in section["parts"].values()] for name, section in sections.items()}
-    assert found == {"B1": [1, 2], "B2": [3]}
+    values = {name: [part["value"] for part in section["parts"].values()] for name, section in sections.items()}
+    assert values == {"B1": [1, 2], "B2": [3]}
 
 
-def test_no_part_is_begun_after_the_time_is_up(bench: Bench, tmp_path: Path) -> None:
+def test_no_part_starts_after_the_deadline(bench: Bench, tmp_path: Path) -> None:
     bench.deadline = time.monotonic() - 1
     document = Document(tmp_path / "gpu.json")
     run_parts(bench, document, "B1", {"late": lambda _: {"value": 1}}, ())
@@ -113,12 +113,12 @@ def test_a_peer_that_fails_is_left_out_of_the_rounds(bench: Bench) -> None:
         calls["count"] += 1
         raise ValueError("cannot")
 
-    found = bench.interleaved({"good": lambda: None, "bad": failing}, warm=1, samples=4, seconds=60)
-    assert found["good"]["count"] == 4
-    assert found["bad"] == {"error": "ValueError: cannot"} and calls["count"] == 1
+    results = bench.time_interleaved({"good": lambda: None, "bad": failing}, warm=1, samples=4, seconds=60)
+    assert results["good"]["count"] == 4
+    assert results["bad"] == {"error": "ValueError: cannot"} and calls["count"] == 1
 
 
-def test_the_lengths_are_those_of_their_seed() -> None:
+def test_stored_lengths_match_their_seed() -> None:
     lengths = json.loads(gpu_work.LENGTHS.read_text())
     assert lengths == gpu_work.make_lengths()
     assert sum(lengths["head"]) == 16384
@@ -127,19 +127,19 @@ def test_the_lengths_are_those_of_their_seed() -> None:
 
 
 @pytest.mark.parametrize("silent", [0.0, 0.4])
-def test_rewards_are_alike_in_the_share_of_groups_asked_for(silent: float) -> None:
+def test_reward_table_has_the_requested_share_of_silent_groups(silent: float) -> None:
     table = gpu_work.reward_table(32, 8, silent)
     alike = sum(min(row) == max(row) for row in table)
     assert alike == round(32 * silent)
 
 
-def test_flops_are_counted_by_what_was_computed(bench: Bench) -> None:
+def test_flops_match_a_count_by_hand(bench: Bench) -> None:
     """Two prompts of 3 and 5 tokens, responses of 2 and 4, each prompt once: 8 + 1 + 3 tokens, by hand."""
     tokens, pairs = gpu_work.pack_size([3, 5], [1, 3], [0, 1], shared=True)
     assert tokens == 12
     assert pairs == (6 + 15) + (3 + 1) + (15 + 6)
-    made = gpu_work.model(bench, "0.6B")
-    flops = gpu_work.Flops.of(made)
+    model = gpu_work.make_model(bench, "0.6B")
+    flops = gpu_work.Flops.of(model)
     sizes, heads = gpu_work.TINY, gpu_work.TINY_HEADS
     width, keys = heads["num_attention_heads"] * heads["head_dim"], heads["num_key_value_heads"] * heads["head_dim"]
     layer = sizes["hidden_size"] * (2 * width + 2 * keys + 3 * sizes["intermediate_size"])
@@ -150,14 +150,14 @@ def test_flops_are_counted_by_what_was_computed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("shape", gpu_work.SHAPES)
-def test_flops_by_arithmetic_are_those_of_the_model(shape: str) -> None:
+def test_flops_of_a_shape_equal_those_of_the_model(shape: str) -> None:
     meta = Bench(device=torch.device("meta"), tiny=False, deadline=0.0)
     with torch.device("meta"):
-        assert gpu_work.Flops.of(gpu_work.model(meta, shape)) == gpu_work.Flops.of_shape(shape)
+        assert gpu_work.Flops.of(gpu_work.make_model(meta, shape)) == gpu_work.Flops.of_shape(shape)
 
 
-def test_what_a_shared_prompt_can_gain_is_less_than_the_tokens_say() -> None:
-    """Without a prompt nothing; with one, less than r, since the head is not shared. By hand for a group of two."""
+def test_possible_gain_is_smaller_than_the_token_ratio() -> None:
+    """Without a prompt there is no gain. With one it is below r, because the head is not shared. By hand for two rows."""
     assert gpu_work.possible_gain(0, 256, 8) == 1.0
     assert 1.0 < gpu_work.possible_gain(512, 256, 8) < 8 * 768 / (512 + 8 * 256)
     flops = gpu_work.Flops.of_shape("0.6B")
@@ -168,52 +168,52 @@ def test_what_a_shared_prompt_can_gain_is_less_than_the_tokens_say() -> None:
 
 
 def test_the_roofline_reads_a_shared_prompt_once_per_group(bench: Bench) -> None:
-    made = gpu_work.model(bench, "0.6B")
+    model = gpu_work.make_model(bench, "0.6B")
     count, samples, prompt, new = gpu_decode.sizes(bench)
     lengths = [new] * (count * samples)
-    apart, shared = (gpu_decode.floor_seconds(bench, made, lengths, shared=shared) for shared in (False, True))
+    apart, shared = (gpu_decode.floor_seconds(bench, model, lengths, shared=shared) for shared in (False, True))
     saved = new * prompt * count * (samples - 1)
     per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width, float32
     assert apart - shared == pytest.approx(saved * per_token / 1e9)
 
 
-def test_exactly_the_forced_rows_are_clipped(bench: Bench) -> None:
-    found = gpu_saved.clipped_part(0.45, "two passes")(bench)
+def test_only_the_forced_rows_are_clipped(bench: Bench) -> None:
+    result = gpu_saved.clipped_part(0.45, "two passes")(bench)
     rows = len(gpu_work.fixed_work(tiny=True).prompts) * 4
-    assert found["clipped"] == pytest.approx(round(0.45 * rows) / rows, abs=1 / rows)
-    assert found["skipped_rows"] == found["clipped"]
+    assert result["clipped"] == pytest.approx(round(0.45 * rows) / rows, abs=1 / rows)
+    assert result["skipped_rows"] == result["clipped"]
 
 
-def test_the_trainer_is_left_as_it_was(bench: Bench) -> None:
-    built = gpu_update.ours(bench, "0.6B", 0.0)
-    settings = built.trainer.settings
+def test_factor_restores_the_trainer(bench: Bench) -> None:
+    setup = gpu_update.ours(bench, "0.6B", 0.0)
+    settings = setup.trainer.settings
     for name in ("packing off", "one pass", "gradient checkpointing"):
-        with gpu_update.factor(built.trainer, name):
+        with gpu_update.factor(setup.trainer, name):
             pass
-    assert built.trainer.settings == settings and built.trainer.policy.packing
-    assert not built.trainer.policy.model.is_gradient_checkpointing
+    assert setup.trainer.settings == settings and setup.trainer.policy.packing
+    assert not setup.trainer.policy.model.is_gradient_checkpointing
 
 
-def test_rounded_logits_are_what_makes_the_difference(bench: Bench) -> None:
-    found = gpu_numerics.numerics_part(bench)["lengths"]["16"]
-    assert found["same path"]["max"] == 0.0
-    assert found["16-bit logits, engine"]["max"] > 100 * found["engine"]["max"]
+def test_rounded_logits_enlarge_the_gap_to_the_engine(bench: Bench) -> None:
+    gaps = gpu_numerics.numerics_part(bench)["lengths"]["16"]
+    assert gaps["same path"]["max"] == 0.0
+    assert gaps["16-bit logits, engine"]["max"] > 100 * gaps["engine"]["max"]
 
 
 def test_prompts_of_the_step_have_one_length(bench: Bench) -> None:
-    given = gpu_step.step_work(bench)
-    assert {len(prompt) for prompt in given.prompts} == {gpu_decode.sizes(bench)[2]}
+    workload = gpu_step.step_work(bench)
+    assert {len(prompt) for prompt in workload.prompts} == {gpu_decode.sizes(bench)[2]}
 
 
 def test_a_target_is_met_missed_or_not_measured() -> None:
     assert {target.met for target in targets({})} == {None}
     step = {"Legato": {"seconds": {"step": 1.0}, "weight_sync_seconds": 0.0}, "TRL defaults": {"seconds": {"step": 4.0}}}
-    found = {target.what: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
-    assert found["whole step, against TRL defaults"].met is False
-    assert found["whole step, against TRL defaults"].shown == "4.0x"
-    assert found["weights copied from trainer to engine (they are the same tensors)"].met is True
+    by_name = {target.title: target for target in targets({"B8": {"parts": step}}) if target.section == "B8"}
+    assert by_name["whole step, against TRL defaults"].met is False
+    assert by_name["whole step, against TRL defaults"].measured == "4.0x"
+    assert by_name["weights copied from trainer to engine (they are the same tensors)"].met is True
 
 
-def test_the_spread_is_of_the_samples() -> None:
-    found = gpu_measure.spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
-    assert (found["seconds"], found["p20"], found["p80"], found["count"]) == (3.5, 2.0, 5.0, 6)
+def test_spread_returns_median_and_percentiles() -> None:
+    result = gpu_measure.spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    assert (result["seconds"], result["p20"], result["p80"], result["count"]) == (3.5, 2.0, 5.0, 6)

@@ -1,4 +1,4 @@
-"""The experiment on samplers that differ: a run of each way on a small scale, and what its page concludes."""
+"""The mismatch experiment: small runs with different samplers, and the conclusions on its page."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def test_a_run_starts_from_the_given_weights_and_leaves_them(
     monkeypatch.setattr(mismatch, "EVERY", 3)
     policy = load_policy("tiny", Loading(dtype="float32", device="cpu", tiny=TinyShape(hidden=32, heads=2)))
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
-    found = mismatch.train(policy, sampler, way, 0, tmp_path)
-    assert list(found["accuracy"]) == [0, 3, 6] and set(mismatch.KEPT) < set(found)
+    result = mismatch.train(policy, sampler, way, 0, tmp_path)
+    assert list(result["accuracy"]) == [0, 3, 6] and set(mismatch.AVERAGED) < set(result)
     assert all(bool((weight == before[name]).all()) for name, weight in policy.parameters().items())
 
 

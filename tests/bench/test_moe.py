@@ -1,4 +1,4 @@
-"""The page of the experiments on mixtures of experts, from a comparison whose runs were written by hand."""
+"""The page of the mixture-of-experts experiments, rendered from a comparison with hand-written runs."""
 
 import json
 import sys
@@ -14,32 +14,30 @@ from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 ARMS = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
 
 
-def test_a_comparison_is_kept_and_its_flips_accuracies_and_intervals_are_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = definition(arms=ARMS, seeds=(0, 1), options={**OPTIONS, "policy.model": "tiny-moe"})
-    store, jobs = prepared(tmp_path, given)
+def test_the_page_shows_flips_and_accuracies_of_a_stored_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = definition(arms=ARMS, seeds=(0, 1), options={**OPTIONS, "policy.model": "tiny-moe"})
+    store, jobs = prepared(tmp_path, comparison)
     for name, job in jobs.items():
         flips = 0.02 if name.startswith("grpo+R2") else 0.04
         measured = {"router/flip_mean": flips, "router/flip_mean@2": 0.01, "router/flip_mean@11": 0.125}
         measured |= {f"router/flip_layer{layer}": 0.1 * layer for layer in range(11)}
         ran(store, job, [32, 64, 96], measured=measured)
-    results = collect(given, list(jobs.values()), store, Machine(), [])
+    results = collect(comparison, list(jobs.values()), store, Machine(), [])
     (store.path / "compare.json").write_text(json.dumps(results))
     output = tmp_path / "moe.json"
     command = ["moe", str(store.path), "--bed", "tiny", "--machine", "a machine", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", command)
     moe.main()
-    kept = json.loads(output.read_text())
-    page, drawn = moe.experiment_page(kept), moe.figures(kept)
+    stored = json.loads(output.read_text())
+    page, pictures = moe.experiment_page(stored), moe.figures(stored)
     assert "on a machine. `grpo`: algorithm = grpo; `grpo+R2`: algorithm = grpo, training.routing_replay = R2." in page
     assert "| grpo | 4.0% | 12.5% | - |" in page and "| grpo+R2 | 2.0% | 12.5% | - |" in page
     for name, path in {
         "learning": "docs/figures/moe-tiny-learning.svg",
         "by depth": "docs/figures/moe-tiny-depth.svg",
     }.items():
-        assert f"![{name}](..{path.removeprefix('docs')})" in page and ">grpo+R2<" in drawn[path]
-    assert moe._by_depth("grpo", kept["tiny"]["runs"]) == {layer: pytest.approx(0.1 * layer) for layer in range(11)}
+        assert f"![{name}](..{path.removeprefix('docs')})" in page and ">grpo+R2<" in pictures[path]
+    assert moe._by_depth("grpo", stored["tiny"]["runs"]) == {layer: pytest.approx(0.1 * layer) for layer in range(11)}
     assert "| 2 | 75.0% (75.0% to 75.0%) | 75.0% (75.0% to 75.0%) |" in page
     assert "- grpo+R2 and grpo cannot be told apart" in page and "75.0 % (75.0 to 75.0)" in page
     assert page.count("Not measured yet.") == len(moe.BEDS) - 1

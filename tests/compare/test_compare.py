@@ -74,7 +74,7 @@ def test_the_same_command_again_runs_nothing_and_prints_the_table(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "fragments"),
     [
         (("training.lr=1e-4",), ["training.lr", "0.0001", "0.003", "grpo-seed0"]),
         (("--seeds", "0,1,2"), ["seeds", "[0, 1, 2]", "[0, 1]"]),
@@ -84,15 +84,15 @@ def test_the_same_command_again_runs_nothing_and_prints_the_table(
 )
 def test_a_comparison_that_changed_is_refused(
     words: tuple[str, ...],
-    told: list[str],
+    fragments: list[str],
     straight: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = (straight / "compare.json").read_bytes()
-    given = [word for word in WORDS if not word.startswith("training.lr=")] if "--sweep" in words else WORDS
-    arguments = ("compare", *given, *ARMS, *words, "--out", str(straight))
-    refused(Command(monkeypatch, capsys)(*arguments), "another comparison", *told, "--out")
+    options = [word for word in WORDS if not word.startswith("training.lr=")] if "--sweep" in words else WORDS
+    arguments = ("compare", *options, *ARMS, *words, "--out", str(straight))
+    refused(Command(monkeypatch, capsys)(*arguments), "another comparison", *fragments, "--out")
     assert (straight / "compare.json").read_bytes() == before
 
 
@@ -100,8 +100,8 @@ class Comparing:
     """`legato compare` as a process."""
 
     def __init__(self, folder: Path, sleep: str, seeds: str) -> None:
-        asked = ("--arm", "grpo", "--arm", "gspo", "--seeds", seeds, "--out", str(folder), "--parallel", "2")
-        words = [sys.executable, "-m", "legato.cli.main", "compare", *WORDS, *asked]
+        arguments = ("--arm", "grpo", "--arm", "gspo", "--seeds", seeds, "--out", str(folder), "--parallel", "2")
+        words = [sys.executable, "-m", "legato.cli.main", "compare", *WORDS, *arguments]
         self.folder = folder
         self.inner = subprocess.Popen(
             words,
@@ -122,8 +122,8 @@ class Comparing:
         return path.is_file() and '"kind":"step"' in path.read_text()
 
     def end(self) -> str:
-        said, _ = self.inner.communicate(timeout=120)
-        return said
+        output, _ = self.inner.communicate(timeout=120)
+        return output
 
 
 def free(run: Path) -> bool:
@@ -146,30 +146,30 @@ def same(straight: Path, other: Path, name: str) -> list[str]:
 
 def stopped(folder: Path, number: signal.Signals, seeds: str) -> str:
     """A comparison that got a signal in the middle of its first runs, and what it said."""
-    this = Comparing(folder, "0.15", seeds)
-    this.wait_for_steps(*RUNS[:2])
-    this.inner.send_signal(number)
-    said = this.end()
-    assert this.inner.returncode == (143 if number == signal.SIGTERM else -number), said
+    process = Comparing(folder, "0.15", seeds)
+    process.wait_for_steps(*RUNS[:2])
+    process.inner.send_signal(number)
+    output = process.end()
+    assert process.inner.returncode == (143 if number == signal.SIGTERM else -number), output
     deadline = time.monotonic() + 60
     while not all(free(folder / "runs" / name) for name in RUNS[:2]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return said
+    return output
 
 
 def finished(folder: Path, seeds: str) -> str:
     """The same again, to the end."""
-    again = Comparing(folder, "0", seeds)
-    said = again.end()
-    assert again.inner.returncode == 0, said
-    assert "resumes  grpo-seed0" in said and "resumes  gspo-seed0" in said
-    return said
+    process = Comparing(folder, "0", seeds)
+    output = process.end()
+    assert process.inner.returncode == 0, output
+    assert "resumes  grpo-seed0" in output and "resumes  gspo-seed0" in output
+    return output
 
 
 def test_a_stopped_comparison_resumes_and_equals_the_straight_one(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "comparison"
-    said = stopped(folder, signal.SIGTERM, "0,1")
-    assert "stopped  grpo-seed0" in said and "4 of 4 runs" in said
+    output = stopped(folder, signal.SIGTERM, "0,1")
+    assert "stopped  grpo-seed0" in output and "4 of 4 runs" in output
     assert not (folder / "runs" / "gspo-seed1").exists()
     assert "starts   gspo-seed1" in finished(folder, "0,1")
     for name in RUNS:
@@ -195,10 +195,10 @@ def test_a_run_without_a_checkpoint_starts_again(straight: Path, tmp_path: Path,
     shutil.rmtree(run / "checkpoints")
     directory = RunDirectory.open(run)
     directory.metrics_file.truncate(directory.metrics_path.read_bytes().index(b"\n") + 1)
-    said: list[str] = []
-    compare(definition(), folder=folder, machine=Machine(parallel=2), say=said.append)
-    told = [line.split(":")[0] for line in said[1:] if not line.startswith("goes on")]
-    assert told == ["starts   gspo-seed1", "done     gspo-seed1"]
+    messages: list[str] = []
+    compare(definition(), folder=folder, machine=Machine(parallel=2), say=messages.append)
+    events = [line.split(":")[0] for line in messages[1:] if not line.startswith("goes on")]
+    assert events == ["starts   gspo-seed1", "done     gspo-seed1"]
     assert same(straight, folder, "gspo-seed1") == []
 
 
@@ -209,10 +209,10 @@ def test_a_failing_arm_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "lost": {"policy.model": str(tmp_path / "nowhere")},
         "fine": {},
     }
-    given = definition(arms=arms, seeds=(0,), unequal=True)
+    comparison = definition(arms=arms, seeds=(0,), unequal=True)
     folder = tmp_path / "comparison"
-    said: list[str] = []
-    compared = compare(given, folder=folder, say=said.append)
+    messages: list[str] = []
+    compared = compare(comparison, folder=folder, say=messages.append)
     assert compared.exit_code == 0
     runs = {run["arm"]: run for run in compared.results["runs"]}
     assert {arm: run["status"] for arm, run in runs.items()} == {"dies": "failed", "lost": "failed", "fine": "done"}
@@ -220,20 +220,20 @@ def test_a_failing_arm_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert runs["dies"]["score"] == runs["dies"]["evaluations"][-1]["sampled"] and runs["dies"]["steps"] >= 1
     assert runs["lost"]["score"] == 0.0 and "nowhere" in runs["lost"]["reason"]
     assert compared.results["points"][0]["arms"]["lost"]["failed"] == 1
-    assert any(line.startswith("failed   lost-seed0") for line in said)
+    assert any(line.startswith("failed   lost-seed0") for line in messages)
     assert {each.split()[0] for each in compared.results["unequal"]} == {"reward.kind", "policy.model"}
     # What failed is not tried again by itself, and is when that is asked for.
-    said.clear()
-    compare(given, folder=folder, say=said.append)
-    assert len(said) == 1
-    compare(given, folder=folder, say=said.append, retry_failed=True)
-    assert "starts   lost-seed0" in said and "resumes  dies-seed0" in said
+    messages.clear()
+    compare(comparison, folder=folder, say=messages.append)
+    assert len(messages) == 1
+    compare(comparison, folder=folder, say=messages.append, retry_failed=True)
+    assert "starts   lost-seed0" in messages and "resumes  dies-seed0" in messages
 
 
 def test_a_comparison_in_which_every_run_fails_is_an_error(tmp_path: Path) -> None:
-    given = definition(options={**OPTIONS, "policy.model": str(tmp_path / "nowhere")}, seeds=(0,))
+    comparison = definition(options={**OPTIONS, "policy.model": str(tmp_path / "nowhere")}, seeds=(0,))
     with pytest.raises(ValueError, match=r"every run failed.*exit code 2.*nowhere"):
-        compare(given, folder=tmp_path / "comparison", machine=Machine(parallel=2), say=lambda text: None)
+        compare(comparison, folder=tmp_path / "comparison", machine=Machine(parallel=2), say=lambda text: None)
 
 
 def test_two_comparisons_do_not_share_a_folder(
@@ -242,5 +242,5 @@ def test_two_comparisons_do_not_share_a_folder(
     from legato.records.lock import hold_lock
 
     with hold_lock(RunDirectory(straight)):
-        told = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
-    refused(told, "in use")
+        result = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
+    refused(result, "in use")

@@ -31,19 +31,19 @@ def asked(
 
 
 def test_a_command_line_becomes_a_definition() -> None:
-    found = asked(
+    result = asked(
         RECIPE,
         "training.steps=7",
         arms=("gspo", "wide algorithm=gspo algorithm.objective.trust.clip.low=2e-3"),
         seeds="0-2,7",
         sweep=("training.lr=1e-4,3e-4", "training.anchor=recompute,sampler"),
     )
-    assert found.recipes == (Path(RECIPE),)
-    assert found.options == {"training.steps": 7}
-    assert found.arms["gspo"] == {"algorithm": "gspo"}
-    assert found.arms["wide"] == {"algorithm": "gspo", "algorithm.objective.trust.clip.low": 2e-3}
-    assert found.seeds == (0, 1, 2, 7)
-    assert found.sweep == {"training.lr": (1e-4, 3e-4), "training.anchor": ("recompute", "sampler")}
+    assert result.recipes == (Path(RECIPE),)
+    assert result.options == {"training.steps": 7}
+    assert result.arms["gspo"] == {"algorithm": "gspo"}
+    assert result.arms["wide"] == {"algorithm": "gspo", "algorithm.objective.trust.clip.low": 2e-3}
+    assert result.seeds == (0, 1, 2, 7)
+    assert result.sweep == {"training.lr": (1e-4, 3e-4), "training.anchor": ("recompute", "sampler")}
 
 
 def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
@@ -70,31 +70,31 @@ def test_a_file_says_the_same_as_a_command_line(tmp_path: Path) -> None:
         seeds="0,1",
         sweep=("training.lr=1e-4,3e-4",),
     )
-    found = from_arguments([str(file), "training.steps=90"], arms=[], seeds=None, sweep=[], unequal=False)
-    one, other = jobs(found, tmp_path), jobs(typed, tmp_path)
-    assert [job.name for job in one] == [job.name for job in other]
-    assert [job.resolved.values for job in one] == [job.resolved.values for job in other]
-    assert one[0].name == "gspo-lr0.0001-seed0"
+    from_toml = from_arguments([str(file), "training.steps=90"], arms=[], seeds=None, sweep=[], unequal=False)
+    file_jobs, typed_jobs = jobs(from_toml, tmp_path), jobs(typed, tmp_path)
+    assert [job.name for job in file_jobs] == [job.name for job in typed_jobs]
+    assert [job.resolved.values for job in file_jobs] == [job.resolved.values for job in typed_jobs]
+    assert file_jobs[0].name == "gspo-lr0.0001-seed0"
     assert from_file(file, {}).options == {"training.steps": 7}
 
 
 def test_every_run_has_its_seed_its_folder_and_all_steps(tmp_path: Path) -> None:
-    found = jobs(asked(RECIPE, "training.steps=90", seeds="3,5"), tmp_path)
-    assert [(job.arm, job.resolved.config.training.seed) for job in found] == [
+    planned = jobs(asked(RECIPE, "training.steps=90", seeds="3,5"), tmp_path)
+    assert [(job.arm, job.resolved.config.training.seed) for job in planned] == [
         ("grpo", 3),
         ("gspo", 3),
         ("grpo", 5),
         ("gspo", 5),
     ]
-    assert all(job.resolved.config.evaluation.target is None for job in found)  # the recipe has one
-    assert {job.resolved.config.output.directory for job in found} == {str(tmp_path / "runs")}
-    assert differences(found) == []
+    assert all(job.resolved.config.evaluation.target is None for job in planned)  # the recipe has one
+    assert {job.resolved.config.output.directory for job in planned} == {str(tmp_path / "runs")}
+    assert differences(planned) == []
 
 
 def test_settings_of_an_algorithm_are_no_difference_between_arms(tmp_path: Path) -> None:
-    found = jobs(definition(arms={"gspo": {"algorithm": "gspo"}, "dapo": {"algorithm": "dapo"}}), tmp_path)
-    assert found[1].resolved.config.task.resampling == "dynamic"
-    assert differences(found) == []
+    planned = jobs(definition(arms={"gspo": {"algorithm": "gspo"}, "dapo": {"algorithm": "dapo"}}), tmp_path)
+    assert planned[1].resolved.config.task.resampling == "dynamic"
+    assert differences(planned) == []
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_settings_of_an_algorithm_are_no_difference_between_arms(tmp_path: Path)
     ],
 )
 def test_arms_with_other_problems_weights_or_budgets_are_told_apart(change: dict[str, object], tmp_path: Path) -> None:
-    found = jobs(definition(arms={"one": {}, "other": change}), tmp_path)
+    planned = jobs(definition(arms={"one": {}, "other": change}), tmp_path)
     path = next(iter(change))
-    told = differences(found)
-    assert len(told) == 1
-    assert told[0].startswith(f"{path} is ") and "for one (" in told[0] and "for other (override" in told[0]
+    sentences = differences(planned)
+    assert len(sentences) == 1
+    assert sentences[0].startswith(f"{path} is ") and "for one (" in sentences[0] and "for other (override" in sentences[0]
 
 
 def test_threads_that_were_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,24 +125,24 @@ def test_threads_that_were_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_step_of_a_running_run_is_reported_now_and_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process that prints a step as a run does, and ends when it was told."""
-    heard = tmp_path / "heard"
+    signal = tmp_path / "signal"
     script = (
         "import pathlib, sys, time\n"
         "print('step  7/20  reward 0.5  left 3 s', flush=True)\n"
-        f"while not pathlib.Path({str(heard)!r}).exists(): time.sleep(0.02)\n"
+        f"while not pathlib.Path({str(signal)!r}).exists(): time.sleep(0.02)\n"
     )
-    begun = processes.subprocess.Popen
+    popen = processes.subprocess.Popen
     monkeypatch.setattr(processes, "_PROGRESS_SECONDS", 0.05)
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **rest: begun([words[0], "-c", script], **rest))
-    said: list[str] = []
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **rest: popen([words[0], "-c", script], **rest))
+    messages: list[str] = []
 
     def say(text: str) -> None:
-        said.append(text)
-        heard.touch()
+        messages.append(text)
+        signal.touch()
 
     task = processes.Task(name="one", words=("train",), log=tmp_path / "log")
     code = processes.run_all([task], Machine(), begun=lambda task: None, ended=lambda end: None, say=say)
-    (progress,) = said
+    (progress,) = messages
     assert code == 0 and "one: " in progress and numbers(progress) == [7, 20]
 
 
@@ -160,7 +160,7 @@ TWO = ("--arm", "grpo", "--arm", "gspo")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "fragments"),
     [
         ((), ["no arm", "no sweep"]),
         (("--arm", "gspo"), ["gspo", "no sweep"]),
@@ -194,14 +194,14 @@ TWO = ("--arm", "grpo", "--arm", "gspo")
     ],
 )
 def test_a_wrong_argument_is_refused_and_nothing_is_written(
-    words: tuple[str, ...], told: list[str], command: Command, tmp_path: Path
+    words: tuple[str, ...], fragments: list[str], command: Command, tmp_path: Path
 ) -> None:
-    refused(command("compare", "--out", "here", *words), *told)
+    refused(command("compare", "--out", "here", *words), *fragments)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fragments"),
     [
         ("arms = 3", ["arms", "3", "table"]),
         ("arm.a = {}\n[arms.b]", ["'arm'", "key"]),
@@ -215,9 +215,11 @@ def test_a_wrong_argument_is_refused_and_nothing_is_written(
         ("[arms.a]\n[arms.b", ["comparison.toml", "TOML"]),
     ],
 )
-def test_a_mistake_in_a_comparison_file_is_refused(text: str, told: list[str], command: Command, tmp_path: Path) -> None:
+def test_a_mistake_in_a_comparison_file_is_refused(
+    text: str, fragments: list[str], command: Command, tmp_path: Path
+) -> None:
     (tmp_path / "comparison.toml").write_text(text)
-    refused(command("compare", "comparison.toml", "--out", "here"), *told)
+    refused(command("compare", "comparison.toml", "--out", "here"), *fragments)
 
 
 def test_a_file_and_options_do_not_both_name_arms(command: Command, tmp_path: Path) -> None:

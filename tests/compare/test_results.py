@@ -18,20 +18,20 @@ from tests.proof.comparisons import OPTIONS, definition, prepared, ran
 from tests.proof.pages import assert_page, numbers
 
 
-def collected(store: Store, jobs: dict[str, Any], given: Any) -> dict[str, Any]:
-    results = collect(given, list(jobs.values()), store, Machine(), [])
-    again: dict[str, Any] = json.loads(json.dumps(results, allow_nan=False))
-    write_pages(store.path, again)
-    return again
+def collected(store: Store, jobs: dict[str, Any], comparison: Any) -> dict[str, Any]:
+    results = collect(comparison, list(jobs.values()), store, Machine(), [])
+    stored: dict[str, Any] = json.loads(json.dumps(results, allow_nan=False))
+    write_pages(store.path, stored)
+    return stored
 
 
 def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
-    given = definition(seeds=(3, 4, 5))
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition(seeds=(3, 4, 5))
+    store, jobs = prepared(tmp_path, comparison)
     for seed, (grpo, gspo) in {3: (64, 72), 4: (32, 40), 5: (96, 96)}.items():
         ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
         ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
-    point = collected(store, jobs, given)["points"][0]
+    point = collected(store, jobs, comparison)["points"][0]
     assert point["seeds"] == [3, 4, 5]
     assert point["arms"]["grpo"]["mean"] == pytest.approx(0.5)
     assert point["arms"]["gspo"]["scores"] == [72 / 128, 40 / 128, 96 / 128]
@@ -44,12 +44,12 @@ def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
 
 def test_changed_experts_are_a_column_for_mixtures_only(tmp_path: Path) -> None:
     arms = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
-    given = definition(arms=arms, seeds=(0,), options={**OPTIONS, "policy.model": "tiny-moe"})
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition(arms=arms, seeds=(0,), options={**OPTIONS, "policy.model": "tiny-moe"})
+    store, jobs = prepared(tmp_path, comparison)
     assert differences(list(jobs.values())) == []
     for number, job in enumerate(jobs.values()):
         ran(store, job, [30, 64, 80], measured={"router/flip_mean": 0.02 * (1 + number), "router/flip_mean@3": 0.06})
-    results = collected(store, jobs, given)
+    results = collected(store, jobs, comparison)
     assert [run["routing"]["router/flip_mean@3"] for run in results["runs"]] == [0.06, 0.06]
     costs = next(table for table in tables(results) if table.title == "Cost and stability")
     place = costs.headings.index("experts changed")
@@ -64,18 +64,18 @@ def test_changed_experts_are_a_column_for_mixtures_only(tmp_path: Path) -> None:
 
 
 def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:
-    given = definition()
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition()
+    store, jobs = prepared(tmp_path, comparison)
     for name in ("grpo-seed0", "gspo-seed0", "grpo-seed1"):
         ran(store, jobs[name], [10, 20])
     ran(store, jobs["gspo-seed1"], [10], end="stopped by SIGTERM")
-    results = collected(store, jobs, given)
+    results = collected(store, jobs, comparison)
     assert results["points"][0]["seeds"] == [0]
     assert results["points"][0]["arms"]["gspo"]["mean_interval"] is None
     assert [run["status"] for run in results["runs"]] == ["done", "done", "done", "stopped"]
-    told = sentences(results)
-    assert numbers(told[0]) == [1, 4]
-    assert "one seed" in told[1] and "no intervals" in tables(results)[0].note
+    lines = sentences(results)
+    assert numbers(lines[0]) == [1, 4]
+    assert "one seed" in lines[1] and "no intervals" in tables(results)[0].note
 
 
 _BY_SEEDS = {
@@ -92,25 +92,25 @@ _BY_SEEDS = {
 points, its range by seed, and how often chance alone makes seeds agree; or the difference, its interval and the seeds."""
 
 
-@pytest.mark.parametrize(("ended", "place", "told"), [(ended, *said) for ended, said in _BY_SEEDS.items()])
+@pytest.mark.parametrize(("scores", "place", "expected"), [(scores, *rest) for scores, rest in _BY_SEEDS.items()])
 def test_an_interval_is_claimed_only_where_the_seeds_suffice_for_one(
-    ended: tuple[tuple[int, int], ...], place: str, told: list[float], tmp_path: Path
+    scores: tuple[tuple[int, int], ...], place: str, expected: list[float], tmp_path: Path
 ) -> None:
-    given = definition(seeds=tuple(range(len(ended))))
-    store, jobs = prepared(tmp_path, given)
-    for seed, (grpo, gspo) in enumerate(ended):
+    comparison = definition(seeds=tuple(range(len(scores))))
+    store, jobs = prepared(tmp_path, comparison)
+    for seed, (grpo, gspo) in enumerate(scores):
         ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
         ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
-    (said,) = sentences(collected(store, jobs, given))
-    assert place in said and numbers(said) == told and ("chance" in said) is (95 not in told)
-    assert said in (store.path / "compare.md").read_text()
-    assert said in (store.path / "compare.html").read_text()
+    (sentence,) = sentences(collected(store, jobs, comparison))
+    assert place in sentence and numbers(sentence) == expected and ("chance" in sentence) is (95 not in expected)
+    assert sentence in (store.path / "compare.md").read_text()
+    assert sentence in (store.path / "compare.html").read_text()
 
 
 def test_a_comparison_with_nothing_finished_has_a_page(tmp_path: Path) -> None:
-    given = definition()
-    store, jobs = prepared(tmp_path, given)
-    results = collected(store, jobs, given)
+    comparison = definition()
+    store, jobs = prepared(tmp_path, comparison)
+    results = collected(store, jobs, comparison)
     assert {run["status"] for run in results["runs"]} == {"waiting"}
     assert results["points"][0]["arms"] == {}
     assert numbers(sentences(results)[0]) == [4, 4] and sentences(results)[0] in (store.path / "compare.html").read_text()
@@ -118,15 +118,15 @@ def test_a_comparison_with_nothing_finished_has_a_page(tmp_path: Path) -> None:
 
 def troubled(folder: Path) -> tuple[Store, dict[str, Any]]:
     """Three runs of grpo that ended well; one of gspo that collapsed and two that failed."""
-    given = definition(seeds=(0, 1, 2))
-    store, jobs = prepared(folder, given)
+    comparison = definition(seeds=(0, 1, 2))
+    store, jobs = prepared(folder, comparison)
     for seed in range(3):
         ran(store, jobs[f"grpo-seed{seed}"], [30, 64, 64])
     ran(store, jobs["gspo-seed0"], [30, 90, 0])
     ran(store, jobs["gspo-seed1"], [30, 96], end=None)
     store.note_failure(jobs["gspo-seed1"], -9, "killed")
     store.note_failure(jobs["gspo-seed2"], 2, "no such model")
-    return store, collected(store, jobs, given)
+    return store, collected(store, jobs, comparison)
 
 
 def test_compare_md_is_its_snapshot(tmp_path: Path) -> None:
@@ -153,80 +153,80 @@ def test_a_failed_run_counts_with_its_last_accuracy_or_0_and_a_collapsed_one_wit
 
 
 def test_costs_are_those_of_the_steps(tmp_path: Path) -> None:
-    given = definition()
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition()
+    store, jobs = prepared(tmp_path, comparison)
     for job in jobs.values():
         ran(store, job, [10, 20, 30])
-    arm = collected(store, jobs, given)["points"][0]["arms"]["gspo"]
+    arm = collected(store, jobs, comparison)["points"][0]["arms"]["gspo"]
     assert (arm["steps"], arm["updates"], arm["tokens"], arm["seconds"]) == (2, 4, 200, 4.0)
     assert arm["clip_mean"] == 0.25
 
 
 def test_stability_ends_at_the_first_value_that_breaks(tmp_path: Path) -> None:
-    given = definition(sweep={"training.lr": (1e-2, 1e-4, 1e-3), "training.updates_per_step": (1, 2)})
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition(sweep={"training.lr": (1e-2, 1e-4, 1e-3), "training.updates_per_step": (1, 2)})
+    store, jobs = prepared(tmp_path, comparison)
     broken = {("grpo", 1e-3, 1), ("gspo", 1e-2, 1), ("gspo", 1e-4, 2), ("gspo", 1e-3, 2)}
     for job in jobs.values():
         lr, updates = job.point["training.lr"], job.point["training.updates_per_step"]
         # One seed of two is enough to break.
-        fell = (job.arm, lr, updates) in broken and job.seed == 1
-        ran(store, job, [64, 96, 0] if fell else [64, 80, 90])
-    results = collected(store, jobs, given)
+        breaks = (job.arm, lr, updates) in broken and job.seed == 1
+        ran(store, job, [64, 96, 0] if breaks else [64, 80, 90])
+    results = collected(store, jobs, comparison)
     assert len(results["points"]) == 6
-    found = {
+    limits = {
         (each["arm"], each["axis"], *each["others"].values()): (each["largest"], each["breaks"])
         for each in results["frontier"]
     }
-    assert found["grpo", "training.lr", 1] == (1e-4, 1e-3)
-    assert found["grpo", "training.lr", 2] == (1e-2, None)
-    assert found["gspo", "training.lr", 1] == (1e-3, 1e-2)
-    assert found["gspo", "training.lr", 2] == (None, 1e-4)
-    assert found["gspo", "training.updates_per_step", 1e-2] == (None, 1)
-    assert found["grpo", "training.updates_per_step", 1e-4] == (2, None)
+    assert limits["grpo", "training.lr", 1] == (1e-4, 1e-3)
+    assert limits["grpo", "training.lr", 2] == (1e-2, None)
+    assert limits["gspo", "training.lr", 1] == (1e-3, 1e-2)
+    assert limits["gspo", "training.lr", 2] == (None, 1e-4)
+    assert limits["gspo", "training.updates_per_step", 1e-2] == (None, 1)
+    assert limits["grpo", "training.updates_per_step", 1e-4] == (2, None)
     rows = next(table for table in tables(results) if table.title == "Stability frontier").rows
     assert ("grpo", "training.lr", "training.updates_per_step = 2", "0.01, the largest tried", "-") in rows
     assert ("gspo", "training.lr", "training.updates_per_step = 2", "none", "0.0001") in rows
 
 
 def test_a_sweep_over_words_has_no_frontier(tmp_path: Path) -> None:
-    given = definition(sweep={"training.anchor": ("recompute", "sampler")})
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition(sweep={"training.anchor": ("recompute", "sampler")})
+    store, jobs = prepared(tmp_path, comparison)
     for job in jobs.values():
         ran(store, job, [10, 20])
-    results = collected(store, jobs, given)
+    results = collected(store, jobs, comparison)
     assert results["frontier"] == []
     assert len(results["points"]) == 2
 
 
 @pytest.mark.parametrize("what", ["weights", "problems"])
 def test_runs_with_other_weights_or_problems_are_refused(what: str, tmp_path: Path) -> None:
-    given = definition()
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition()
+    store, jobs = prepared(tmp_path, comparison)
     ran(store, jobs["grpo-seed0"], [10, 20])
     ran(store, jobs["gspo-seed0"], [10, 20], **{what: "other"})
     with pytest.raises(ValueError, match=rf"gspo-seed0.*{what}.*grpo-seed0"):
-        collected(store, jobs, given)
+        collected(store, jobs, comparison)
 
 
 def test_a_comparison_whose_runs_are_all_there_runs_nothing(tmp_path: Path) -> None:
-    given = definition()
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition()
+    store, jobs = prepared(tmp_path, comparison)
     for job in jobs.values():
         ran(store, job, [10, 20])
-    said: list[str] = []
-    compared = compare(given, folder=store.path, say=said.append)
+    messages: list[str] = []
+    compared = compare(comparison, folder=store.path, say=messages.append)
     assert isinstance(compared, Comparison) and compared.exit_code == 0
-    assert len(said) == 1 and numbers(said[0])[:2] == [4, 4]
+    assert len(messages) == 1 and numbers(messages[0])[:2] == [4, 4]
     assert json.loads((store.path / "compare.json").read_text())["points"][0]["seeds"] == [0, 1]
 
 
 def test_the_page_shows_what_arms_are_called_and_nothing_that_runs(tmp_path: Path) -> None:
-    given = definition(options={**definition().options, "policy.model": "tiny"})
-    store, jobs = prepared(tmp_path, given)
+    comparison = definition(options={**definition().options, "policy.model": "tiny"})
+    store, jobs = prepared(tmp_path, comparison)
     for job in jobs.values():
         ran(store, job, [10, 20])
     store.note_failure(jobs["gspo-seed1"], 1, "<script>alert(1)</script>|")
-    collected(store, jobs, given)
+    collected(store, jobs, comparison)
     page = (store.path / "compare.html").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
