@@ -124,12 +124,14 @@ def test_threads_that_were_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_step_of_a_running_run_is_reported_now_and_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process that prints a step as a run does, and ends when it was told."""
+    """A worker that logs a step as a run does, and answers once that was reported."""
     signal = tmp_path / "signal"
     script = (
-        "import pathlib, sys, time\n"
-        "print('step  7/20  reward 0.5  left 3 s', flush=True)\n"
+        "import json, pathlib, sys, time\n"
+        "log = pathlib.Path(json.loads(sys.stdin.readline())['log'])\n"
+        "log.write_text('step  7/20  reward 0.5  left 3 s\\n')\n"
         f"while not pathlib.Path({str(signal)!r}).exists(): time.sleep(0.02)\n"
+        "print(0, flush=True)\n"
     )
     popen = processes.subprocess.Popen
     monkeypatch.setattr(processes, "_PROGRESS_SECONDS", 0.05)

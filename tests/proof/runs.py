@@ -140,6 +140,12 @@ def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
     return {**told, "rollouts": rollouts, "last": last.name, **state(last)}
 
 
+def trained(run: Path) -> dict[str, Any]:
+    """The outcome of a run without the records of its start: a warm-up that was cached leaves fewer of them."""
+    whole = outcome(run)
+    return {**whole, "metrics": [record for record in whole["metrics"] if record["kind"] not in ("start", "warm-up")]}
+
+
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names of what differs."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))

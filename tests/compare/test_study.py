@@ -1,0 +1,226 @@
+"""Studies: what a study file must say, endpoints and verdicts of runs written by hand, and a whole study on this machine."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from legato.compare.analysis import analyse, area, frontier
+from legato.compare.outcomes import outcome
+from legato.compare.processes import Machine
+from legato.compare.registration import Study, read_study, registering_commit
+from legato.compare.study import describe, run_study
+from legato.errors import InputError
+from tests.proof.command import Command
+from tests.proof.comparisons import OPTIONS, prepared, ran
+from tests.proof.runs import differences, trained
+
+SEEDS = [200, 201, 202]
+
+
+def study_file(folder: Path, **changes: Any) -> Path:
+    """A study of two arms on two beds over a sweep; `changes` replace its keys."""
+    recipe = folder / "bed.toml"
+    recipe.write_text('[training]\nanchor = "recompute"\n')
+    tree: dict[str, Any] = {
+        "question": "Does one survive a larger learning rate than other?",
+        "confirmed": "It does.",
+        "refuted": "It does not.",
+        "seeds": SEEDS,
+        "pilot_seeds": [100],
+        "options": dict(OPTIONS),
+        "beds": {"left": {"recipe": str(recipe)}, "right": {"recipe": str(recipe), "options": {"rollouts.top_k": 5}}},
+        "arms": {"one": {"algorithm": "gspo"}, "other": {"algorithm": "grpo"}},
+        "sweep": {"training": {"lr": [1e-3, 2e-3, 4e-3]}},
+        "endpoint": {"kind": "frontier", "axis": "training.lr"},
+        "comparisons": [
+            {
+                "name": "one beside other",
+                "terms": [
+                    {"arm": "one", "bed": "left", "weight": 1},
+                    {"arm": "other", "bed": "left", "weight": -1},
+                ],
+                "margin": 0.5,
+                "detects": 1.0,
+                "spread": 0.3,
+                "confirms_if": "above",
+                "refutes_if": "equivalent",
+            }
+        ],
+    }
+    tree["options"].pop("training.lr", None)
+    path = folder / "study.toml"
+    path.write_text(tomli_w.dumps({key: value for key, value in {**tree, **changes}.items() if value is not None}))
+    return path
+
+
+COMPARISON = {
+    "name": "a",
+    "terms": [{"arm": "one", "bed": "left", "weight": 1}, {"arm": "other", "bed": "left", "weight": -1}],
+    "margin": 0.5,
+    "detects": 1.0,
+    "spread": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"question": None}, "question"),
+        ({"pilot_seeds": [200]}, "pilot_seeds"),
+        ({"seeds": [200]}, "at least 2 seeds"),
+        ({"endpoint": {"kind": "luck"}}, "score, area, frontier"),
+        ({"endpoint": {"kind": "frontier", "axis": "training.steps"}}, "training.lr"),
+        ({"comparisons": []}, "at least one"),
+        ({"questoin": "?"}, "questoin"),
+        ({"comparisons": [{**COMPARISON, "terms": COMPARISON["terms"][:1]}]}, "sum is 0"),
+        ({"comparisons": [{**COMPARISON, "margin": 0}]}, "margin above 0"),
+        ({"comparisons": [{**COMPARISON, "confirms_if": "better"}]}, "above, below, equivalent"),
+        (
+            {"comparisons": [{**COMPARISON, "terms": [{"arm": "ona", "bed": "left", "weight": 0}]}]},
+            "expected an arm, got 'ona'",
+        ),
+        (
+            {"comparisons": [{**COMPARISON, "terms": [{"arm": "one", "bed": "lef", "weight": 0}]}]},
+            "expected a bed, got 'lef'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_study_that_is_not_whole_is_refused(changes: dict[str, Any], fragment: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        read_study(study_file(tmp_path, **changes))
+    assert fragment in str(error.value) and "study.toml" in str(error.value)
+
+
+def measure(tmp_path: Path, survived: dict[str, list[int]], **changes: Any) -> tuple[Study, list[dict[str, Any]]]:
+    """A study whose runs were written by hand: for each arm and bed, how many of the rates each seed survived."""
+    study = read_study(study_file(tmp_path, **changes))
+    store, planned = prepared(tmp_path, study.definition)
+    rates = list(study.definition.sweep["training.lr"])
+    for job in planned.values():
+        stable = survived[f"{job.arm} {job.bed}"][SEEDS.index(job.seed)]
+        alive = rates.index(job.point["training.lr"]) < stable
+        ran(store, job, [60, 60 if alive else 0])
+    return study, [outcome(job, store) for job in planned.values()]
+
+
+def test_the_frontier_of_a_seed_is_the_largest_rate_without_collapse(tmp_path: Path) -> None:
+    study, runs = measure(
+        tmp_path, {"one left": [3, 2, 3], "other left": [1, 0, 1], "one right": [1, 1, 1], "other right": [1, 1, 1]}
+    )
+    results = analyse(study, runs, SEEDS)
+    (comparison,) = results["comparisons"]
+    assert [[2**value for value in row] for row in comparison["values"]] == [
+        pytest.approx([4e-3, 1e-3]),
+        pytest.approx([2e-3, 5e-4]),
+        pytest.approx([4e-3, 1e-3]),
+    ]
+    assert comparison["censored"] == [["high", None], [None, "low"], ["high", None]]
+    assert comparison["differences"] == pytest.approx([2.0, 2.0, 2.0])
+    # All seeds agree, but each frontier is known to a doubling only: the spread is that of the grid.
+    assert comparison["spread"] == pytest.approx(math.sqrt(2 / 12))
+    assert comparison["finding"] == "above" and results["verdict"] == "confirmed"
+
+
+def test_a_difference_that_is_too_small_does_not_confirm_and_equal_arms_refute(tmp_path: Path) -> None:
+    survived = {"one left": [2, 2, 2], "other left": [2, 2, 2], "one right": [1, 1, 1], "other right": [1, 1, 1]}
+    wide = {**COMPARISON, "margin": 2.0, "confirms_if": "above", "refutes_if": "equivalent"}
+    study, runs = measure(tmp_path, survived, comparisons=[wide])
+    assert analyse(study, runs, SEEDS)["verdict"] == "refuted"
+    narrow = {**wide, "margin": 0.1}
+    (tmp_path / "narrow").mkdir()
+    study, runs = measure(tmp_path / "narrow", survived, comparisons=[narrow])
+    assert analyse(study, runs, SEEDS)["verdict"] == "undecided"
+
+
+def test_an_interaction_is_a_comparison_of_four_terms(tmp_path: Path) -> None:
+    terms = [
+        {"arm": "one", "bed": "left", "weight": 1},
+        {"arm": "other", "bed": "left", "weight": -1},
+        {"arm": "one", "bed": "right", "weight": -1},
+        {"arm": "other", "bed": "right", "weight": 1},
+    ]
+    study, runs = measure(
+        tmp_path,
+        {"one left": [3, 3, 3], "other left": [1, 1, 1], "one right": [3, 3, 3], "other right": [2, 2, 2]},
+        comparisons=[{**COMPARISON, "terms": terms}],
+    )
+    (comparison,) = analyse(study, runs, SEEDS)["comparisons"]
+    assert comparison["differences"] == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_nothing_is_compared_and_no_score_is_shown_before_the_last_run_has_ended(tmp_path: Path) -> None:
+    study, runs = measure(
+        tmp_path, {"one left": [3, 2, 3], "other left": [1, 0, 1], "one right": [1, 1, 1], "other right": [1, 1, 1]}
+    )
+    runs[-1]["status"] = "stopped"
+    results = describe(study, runs, Machine(), pilot=False, seeds=tuple(SEEDS))
+    assert results["verdict"] == "unfinished" and results["comparisons"] == []
+    assert not any("score" in run or "evaluations" in run for run in results["runs"])
+
+
+def test_a_gap_in_survival_ends_the_frontier() -> None:
+    assert frontier({1.0: True, 2.0: False, 4.0: True})["value"] == 0.0
+    assert frontier({1.0: False, 2.0: True})["censored"] == "low"
+    assert frontier({1.0: True, 2.0: True})["censored"] == "high"
+
+
+def test_the_area_is_the_mean_accuracy_over_tokens() -> None:
+    curve = [{"tokens": 0, "sampled": 0.0}, {"tokens": 100, "sampled": 1.0}, {"tokens": 400, "sampled": 1.0}]
+    assert area(curve) == pytest.approx((50 + 300) / 400)
+    assert area([]) == 0.0
+
+
+def test_the_registration_is_the_first_commit_with_this_very_file(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    study = read_study(study_file(tmp_path))
+    assert registering_commit(study.file, study.sha256) is None
+    git("add", "study.toml")
+    git("commit", "--quiet", "-m", "register")
+    first = git("rev-parse", "HEAD").strip()
+    git("commit", "--quiet", "--allow-empty", "-m", "later")
+    registered = registering_commit(study.file, study.sha256)
+    assert registered is not None and registered["commit"] == first
+    changed = read_study(study_file(tmp_path, question="Another?"))
+    assert registering_commit(changed.file, changed.sha256) is None
+
+
+def test_a_study_runs_to_its_verdict_and_a_single_run_of_it_again_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEGATO_TEST_SLEEP", "0")
+    file = study_file(
+        tmp_path,
+        seeds=[200, 201],
+        sweep={},
+        endpoint={"kind": "score"},
+        options={**OPTIONS, "policy.warm_up.steps": 2, "policy.warm_up.examples_per_step": 4, "training.steps": 2},
+        beds={"left": {"recipe": str(tmp_path / "bed.toml")}},
+    )
+    code, output, _ = Command(monkeypatch, capsys)("study", str(file), "--out", str(tmp_path / "study"), "--parallel", "2")
+    assert code == 0 and "verdict" in output
+    results = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert results["complete"] and [run["status"] in ("done", "collapsed") for run in results["runs"]] == [True] * 4
+    assert (tmp_path / "study" / "study.html").stat().st_size > 100_000
+    assert "one beside other" in (tmp_path / "study" / "study.md").read_text()
+    # Two warm-ups were done for four runs: one for each seed.
+    assert len(list((tmp_path / "study" / "warm").glob("*.safetensors"))) == 2
+    again = run_study(
+        read_study(file),
+        folder=tmp_path / "again",
+        machine=Machine(parallel=2),  # the number of threads changes the order of sums
+        only="left-one-seed201",
+        say=lambda text: None,
+    )
+    assert again.exit_code == 0 and not again.results["complete"]
+    runs = [folder / "runs" / "left-one-seed201" for folder in (tmp_path / "study", tmp_path / "again")]
+    assert differences(*map(trained, runs)) == []
