@@ -33,7 +33,7 @@ def test_a_copied_product_is_that_of_the_layers(sizes: tuple[int, ...], rows: in
     assert isinstance(copied, ReorderedProduct) and not isinstance(called, ReorderedProduct)
     for side in (copied, called):
         torch.testing.assert_close(side(x), right, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(side.activated(x), silu(right), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(side.silu_of(x), silu(right), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(side.times(x, other), right * other, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(side.plus(x, other), right + other, rtol=1e-5, atol=1e-6)
 

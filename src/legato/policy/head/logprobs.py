@@ -1,7 +1,6 @@
 """Log-probs and entropies of sampled tokens from logits, in float32 or better.
 
-Nothing is shifted here: `packs.py` reads logits at the token before the one they predict.
-
+Logits are not shifted here: `packs.py` reads them at the token before the one they predict.
 
     logprob = z_y / tau - lse(z / tau)        entropy = lse(z / tau) - sum_v p_v z_v / tau
     d logprob / d z_v = (1[v = y] - p_v) / tau
@@ -51,7 +50,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """[K] log-probs of `targets` and entropies (0 unless asked for) of softmax(logits / temperature), `logits` [K, V].
+    """[K] log-probs of `targets` and entropies (0 unless `with_entropy`) of softmax(logits / temperature), `logits` [K, V].
 
     Only one backward per forward: it overwrites the saved logits.
     """
