@@ -8,7 +8,7 @@ from tests.reference.ratios import LIMIT, token_log_ratios
 
 
 def reference_log_ratio(batch: Batch, row: int, position: int, limit: float = LIMIT) -> tuple[float, float]:
-    """lr = ref - new held inside +-limit, and its derivative in new: -1, or 0 beyond."""
+    """lr = ref - new clamped to +-limit, and its derivative in new: -1, or 0 beyond."""
     raw = batch.ref[row][position] - batch.new[row][position]
     return clamp(raw, -limit, limit), -1.0 if abs(raw) <= limit else 0.0
 
@@ -84,8 +84,8 @@ def value_loss(batch: Batch, clip: float = 0.5, coefficient: float = 0.5) -> tup
     for row, position in batch.tokens():
         value, old = batch.values[row][position], batch.old_values[row][position]
         target = batch.returns[row][position]
-        held = old + clamp(value - old, -clip, clip)
-        loss += coefficient * 0.5 * weight[row][position] * max((value - target) ** 2, (held - target) ** 2)
-        if (value - target) ** 2 >= (held - target) ** 2 or abs(value - old) <= clip:
+        clipped_value = old + clamp(value - old, -clip, clip)
+        loss += coefficient * 0.5 * weight[row][position] * max((value - target) ** 2, (clipped_value - target) ** 2)
+        if (value - target) ** 2 >= (clipped_value - target) ** 2 or abs(value - old) <= clip:
             gradient[row][position] = coefficient * weight[row][position] * (value - target)
     return loss, gradient

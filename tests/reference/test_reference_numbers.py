@@ -249,11 +249,11 @@ def test_aggregations_of_the_two_group_example() -> None:
         group=[0, 0, 1],
     )
 
-    def aggregated(weight: list[list[float]]) -> float:
+    def weighted_sum(weight: list[list[float]]) -> float:
         return sum(weight[row][position] * losses[row][position] for row, position in batch.tokens())
 
-    assert aggregated(aggregation.token_mean(batch)) == pytest.approx(13 / 7)
-    assert aggregated(aggregation.group_token_mean(batch)) == pytest.approx(7 / 3)
-    assert aggregated(aggregation.sequence_mean(batch)) == pytest.approx(2)
-    assert aggregated(aggregation.sequence_sum(batch)) == pytest.approx(13 / 3)
-    assert aggregated(aggregation.sequence_sum_over_constant(batch, 8)) == pytest.approx(13 / 24)
+    assert weighted_sum(aggregation.token_mean(batch)) == pytest.approx(13 / 7)
+    assert weighted_sum(aggregation.group_token_mean(batch)) == pytest.approx(7 / 3)
+    assert weighted_sum(aggregation.sequence_mean(batch)) == pytest.approx(2)
+    assert weighted_sum(aggregation.sequence_sum(batch)) == pytest.approx(13 / 3)
+    assert weighted_sum(aggregation.sequence_sum_over_constant(batch, 8)) == pytest.approx(13 / 24)
