@@ -134,9 +134,9 @@ def test_advantages_equal_trls_when_its_deviation_is_asked_for(scale: str) -> No
         "none": {"advantage": "group-centre"},
         "batch": {"advantage": "group-centre-batch-std", "advantage.ddof": 1, "advantage.epsilon": 1e-4},
     }[scale]
-    found = legato.advantages(legato.algorithm("grpo", overrides), rewards=torch.tensor(REWARDS), group=GROUP)
+    outcome = legato.advantages(legato.algorithm("grpo", overrides), rewards=torch.tensor(REWARDS), group=GROUP)
     theirs = trl_advantages(REWARDS, scale_rewards=scale)
-    torch.testing.assert_close(found.advantages, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outcome.advantages, theirs, rtol=1e-5, atol=1e-6)
 
 
 # ---- different on purpose
@@ -217,9 +217,9 @@ def test_advantages_differ_from_trls_by_the_deviation_it_takes() -> None:
     """Ours divides by the deviation of the group itself (ddof 0), so rewards 1 0 1 0 give +-1; TRL's give +-.866."""
     rewards = [1.0, 0.0, 1.0, 0.0] * 2
     advantages = legato.advantages("grpo", rewards=torch.tensor(rewards), group=GROUP).advantages
-    theirs = trl_advantages(rewards, scale_rewards="group")
+    trl_values = trl_advantages(rewards, scale_rewards="group")
     torch.testing.assert_close(advantages.abs(), torch.ones(8), rtol=1e-5, atol=0)
-    torch.testing.assert_close(theirs.abs(), torch.full((8,), math.sqrt(3) / 2), rtol=1e-3, atol=0)
+    torch.testing.assert_close(trl_values.abs(), torch.full((8,), math.sqrt(3) / 2), rtol=1e-3, atol=0)
 
 
 def test_a_masked_nan_reaches_trls_loss_and_not_ours() -> None:

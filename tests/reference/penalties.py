@@ -27,9 +27,9 @@ def kl(batch: Batch, weight: Rows, beta: float = 0.04, estimator: str = "k3") ->
     loss, gradient = 0.0, batch.zeros()
     for row, position in batch.tokens():
         log_ratio, inner = reference_log_ratio(batch, row, position)
-        value, slope = estimate(estimator, log_ratio)
+        value, derivative = estimate(estimator, log_ratio)
         loss += beta * weight[row][position] * value
-        gradient[row][position] = beta * weight[row][position] * slope * inner
+        gradient[row][position] = beta * weight[row][position] * derivative * inner
     return Result(loss, gradient)
 
 
@@ -44,10 +44,10 @@ def kl_ratio_weighted(batch: Batch, weight: Rows, beta: float = 0.04, estimator:
     loss, gradient = 0.0, batch.zeros()
     for row, position in batch.tokens():
         log_ratio, inner = reference_log_ratio(batch, row, position)
-        value, slope = estimate(estimator, log_ratio)
+        value, derivative = estimate(estimator, log_ratio)
         ratio, live = math.exp(log_policy.value[row][position]), log_policy.live[row][position]
         loss += beta * weight[row][position] * ratio * value
-        gradient[row][position] = beta * weight[row][position] * ratio * (value * live + slope * inner)
+        gradient[row][position] = beta * weight[row][position] * ratio * (value * live + derivative * inner)
     return Result(loss, gradient)
 
 

@@ -108,7 +108,7 @@ class Policy:
     """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
-    """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
+    """How many logits are allocated at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
     notes: list[str] = field(default_factory=list)
     """Decisions made while loading, for the run to print."""
 
@@ -286,7 +286,7 @@ class Policy:
 
     @property
     def tokens_at_once(self) -> int:
-        """For how many tokens logits are held at once."""
+        """For how many tokens logits are allocated at once."""
         held_at_once = self.logits_at_once or (5 * 2**27 if self.device.type == "cuda" else 2**23)
         return max(1, held_at_once // self.vocabulary)
 

@@ -90,7 +90,7 @@ class Directions:
     """What a pass records and forces at its routers. Without directions a pass runs without router hooks."""
 
     old: Tensor | None = None
-    """[B, T, M, K]: experts whose log-probs are wanted; None: those the routers choose now."""
+    """[B, T, M, K]: experts whose log-probs are computed; None: those the routers choose now."""
     replay: Record | None = None
     balance: Balance | None = None
     record: bool = True
@@ -152,7 +152,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Where the tokens of a pack stand in the rectangle of padded rows."""
+    """Which token of a pack is in each cell of the padded rows."""
 
     token: Tensor
     """[rows * width]: which of the N tokens each cell holds; arbitrary in the padding."""
@@ -288,8 +288,8 @@ class _Balanced(torch.autograd.Function):
         probabilities = logits.to(exact).softmax(-1)
         shares = balance.shares[ctx.layer].to(exact)
         factor = balance.scale * balance.shares.shape[1] / len(balance.shares) / balance.tokens.to(exact)
-        pull = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
-        return gradients[0], (pull * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
+        direction = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
+        return gradients[0], (direction * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -160,11 +160,11 @@ class _Exact(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from legato.policy.kernels.head import project, slope
+        from legato.policy.kernels.head import project, project_backward
 
         hidden, weight, whole, targets, temperature = ctx.saved_tensors
-        towards, towards_entropy = gradients
-        towards = torch.zeros_like(ctx.projection.logprobs) if towards is None else towards
+        to_logprobs, to_entropy = gradients
+        to_logprobs = torch.zeros_like(ctx.projection.logprobs) if to_logprobs is None else to_logprobs
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight, to_added, width = None, None, weight.shape[1]
         for first in range(0, len(hidden), ctx.at_once):
@@ -172,17 +172,17 @@ class _Exact(torch.autograd.Function):
             projection = ctx.projection
             if projection.distances is None:
                 projection = project(hidden[here], whole, targets[here], temperature[here], keep=True, **ctx.after)
-            here_entropy = None if towards_entropy is None else towards_entropy[here]
-            at_product = slope(projection, targets[here], towards[here], here_entropy, **ctx.after)
+            here_entropy = None if to_entropy is None else to_entropy[here]
+            to_product = project_backward(projection, targets[here], to_logprobs[here], here_entropy, **ctx.after)
             if to_hidden is not None:
-                torch.mm(at_product, whole, out=to_hidden[here])
+                torch.mm(to_product, whole, out=to_hidden[here])
             if weight.requires_grad and ctx.writes:
-                add_product(weight, at_product.t(), hidden[here, :width])
+                add_product(weight, to_product.t(), hidden[here, :width])
             elif weight.requires_grad:
-                here_weight = weight_product(weight, at_product.t(), hidden[here, :width])
+                here_weight = weight_product(weight, to_product.t(), hidden[here, :width])
                 to_weight = here_weight if to_weight is None else to_weight.add_(here_weight)
             if ctx.needs_input_grad[2]:
-                here_added = at_product.t() @ hidden[here, width:]
+                here_added = to_product.t() @ hidden[here, width:]
                 to_added = here_added if to_added is None else to_added + here_added
         ctx.projection = None
         return to_hidden, to_weight, to_added, None, None, None, None, None, None

@@ -37,16 +37,16 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         scaled, targets, inverse, entropy = ctx.saved_tensors
-        towards, towards_entropy = gradients
-        towards = torch.zeros_like(entropy) if towards is None else towards
-        factor = -towards.unsqueeze(1)
-        if towards_entropy is not None:
+        to_logprobs, to_entropy = gradients
+        to_logprobs = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
+        factor = -to_logprobs.unsqueeze(1)
+        if to_entropy is not None:
             finite = scaled.clamp(min=torch.finfo(scaled.dtype).min)
-            slope = (factor - towards_entropy.unsqueeze(1) * (finite + entropy.unsqueeze(1))) * scaled.exp()
+            to_logits = (factor - to_entropy.unsqueeze(1) * (finite + entropy.unsqueeze(1))) * scaled.exp()
         else:
-            slope = scaled.exp_().mul_(factor)
-        slope.scatter_add_(1, targets.unsqueeze(1), towards.unsqueeze(1))
-        return slope.mul_(inverse).to(ctx.dtype), None, None, None
+            to_logits = scaled.exp_().mul_(factor)
+        to_logits.scatter_add_(1, targets.unsqueeze(1), to_logprobs.unsqueeze(1))
+        return to_logits.mul_(inverse).to(ctx.dtype), None, None, None
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def add_norm_with_gradient(residual: Tensor, update: Tensor | None, weight: Tens
 
 @triton.jit
 def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
-          BLOCK: tl.constexpr, NORM: tl.constexpr):
+            BLOCK: tl.constexpr, NORM: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     half = tl.arange(0, HALF)
     inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
@@ -146,7 +146,7 @@ def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.cons
 
 @triton.jit
 def _rotate_backward(source, cosine, sine, weight, to_out, to_source, to_weight, epsilon, PAIRS, HEADS, D: tl.constexpr,
-                   HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LEARN: tl.constexpr):
+                     HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LEARN: tl.constexpr):
     half = tl.arange(0, HALF)
     weight_gradient_low = tl.zeros([HALF], tl.float32)
     weight_gradient_high = tl.zeros([HALF], tl.float32)

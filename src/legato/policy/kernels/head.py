@@ -6,9 +6,9 @@ maximum, and their first moment. If a backward follows, it also stores each logi
 is precise enough: a distance near 0 has a tiny rounding error, and a token at a large distance has no probability. Exponents
 are base 2.
 
-    project   per tile: best m, total sum 2^(z - m), moment sum 2^(z - m) (z - m), the target's z, distances z - m
-    fold      over the tiles of a row: normaliser, log-prob, entropy
-    slope     overwrites the distances with the gradient of the product
+    project            per tile: best m, total sum 2^(z - m), moment sum 2^(z - m) (z - m), the target's z, distances z - m
+    fold               over the tiles of a row: normaliser, log-prob, entropy
+    project_backward   overwrites the distances with the gradient of the product
 
 `project` is one kernel on GPUs with the Tensor Memory Accelerator. Elsewhere cuBLAS computes the product in float32, and a
 second kernel reduces it.
@@ -28,7 +28,7 @@ _ROWS, _STEP, _GROUP = 128, 64, 16
 _LAUNCH = {"num_warps": 8, "num_stages": 3}
 """Launch options of the kernel that multiplies and reduces."""
 _AT_ONCE = 1024
-"""Rows whose float32 logits are held at once where multiplying and reducing are two kernels."""
+"""Rows whose float32 logits are allocated at once where multiplying and reducing are two kernels."""
 _LOG2E = 1.4426950408889634
 
 
@@ -130,8 +130,9 @@ def _fold(best_in, total_in, moment_in, chosen_in, normaliser_out, logprob_out, 
 
 
 @triton.jit
-def _slope(distances, targets, scales, best, normaliser, entropy, towards, towards_entropy, stride, N, V, multiplier,
-           TILE: tl.constexpr, AT_ONCE: tl.constexpr, SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr):
+def _project_backward(distances, targets, scales, best, normaliser, entropy, to_logprobs, to_entropy, stride, N, V,
+                      multiplier, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SOFTCAP: tl.constexpr,
+                      WITH_ENTROPY: tl.constexpr):
     row = tl.program_id(0)
     tiles = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -141,15 +142,15 @@ def _slope(distances, targets, scales, best, normaliser, entropy, towards, towar
     z += tl.load(best + tiles * N + row, mask=tiles * TILE < V, other=0.0)[:, None]
     below = z - tl.load(normaliser + row)
     p = tl.exp2(below)
-    gradient, scale = tl.load(towards + row), tl.load(scales + row)
-    slope = tl.where(columns == tl.load(targets + row), gradient, 0.0) - gradient * p
+    to_logprob, scale = tl.load(to_logprobs + row), tl.load(scales + row)
+    gradient = tl.where(columns == tl.load(targets + row), to_logprob, 0.0) - to_logprob * p
     if WITH_ENTROPY:
-        slope -= tl.load(towards_entropy + row) * p * (below * 0.6931471805599453 + tl.load(entropy + row))
-    slope *= scale * (0.6931471805599453 * multiplier)
+        gradient -= tl.load(to_entropy + row) * p * (below * 0.6931471805599453 + tl.load(entropy + row))
+    gradient *= scale * (0.6931471805599453 * multiplier)
     if SOFTCAP > 0:
         capped = z / (scale * SOFTCAP)
-        slope *= 1 - capped * capped
-    tl.store(spot, slope.to(distances.dtype.element_ty), mask=inside)
+        gradient *= 1 - capped * capped
+    tl.store(spot, gradient.to(distances.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +179,7 @@ def project(
 ) -> Projection:
     """Log-probs and entropies of `targets` [K] under softmax(cap(hidden weight^T * multiplier) / temperature).
 
-    `keep` stores the distances that `slope` needs for the backward.
+    `keep` stores the distances that `project_backward` needs for the backward.
     """
     rows, vocabulary = len(hidden), len(weight)
     tiles, device = triton.cdiv(vocabulary, TILE), hidden.device
@@ -220,28 +221,28 @@ def project(
     )
 
 
-def slope(
+def project_backward(
     projection: Projection,
     targets: Tensor,
-    towards: Tensor,
-    towards_entropy: Tensor | None,
+    to_logprobs: Tensor,
+    to_entropy: Tensor | None,
     *,
     multiplier: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
     """Gradient of the product `hidden weight^T`, [K, V]. It overwrites `projection.distances`.
 
-    `towards` and `towards_entropy` [K] are the gradients of log-probs and entropies.
+    `to_logprobs` and `to_entropy` [K] are the gradients of log-probs and entropies.
     """
     distances = projection.distances
     assert distances is not None
     rows, vocabulary = distances.shape
     if rows:
-        _slope[(rows, triton.cdiv(vocabulary, 16 * TILE))](
+        _project_backward[(rows, triton.cdiv(vocabulary, 16 * TILE))](
             distances, targets, projection.scales, projection.best, projection.normaliser, projection.entropy,
-            towards.contiguous(), (towards if towards_entropy is None else towards_entropy).contiguous(),
+            to_logprobs.contiguous(), (to_logprobs if to_entropy is None else to_entropy).contiguous(),
             distances.stride(0), rows, vocabulary, multiplier, TILE=TILE, AT_ONCE=16, SOFTCAP=softcap or 0.0,
-            WITH_ENTROPY=towards_entropy is not None, num_warps=8,
+            WITH_ENTROPY=to_entropy is not None, num_warps=8,
         )  # fmt: skip
     return distances
 

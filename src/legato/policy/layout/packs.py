@@ -36,7 +36,7 @@ class Pack:
     source: Tensor
     """[N]: the index of each token in the texts: prompts [G, P] flattened, then responses [B, T] flattened."""
     read: Tensor
-    """[K]: at which of the N tokens logits are wanted."""
+    """[K]: at which of the N tokens logits are read."""
     targets: Tensor
     """[K]: the token that each of those logits predicts."""
     place: Tensor
@@ -58,9 +58,9 @@ class Pack:
     prefix_tokens: int
     """How many of the N tokens are prompt tokens; they come first."""
     spans: Spans | None = None
-    """Where the sequences lie, on a GPU."""
+    """The tiles of prompts and responses; on a GPU only."""
     reads: Uses | None = None
-    """`read` and its deterministic backward, on a GPU."""
+    """`read` with a deterministic backward; on a GPU only."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     @one_thread()
@@ -143,14 +143,14 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        towards = gradients[0].new_zeros(ctx.shape)
+        to_values = gradients[0].new_zeros(ctx.shape)
         flat = gradients[0].reshape(-1, *ctx.shape[1:])
-        towards[ctx.first : ctx.first + len(inverse)] = flat.index_select(0, inverse)
-        return towards, None, None, None
+        to_values[ctx.first : ctx.first + len(inverse)] = flat.index_select(0, inverse)
+        return to_values, None, None, None
 
 
 class _Select(torch.autograd.Function):
-    """Some rows of a table in a given order. Subclasses define backward."""
+    """Some rows of a table in the order of `index`. Subclasses define backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:

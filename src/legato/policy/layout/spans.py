@@ -155,7 +155,7 @@ def _prompts_of_spans(prefix_lengths: Tensor, prefix_first: Tensor, owner: Tenso
 
 
 def _responses_of_spans(suffix_lengths: Tensor, suffix_first: Tensor, owner: Tensor, prompts: int) -> tuple[Tensor, Tensor]:
-    """For every span the response tokens that attend to it, from and to; only prompts have any, and they lie together."""
+    """For every span, begin and end of the response tokens that attend to it; they are adjacent. Only prompts have any."""
     tokens = torch.zeros(prompts, dtype=torch.int64).index_add_(0, owner, suffix_lengths)
     begin = suffix_first[:1].sum() + tokens.cumsum(0) - tokens
     none = torch.zeros_like(suffix_lengths)
