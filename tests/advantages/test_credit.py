@@ -81,7 +81,7 @@ def test_whitening_changes_advantages_and_leaves_returns(mask: list[list[bool]],
     plain = estimate("gae", {"whiten": False}, rewards=scores, values=values, mask=counted)
     white = estimate("gae", {"whiten": True}, rewards=scores, values=values, mask=counted)
     assert white.returns[counted].tolist() == pytest.approx(plain.returns[counted].tolist(), abs=1e-12)
-    expected = torch.tensor(reference.whitened(plain.advantages.tolist(), mask), dtype=torch.float64)
+    expected = torch.tensor(reference.whiten(plain.advantages.tolist(), mask), dtype=torch.float64)
     assert white.advantages[counted].tolist() == pytest.approx(expected[counted].tolist(), rel=1e-4, abs=1e-5)
 
 

@@ -51,7 +51,7 @@ def test_the_short_way_to_the_sums_is_what_the_loss_measures() -> None:
 
 @pytest.mark.parametrize(("target", "expected"), [(0.2, 5.4e-4), (0.15, 5.8e-4), (1 / 3, 3.0e-4)])
 def test_the_lagged_quantile_has_the_numbers_of_the_sheet(target: float, expected: float) -> None:
-    x = controller.signed(SIGNS, LOG_S)
+    x = controller.signed_log_ratios(SIGNS, LOG_S)
     assert sorted(x) == pytest.approx([value * 1e-4 for value in (-4, -3, -2, 1, 1, 2, 5, 6, 9)])
     assert controller.quantile(x, 1 - target) == pytest.approx(expected, rel=1e-12)
 
@@ -67,7 +67,7 @@ def test_a_bound_on_log_s_is_these_distances_from_one() -> None:
 @pytest.mark.parametrize("target", [0.2, 0.15, 1 / 3])
 def test_on_the_vector_the_band_comes_to_rest_where_the_target_is_met(target: float) -> None:
     """Between the two responses of which the first would make the share too small and the second too large."""
-    x = sorted(controller.signed(SIGNS, LOG_S))
+    x = sorted(controller.signed_log_ratios(SIGNS, LOG_S))
     value = symmetric(1e-3, target=target, rate=0.02)
     state = value.initial()
     for _ in range(1000):
@@ -79,7 +79,7 @@ def test_on_the_vector_the_band_comes_to_rest_where_the_target_is_met(target: fl
 
 
 def test_the_length_aware_band_has_the_numbers_of_the_sheet() -> None:
-    z = controller.signed(SIGNS, LOG_S, lengths=LENGTHS)
+    z = controller.signed_log_ratios(SIGNS, LOG_S, lengths=LENGTHS)
     constant = controller.quantile(z, 0.8)
     assert constant == pytest.approx(0.0132, rel=1e-12)
     value = symmetric(constant, scale="sqrt-length", reference_length=1.0)
@@ -96,7 +96,7 @@ def test_a_step_is_that_of_the_plain_account(fields: dict[str, Any]) -> None:
     lengths = LENGTHS if "scale" in fields else None
     for _ in range(20):
         log_s, signs = generator.normal(1e-4, 6e-4, 10), generator.choice([-1, 0, 1], 10)
-        x = controller.signed(signs, log_s, QUOTIENT, lengths, 300.0)
+        x = controller.signed_log_ratios(signs, log_s, QUOTIENT, lengths, 300.0)
         state = value.advance(state, outcome_of(value, log_s, signs, lengths, state).sums, first=False)
         follows = fields.get("follows", "counts")
         if follows == "counts":

@@ -70,7 +70,7 @@ def test_counting_finds_the_lagged_quantile_whatever_the_shape_of_the_drift(shap
     state, count = value.initial(), 400
     bounds, others, shares = [], [], []
     for log_s, signs in updates_of(shape, count):
-        x = controller.signed(signs, log_s, QUOTIENT)
+        x = controller.signed_log_ratios(signs, log_s, QUOTIENT)
         shares.append(controller.clipped_share(x, held(state)["log_high"]))
         state = value.advance(state, sums_of(state, log_s, signs), first=False)
         oracle.advance(x)
@@ -89,7 +89,9 @@ def test_moments_find_the_quantile_of_a_drift_that_is_normal_and_get_there_soone
         value = auto(follows=follows)
         state, track, shares = value.initial(), [], []
         for log_s, signs in updates_of(shape, 150, size=0.2):
-            shares.append(controller.clipped_share(controller.signed(signs, log_s, QUOTIENT), held(state)["log_high"]))
+            shares.append(
+                controller.clipped_share(controller.signed_log_ratios(signs, log_s, QUOTIENT), held(state)["log_high"])
+            )
             state = value.advance(state, sums_of(state, log_s, signs), first=False)
             track.append(held(state)["log_high"])
         level = numpy.median(track[-50:])

@@ -1,10 +1,10 @@
-"""One batch, two sides: what both systems are given, and the loss and gradient each of them makes of it.
+"""One batch for two systems, and the loss and gradient that each computes from it.
 
-    B rows, T columns; x[b, t] speaks of token t of response b itself.
+    B rows, T columns; x[b, t] belongs to token t of response b.
 
-The rows are made so that at GSPO's clip (3e-4 / 4e-4) and at GRPO's (.2 / .2) every case occurs: inside the band,
+The rows are built so that at GSPO's clip (3e-4 / 4e-4) and at GRPO's (.2 / .2) every case occurs: inside the band,
 clipped high, clipped low, and out of the band on the side that is not clipped. Masked positions (padding, and tool
-tokens inside row 3) hold log-ratios far off, so that a leak would be seen.
+tokens inside row 3) hold log-ratios far off, so that a leak would show.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def with_empty_row(batch: Batch) -> Batch:
 def ours(
     batch: Batch, algorithm: str, overrides: Mapping[str, object] | None = None, **signals: Tensor | legato.Counts
 ) -> Side:
-    """What `legato.loss` makes of the batch."""
+    """The loss and gradient of `legato.loss` on the batch."""
     logprobs = batch.logprobs.clone().requires_grad_()
     outcome = legato.loss(
         legato.algorithm(algorithm, dict(overrides or {})),
@@ -124,10 +124,10 @@ def difference(left: Side, right: Side) -> Difference:
 
 def agree(left: Side, right: Side, *, tolerance: float) -> bool:
     """True where loss and gradient are the same to `tolerance` (the loss relative to its size, at least 1)."""
-    found = difference(left, right)
-    return found.loss <= tolerance * max(1.0, abs(right.loss)) and found.gradient <= tolerance
+    gap = difference(left, right)
+    return gap.loss <= tolerance * max(1.0, abs(right.loss)) and gap.gradient <= tolerance
 
 
 def scaled(side: Side, factor: float) -> Side:
-    """The side with loss and gradient times `factor`."""
+    """The side with loss and gradient multiplied by `factor`."""
     return replace(side, loss=side.loss * factor, gradient=side.gradient * factor)

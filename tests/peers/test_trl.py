@@ -1,5 +1,5 @@
-"""Ours beside TRL's `GRPOTrainer`, on the same tensors: equal where the settings are the same, and where they are not
-equal, the difference is exactly the one that is named.
+"""Legato against TRL's `GRPOTrainer` on the same tensors: equal for equal settings; other differences are exactly those
+that the tests name.
 
 Float64 leaves [B, T] unless a test says that it goes through the model. Run in an environment with
 tests/peers/requirements.txt installed.
@@ -34,7 +34,7 @@ def cosine(left: Side, right: Side) -> float:
 
 
 def test_the_batch_holds_every_case_of_the_clip() -> None:
-    """Else the comparisons below would say little: inside, clipped high, clipped low, out of band but not clipped."""
+    """Inside, clipped high, clipped low, out of band but not clipped: otherwise the comparisons below would prove little."""
     batch = fixed_batch()
     log_ratio = torch.where(batch.mask, batch.logprobs - batch.old_logprobs, 0.0)
     sequence = (log_ratio.sum(1) / batch.mask.sum(1)).exp()
@@ -44,7 +44,7 @@ def test_the_batch_holds_every_case_of_the_clip() -> None:
         (log_ratio.exp()[batch.mask], positive[:, None].expand_as(batch.mask)[batch.mask], 0.2, 0.2),
     ):
         above, below = ratio > 1 + high, ratio < 1 - low
-        cases = {"inside": ~above & ~below, "high": above & up, "low": below & ~up, "kept": above & ~up | below & up}
+        cases = {"inside": ~above & ~below, "high": above & up, "low": below & ~up, "not clipped": above & ~up | below & up}
         assert all(case.any() for case in cases.values()), cases
 
 
@@ -134,9 +134,9 @@ def test_advantages_equal_trls_when_its_deviation_is_asked_for(scale: str) -> No
         "none": {"advantage": "group-centre"},
         "batch": {"advantage": "group-centre-batch-std", "advantage.ddof": 1, "advantage.epsilon": 1e-4},
     }[scale]
-    found = legato.advantages(legato.algorithm("grpo", overrides), rewards=torch.tensor(REWARDS), group=GROUP)
+    outcome = legato.advantages(legato.algorithm("grpo", overrides), rewards=torch.tensor(REWARDS), group=GROUP)
     theirs = trl_advantages(REWARDS, scale_rewards=scale)
-    torch.testing.assert_close(found.advantages, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outcome.advantages, theirs, rtol=1e-5, atol=1e-6)
 
 
 # ---- different on purpose
@@ -209,17 +209,17 @@ def test_trls_bnpo_depends_on_the_micro_batches_and_ours_does_not() -> None:
     counts = [legato.counts(algorithm, mask=half.mask, group=half.group) for half in halves]
     total = counts[0] + counts[1]
     split = [ours(half, "grpo", {"aggregate": "token-mean"}, counts=total) for half in halves]
-    mended = Side(loss=sum(side.loss for side in split), gradient=torch.cat([side.gradient for side in split]))
-    assert agree(whole, mended, tolerance=EXACT)
+    with_total_counts = Side(loss=sum(side.loss for side in split), gradient=torch.cat([side.gradient for side in split]))
+    assert agree(whole, with_total_counts, tolerance=EXACT)
 
 
 def test_advantages_differ_from_trls_by_the_deviation_it_takes() -> None:
     """Ours divides by the deviation of the group itself (ddof 0), so rewards 1 0 1 0 give +-1; TRL's give +-.866."""
     rewards = [1.0, 0.0, 1.0, 0.0] * 2
-    found = legato.advantages("grpo", rewards=torch.tensor(rewards), group=GROUP).advantages
-    theirs = trl_advantages(rewards, scale_rewards="group")
-    torch.testing.assert_close(found.abs(), torch.ones(8), rtol=1e-5, atol=0)
-    torch.testing.assert_close(theirs.abs(), torch.full((8,), math.sqrt(3) / 2), rtol=1e-3, atol=0)
+    advantages = legato.advantages("grpo", rewards=torch.tensor(rewards), group=GROUP).advantages
+    trl_values = trl_advantages(rewards, scale_rewards="group")
+    torch.testing.assert_close(advantages.abs(), torch.ones(8), rtol=1e-5, atol=0)
+    torch.testing.assert_close(trl_values.abs(), torch.full((8,), math.sqrt(3) / 2), rtol=1e-3, atol=0)
 
 
 def test_a_masked_nan_reaches_trls_loss_and_not_ours() -> None:

@@ -1,5 +1,5 @@
-"""Ours beside verl's loss and advantage functions (`verl/trainer/ppo/core_algos.py`), on the same float64 tensors:
-equal where the settings are the same, and where they are not equal, the difference is exactly the one that is named.
+"""Legato against verl's loss and advantage functions (`verl/trainer/ppo/core_algos.py`), on the same float64 tensors:
+equal for equal settings; other differences are exactly those that the tests name.
 
 verl adds 1e-8 to the length of each response, so "equal" is to 1e-7 wherever a response is averaged. Run in an
 environment with tests/peers/requirements.txt installed and verl beside it (without its dependencies).
@@ -40,7 +40,7 @@ def verl(batch: Batch, loss: str, aggregation: str, **config: object) -> Side:
 
 
 def without_advantages(batch: Batch) -> Batch:
-    """Only the penalties are left of the loss."""
+    """The batch with zero advantages: only the penalties contribute to the loss."""
     return replace(batch, advantages=torch.zeros_like(batch.advantages))
 
 
@@ -162,7 +162,7 @@ def test_the_clipped_value_loss_equals_verls() -> None:
     batch = without_advantages(fixed_batch())
     generator = torch.Generator().manual_seed(13)
     old_values, returns, moves = torch.randn(3, *batch.mask.shape, generator=generator, dtype=torch.float64)
-    mine = (old_values + moves).requires_grad_()
+    our_values = (old_values + moves).requires_grad_()
     outcome = legato.loss(
         "ppo",
         logprobs=batch.logprobs,
@@ -170,16 +170,19 @@ def test_the_clipped_value_loss_equals_verls() -> None:
         advantages=batch.advantages,
         mask=batch.mask,
         group=batch.group,
-        values=mine,
+        values=our_values,
         old_values=old_values,
         returns=returns,
     )
     outcome.loss.backward()
-    theirs = (old_values + moves).requires_grad_()
+    verl_values = (old_values + moves).requires_grad_()
     # The coefficient is the trainer's in verl and the part's with us.
-    value = 0.5 * CORE.compute_value_loss(theirs, returns, old_values, batch.mask.double(), cliprange_value=0.5)[0]
+    value = 0.5 * CORE.compute_value_loss(verl_values, returns, old_values, batch.mask.double(), cliprange_value=0.5)[0]
     value.backward()
-    left, right = Side(loss=outcome.loss.item(), gradient=mine.grad), Side(loss=value.item(), gradient=theirs.grad)
+    left, right = (
+        Side(loss=outcome.loss.item(), gradient=our_values.grad),
+        Side(loss=value.item(), gradient=verl_values.grad),
+    )
     assert agree(left, right, tolerance=EXACT)
 
 
@@ -203,29 +206,31 @@ REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.5, 0.2, 0.9, 0.4, 0.7], dtype=torch.flo
 def test_each_advantage_equals_verls(estimator: str, overrides: dict[str, object]) -> None:
     batch = fixed_batch()
     algorithm = legato.algorithm("grpo", overrides)
-    found = legato.advantages(algorithm, rewards=REWARDS, group=batch.group, mask=batch.mask).advantages
-    theirs, _ = verl_advantages(CORE, estimator, REWARDS, batch.mask, batch.group, config=SimpleNamespace(gamma=1.0))
-    spread = found[:, None].expand_as(theirs) if found.dim() == 1 else found
-    torch.testing.assert_close(spread[batch.mask], theirs[batch.mask], rtol=1e-7, atol=1e-7)
+    advantages = legato.advantages(algorithm, rewards=REWARDS, group=batch.group, mask=batch.mask).advantages
+    from_verl, _ = verl_advantages(CORE, estimator, REWARDS, batch.mask, batch.group, config=SimpleNamespace(gamma=1.0))
+    spread = advantages[:, None].expand_as(from_verl) if advantages.dim() == 1 else advantages
+    torch.testing.assert_close(spread[batch.mask], from_verl[batch.mask], rtol=1e-7, atol=1e-7)
 
 
 def test_advantages_without_the_deviation_equal_verls() -> None:
     batch = fixed_batch()
-    found = legato.advantages("dr-grpo", rewards=REWARDS, group=batch.group).advantages
-    theirs, _ = verl_advantages(CORE, "grpo", REWARDS, batch.mask, batch.group, norm_adv_by_std_in_grpo=False)
-    torch.testing.assert_close(found[:, None].expand_as(theirs)[batch.mask], theirs[batch.mask], rtol=1e-12, atol=1e-12)
+    advantages = legato.advantages("dr-grpo", rewards=REWARDS, group=batch.group).advantages
+    from_verl, _ = verl_advantages(CORE, "grpo", REWARDS, batch.mask, batch.group, norm_adv_by_std_in_grpo=False)
+    torch.testing.assert_close(
+        advantages[:, None].expand_as(from_verl)[batch.mask], from_verl[batch.mask], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_gae_skips_tool_tokens_as_verl_does() -> None:
     """The returns are equal; the advantages too, but for verl's sample deviation (ddof 1) in the whitening."""
     batch = fixed_batch()
     values = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(17), dtype=torch.float64)
-    found = legato.advantages("ppo", rewards=REWARDS, group=batch.group, mask=batch.mask, values=values)
-    theirs, returns = verl_advantages(CORE, "gae", REWARDS, batch.mask, batch.group, values=values, gamma=1.0, lam=0.95)
-    torch.testing.assert_close(found.returns[batch.mask], returns[batch.mask], rtol=1e-12, atol=1e-12)
+    scored = legato.advantages("ppo", rewards=REWARDS, group=batch.group, mask=batch.mask, values=values)
+    from_verl, returns = verl_advantages(CORE, "gae", REWARDS, batch.mask, batch.group, values=values, gamma=1.0, lam=0.95)
+    torch.testing.assert_close(scored.returns[batch.mask], returns[batch.mask], rtol=1e-12, atol=1e-12)
     n = batch.mask.sum().item()
-    shrunk = found.advantages[batch.mask] * math.sqrt((n - 1) / n)
-    torch.testing.assert_close(shrunk, theirs[batch.mask], rtol=1e-7, atol=1e-7)
+    shrunk = scored.advantages[batch.mask] * math.sqrt((n - 1) / n)
+    torch.testing.assert_close(shrunk, from_verl[batch.mask], rtol=1e-7, atol=1e-7)
 
 
 # ---- different on purpose
@@ -250,7 +255,7 @@ def test_verls_default_aggregation_for_gspo_is_a_token_mean() -> None:
     assert agree(ours(fixed_batch(), "gspo", {"aggregate": "token-mean"}), right, tolerance=EXACT)
 
 
-def test_verls_vanilla_loss_always_clips_twice() -> None:
+def test_verls_vanilla_loss_always_has_a_dual_clip() -> None:
     """A dual clip of 3 is its default and cannot be turned off, only moved away; with us it is a part to add."""
     right = verl(fixed_batch(), "vanilla", SEQUENCE_MEAN)
     assert not agree(ours(fixed_batch(), "grpo"), right, tolerance=1e-3)
@@ -258,9 +263,9 @@ def test_verls_vanilla_loss_always_clips_twice() -> None:
     assert agree(left, right, tolerance=LENGTHS_PLUS_1E8)
 
 
-def test_verl_stops_a_sequence_ratio_at_e_to_the_ten() -> None:
-    """Beyond log s = 10 its value stands still and its gradient is 0. Ours has no limit on log s: such a response is
-    the one whose gradient matters if its advantage is negative, and the caller is told by the metrics."""
+def test_verl_clamps_a_sequence_ratio_at_e_to_the_ten() -> None:
+    """Beyond log s = 10 its value is constant and its gradient is 0. Ours does not limit log s: the gradient of such a
+    response matters if its advantage is negative, and the metrics show the ratio."""
     batch = fixed_batch()
     batch.logprobs[DRIFTED] = batch.old_logprobs[DRIFTED] + 12.0
     left, right = ours(batch, "gspo"), verl(batch, "gspo", SEQUENCE_MEAN, **GSPO)
@@ -301,27 +306,27 @@ def test_verls_cispo_has_a_lower_bound_and_ours_a_cap_of_five() -> None:
     assert agree(left, verl(fixed_batch(), "cispo", TOKEN_MEAN, clip_ratio_low=1.0, clip_ratio_high=4.0), tolerance=EXACT)
 
 
-def test_verls_k3_stands_still_above_ten() -> None:
-    """A reference far above the policy then has no pull at all; ours limits the log-ratio to 20, not k3."""
+def test_verl_clamps_k3_at_ten() -> None:
+    """A reference far above the policy then has no gradient; ours limits the log-ratio to 20, not k3."""
     batch = without_advantages(fixed_batch())
     batch = replace(batch, ref_logprobs=batch.logprobs + 5.0)
     left = ours(batch, "grpo", {"objective.penalties.kl.beta": 1.0}, ref_logprobs=batch.ref_logprobs)
     assert math.isclose(left.loss, math.exp(5.0) - 5.0 - 1.0, rel_tol=1e-12)
-    theirs = CORE.kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")
-    assert (theirs == 10.0).all()
+    penalties = CORE.kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")
+    assert (penalties == 10.0).all()
 
 
 def test_advantages_differ_from_verls_by_the_deviation_it_takes() -> None:
     """The sample deviation (ddof 1) in place of the group's own (ddof 0): a factor sqrt(3/4) in groups of four."""
     batch = fixed_batch()
-    found = legato.advantages("grpo", rewards=REWARDS, group=batch.group).advantages
-    theirs, _ = verl_advantages(CORE, "grpo", REWARDS, batch.mask, batch.group)
-    torch.testing.assert_close(found * math.sqrt(3 / 4), theirs[:, 0], rtol=1e-5, atol=1e-7)
+    advantages = legato.advantages("grpo", rewards=REWARDS, group=batch.group).advantages
+    from_verl, _ = verl_advantages(CORE, "grpo", REWARDS, batch.mask, batch.group)
+    torch.testing.assert_close(advantages * math.sqrt(3 / 4), from_verl[:, 0], rtol=1e-5, atol=1e-7)
 
 
 def test_a_group_of_one_keeps_its_raw_reward_in_verl_and_has_no_advantage_with_us() -> None:
     """There is nothing to compare a single response with, so it teaches nothing."""
     rewards, mask, group = torch.tensor([0.7], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1)
-    theirs, _ = verl_advantages(CORE, "grpo", rewards, mask, group.long())
-    torch.testing.assert_close(theirs[0, 0].item(), 0.7, rtol=1e-5, atol=0)
+    from_verl, _ = verl_advantages(CORE, "grpo", rewards, mask, group.long())
+    torch.testing.assert_close(from_verl[0, 0].item(), 0.7, rtol=1e-5, atol=0)
     assert legato.advantages("grpo", rewards=rewards, group=group.long()).advantages.item() == 0.0

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer`, driven on fixed tensors: its own `_compute_loss`, its own log-prob pass, its own advantages.
+"""Runs TRL's `GRPOTrainer` on fixed tensors: its `_compute_loss`, its log-prob pass and its advantages.
 
 Nothing of TRL is rewritten here. A tiny Qwen3 is built from its config, the trainer is constructed as a user would
 construct it, and its methods are called on tensors that we choose. Two forms:
@@ -105,10 +105,10 @@ def trl_side(batch: Batch, *, accumulation: int = 1, beta: float = 0.0, **settin
     trainer.current_gradient_accumulation_steps = accumulation
     logprobs = batch.logprobs.clone().requires_grad_()
 
-    def given(*_: object, **__: object) -> tuple[Tensor, Tensor, None]:
+    def our_logprobs(*_: object, **__: object) -> tuple[Tensor, Tensor, None]:
         return logprobs, torch.zeros_like(logprobs), None
 
-    trainer._get_per_token_logps_and_entropies = given
+    trainer._get_per_token_logps_and_entropies = our_logprobs
     tokens = torch.zeros(batch.mask.shape, dtype=torch.long)
     loss = trainer._compute_loss(
         trainer.model,
@@ -129,7 +129,7 @@ def trl_side(batch: Batch, *, accumulation: int = 1, beta: float = 0.0, **settin
 
 
 def model_inputs() -> dict[str, Tensor]:
-    """What the trainer's dataloader would hand to `_compute_loss`: left-padded prompts, right-padded completions."""
+    """The inputs of `_compute_loss` as the dataloader builds them: left-padded prompts, right-padded completions."""
     generator = torch.Generator().manual_seed(5)
     mask = response_mask()
     padding = torch.arange(mask.shape[1])[None] < torch.tensor([row.nonzero().max() + 1 for row in mask])[:, None]
@@ -157,7 +157,7 @@ def completion_logprobs(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def parameter_gradient(model: nn.Module) -> Tensor:
-    """All gradients of the model, flattened into one vector; the model's are then cleared."""
+    """All gradients of the model, flattened into one vector. Clears the gradients."""
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
     return gradient
@@ -173,7 +173,7 @@ def model_sides(algorithm: str, overrides: dict[str, object] | None = None, **se
 
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    theirs = Side(loss=loss.item(), gradient=parameter_gradient(model))
+    trl_result = Side(loss=loss.item(), gradient=parameter_gradient(model))
 
     outcome = legato.loss(
         legato.algorithm(algorithm, overrides or {}),
@@ -184,7 +184,7 @@ def model_sides(algorithm: str, overrides: dict[str, object] | None = None, **se
         group=torch.arange(len(mask)) // 4,
     )
     outcome.loss.backward()
-    return Side(loss=outcome.loss.item(), gradient=parameter_gradient(model)), theirs
+    return Side(loss=outcome.loss.item(), gradient=parameter_gradient(model)), trl_result
 
 
 def trl_advantages(rewards: list[float], **settings: object) -> Tensor:

@@ -52,11 +52,11 @@ def installed_folder() -> Path:
 
 def package(name: str, folder: Path | None = None, **members: object) -> ModuleType:
     """An empty package of that name whose submodules are found in `folder`."""
-    made = ModuleType(name)
-    made.__path__ = [] if folder is None else [str(folder)]
-    vars(made).update(members)
-    sys.modules[name] = made
-    return made
+    module = ModuleType(name)
+    module.__path__ = [] if folder is None else [str(folder)]
+    vars(module).update(members)
+    sys.modules[name] = module
+    return module
 
 
 def load() -> ModuleType:

@@ -1,7 +1,7 @@
-"""Models whose every operation is float64, and the plainest way to score a text with them.
+"""Models that compute everything in float64, and the simplest way to score a text with them.
 
-Transformers computes norms, routers and eager softmaxes in float32 whatever the weights are; here they are replaced, so that
-two ways of computing one number may be held to 1e-12. The attention is written out once more, from the definition.
+Transformers computes norms, routers and eager softmaxes in float32 whatever the dtype of the weights. They are replaced
+here, so that two computations of one number must agree to 1e-12. Attention is written out from its definition.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ def _norm(module: Any) -> nn.Module:
 
 
 def exact(model: Any, seed: int = 0) -> Any:
-    """The model in float64 throughout, with weights lively enough that an error in any of them would show."""
+    """The model in float64 throughout, with noise on every weight, so that an error in any of them would show."""
     model = model.double().eval()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -152,17 +152,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A small random model of a real architecture, exact."""
+    """A small random model of a real architecture that computes in float64."""
     config_class, own = FAMILIES[name]
     config = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        automatic: Any = AutoModelForCausalLM
-        return exact(automatic.from_config(config, dtype=torch.float64), seed)
+        auto_class: Any = AutoModelForCausalLM
+        return exact(auto_class.from_config(config, dtype=torch.float64), seed)
 
 
 class Words:
-    """The little of a tokenizer that a policy needs here: words are numbers."""
+    """The part of a tokenizer that a policy needs in these tests: words are token numbers."""
 
     eos_token_id, pad_token_id, unk_token_id, chat_template = 1, 0, None, None
 
@@ -193,24 +193,24 @@ def plain(policy: Policy, texts: Texts, row: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def plain_tables(policy: Policy, texts: Texts, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[rows, T] log-probs, entropies and values by `plain`, NaN where nothing is written: one graph over everything."""
+    """[rows, T] log-probs, entropies and values by `plain`, NaN where the policy wrote nothing; one autograd graph."""
     width = texts.tokens.shape[1]
     tables: list[list[Tensor]] = [[], [], []]
     for row in rows:
         logprobs, entropy, hidden = plain(policy, texts, row)
         values = hidden[:, 0] * 0 if policy.value_head is None else policy.value_head(hidden)
         written = texts.mask[row, : texts.lengths[row]]
-        for table, found in zip(tables, (logprobs, entropy, values), strict=True):
-            seen = torch.where(written, found, torch.nan)
-            table.append(nn.functional.pad(seen, (0, width - len(seen)), value=torch.nan))
+        for table, values_of_row in zip(tables, (logprobs, entropy, values), strict=True):
+            row_table = torch.where(written, values_of_row, torch.nan)
+            table.append(nn.functional.pad(row_table, (0, width - len(row_table)), value=torch.nan))
     logprobs, entropy, values = (torch.stack(table) for table in tables)
     return logprobs, entropy, None if policy.value_head is None else values
 
 
 def ragged(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 9) -> Texts:
-    """Ragged prompts (one of a single token), responses of length 0, 1 and more, tool tokens inside, mixed temperatures.
+    """Texts with ragged prompts (one of a single token), responses of length 0, 1 and more, tool tokens, mixed temperatures.
 
-    What stands beyond a length, and the mask there, is rubbish on purpose.
+    Tokens and mask beyond a length are random on purpose: nothing may read them.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -244,13 +244,13 @@ def accumulate(
     coefficients_of: Callable[[Piece], Coefficients],
     directions: Directions | None = None,
 ) -> tuple[Channels, Traffic | None]:
-    """Add the gradient of some rows; what the pieces read as one table, and where routers sent the tokens."""
-    seen = []
+    """Accumulate the gradient of some rows; returns the channels of all pieces as one table, and the routers' traffic."""
+    channels = []
     with policy.accumulate_gradient(texts, rows, directions) as forward:
         for piece in forward.pieces():
-            seen.append(piece.channels)
+            channels.append(piece.channels)
             piece.backward(coefficients_of(piece))
-    return Channels.join(seen), forward.traffic
+    return Channels.join(channels), forward.traffic
 
 
 def ones(piece: Piece) -> Coefficients:

@@ -1,4 +1,4 @@
-"""The GPU's way to train, on a CPU: kernels in Triton's interpreter."""
+"""The GPU training path on a CPU, with kernels in Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -27,15 +27,15 @@ def texts() -> Texts:
 
 
 def install(patch: pytest.MonkeyPatch) -> list[int]:
-    """From here on packs go through fused parts; an entry for each attention that was asked for."""
-    plain_pack, attend, asked = Policy.pack, Spans.attend_forward, list[int]()
+    """Make every policy train through fused parts; returns a list that gets an entry for each attention forward."""
+    plain_pack, attend, attentions = Policy.pack, Spans.attend_forward, list[int]()
 
-    def with_spans(policy: Policy, given: Texts, chosen: Tensor) -> Pack:
-        packed = plain_pack(policy, given, chosen)
+    def with_spans(policy: Policy, table: Texts, chosen: Tensor) -> Pack:
+        packed = plain_pack(policy, table, chosen)
         spans = Spans.from_lengths(packed.prefix_lengths, packed.suffix_lengths, packed.owner, packed.positions)
         return replace(packed, spans=spans, reads=Uses.from_index(packed.read, len(packed.tokens)))
 
     patch.setattr(Policy, "pack", with_spans)
     patch.setattr(Spans, "serve", staticmethod(lambda like, width: True))
-    patch.setattr(Spans, "attend_forward", lambda self, *given: asked.append(1) or attend(self, *given))
-    return asked
+    patch.setattr(Spans, "attend_forward", lambda self, *inputs: attentions.append(1) or attend(self, *inputs))
+    return attentions

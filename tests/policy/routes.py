@@ -1,4 +1,4 @@
-"""The routers of a model by hand: what they choose on one text, and models in which a choice is forced without our code."""
+"""Routers without our code: their choices on one text, and models in which choices are forced by a plain forward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +19,12 @@ FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "olmoe", "gpt-oss")
 def as_published(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A small random model of a family, with the routers of transformers."""
     config_class, own = exact.FAMILIES[name]
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}  # grouped products want whole 16 bytes
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8}  # grouped products need rows of whole 16 bytes
     config = getattr(transformers, config_class)(**{**exact._COMMON, **own, **sizes, **changes})
-    automatic: Any = AutoModelForCausalLM
+    auto_class: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = automatic.from_config(config, dtype=dtype).eval()
+        model = auto_class.from_config(config, dtype=dtype).eval()
         for parameter in model.parameters():
             parameter.data.add_(0.15 * torch.randn(parameter.shape).to(dtype))
     return model
@@ -35,22 +35,22 @@ def routers_of(model: nn.Module) -> list[Any]:
 
 
 def logits_of(router: Any, hidden: Tensor) -> Tensor:
-    found = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
-    return found + router.bias if hasattr(router, "bias") else found
+    logits = hidden.reshape(-1, hidden.shape[-1]) @ router.weight.T
+    return logits + router.bias if hasattr(router, "bias") else logits
 
 
 @contextmanager
-def overheard(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the logits of each router, one forward of the model at a time."""
-    found: list[Tensor] = []
+def record_router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside the context, every router call appends its logits to the list."""
+    logits: list[Tensor] = []
 
     def before(router: Any, inputs: Any) -> None:
-        found.append(logits_of(router, inputs[0]))
+        logits.append(logits_of(router, inputs[0]))
 
     with ExitStack() as stack:
         for router in routers_of(model):
             stack.callback(router.register_forward_pre_hook(before).remove)
-        yield found
+        yield logits
 
 
 def whole(texts: Texts, row: int) -> Tensor:
@@ -61,9 +61,9 @@ def whole(texts: Texts, row: int) -> Tensor:
 
 def plain_logits(policy: Policy, texts: Texts, row: int) -> Tensor:
     """[P + T - 1, M, E]: the logits of all routers at every token of a row but the last, the row alone in the model."""
-    with overheard(policy.model) as found, torch.no_grad():
+    with record_router_logits(policy.model) as logits, torch.no_grad():
         policy.model(input_ids=whole(texts, row)[:-1][None], use_cache=False)
-    return torch.stack(found, 1)
+    return torch.stack(logits, 1)
 
 
 def family_gates(name: str, logits: Tensor, experts: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ def family_gates(name: str, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 @contextmanager
-def forced(policy: Policy, name: str, choices: Callable[[int], Tensor | None]) -> Iterator[None]:
-    """Inside, the routers use the experts [N, K] that `choices(layer)` gives, by a forward written here."""
+def force_experts(policy: Policy, name: str, choices: Callable[[int], Tensor | None]) -> Iterator[None]:
+    """Inside the context, the routers use the experts [N, K] that `choices(layer)` returns; None: their own."""
     routers = routers_of(policy.model)
     own = [router.forward for router in routers]
 
@@ -104,9 +104,9 @@ def chosen_by(logits: Tensor, active: int = 2) -> Tensor:
 
 
 def sets(experts: Tensor) -> list[Any]:
-    """Whatever their order."""
+    """The experts of each token as sorted lists, so that their order does not matter."""
     return experts.long().sort(-1).values.tolist()  # type: ignore[no-any-return]
 
 
-def present(texts: Texts) -> Sequence[int]:
+def rows_with_tokens(texts: Texts) -> Sequence[int]:
     return [row for row in range(len(texts.tokens)) if texts.lengths[row] > 0]

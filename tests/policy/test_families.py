@@ -1,4 +1,4 @@
-"""Architectures whose tokens a pack cannot keep apart: their log-probs must be right all the same, or be refused."""
+"""Architectures that mix tokens of different texts in a pack: they must be scored correctly all the same, or refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from legato.rollouts.sampling import Sampling
 from tests.policy.exact import VOCABULARY, Words, plain_tables, ragged
 
 COMMON = {"vocab_size": VOCABULARY, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-# Attention of their own beside transformers' interface (bloom, gpt-j), or a memory that runs along the row (mamba, lfm2).
+# Attention that bypasses transformers' interface (bloom, gpt-j), or a recurrent state along the row (mamba, lfm2).
 STRANGE: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "hidden_size": 32}),
     "gpt-j": ("GPTJConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
@@ -55,10 +55,10 @@ LATENT: dict[str, Any] = {
 
 def build(config_class: str, own: dict[str, Any]) -> Any:
     config = getattr(transformers, config_class)(**COMMON, **own)
-    automatic: Any = AutoModelForCausalLM
+    auto_class: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = automatic.from_config(config, dtype=torch.float32).eval()
+        model = auto_class.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -66,12 +66,12 @@ def build(config_class: str, own: dict[str, Any]) -> Any:
 
 
 def texts() -> Texts:
-    found = ragged()
-    return replace(found, temperature=found.temperature.float())
+    table = ragged()
+    return replace(table, temperature=table.temperature.float())
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_body_that_does_not_know_packs_is_scored_right_or_refused(name: str) -> None:
+def test_a_body_that_does_not_support_packs_is_scored_correctly_or_refused(name: str) -> None:
     model = build(*STRANGE[name])
     try:
         policy = load_policy(model, Loading(dtype="float32", device="cpu"), tokenizer=Words())
@@ -85,7 +85,7 @@ def test_a_body_that_does_not_know_packs_is_scored_right_or_refused(name: str) -
 
 
 @pytest.mark.parametrize("name", ["gpt-j", "lfm2"])
-def test_a_body_that_does_not_know_the_cache_is_sampled_right_or_refused(name: str) -> None:
+def test_a_body_that_does_not_support_the_cache_is_sampled_correctly_or_refused(name: str) -> None:
     model = build(*STRANGE[name])
     try:
         policy = load_policy(model, Loading(dtype="float32", device="cpu"), tokenizer=Words())
@@ -93,14 +93,14 @@ def test_a_body_that_does_not_know_the_cache_is_sampled_right_or_refused(name: s
         return
     prompt = torch.tensor([5, 6, 7])
     limits = Limits(max_response_tokens=10, end_tokens=(1,))
-    ((found,),) = LocalEngine(policy).generate([Request(prompt=prompt, seeds=(1,))], Sampling(), limits)
+    ((response,),) = LocalEngine(policy).generate([Request(prompt=prompt, seeds=(1,))], Sampling(), limits)
     with torch.no_grad():
-        expected = model(torch.cat([prompt, found.tokens])[None]).logits[0, 2:-1].log_softmax(-1)
-    gap = found.logprobs - expected[torch.arange(len(found.tokens)), found.tokens]
+        expected = model(torch.cat([prompt, response.tokens])[None]).logits[0, 2:-1].log_softmax(-1)
+    gap = response.logprobs - expected[torch.arange(len(response.tokens)), response.tokens]
     assert float(gap.abs().max()) < 1e-4
 
 
-def test_padded_rows_are_right_for_every_body() -> None:
+def test_padded_rows_are_correct_for_every_body() -> None:
     for name, spec in STRANGE.items():
         policy = load_policy(build(*spec), Loading(dtype="float32", device="cpu", packing=False), tokenizer=Words())
         with torch.no_grad():
@@ -109,7 +109,7 @@ def test_padded_rows_are_right_for_every_body() -> None:
         assert float(gap.max()) < 1e-4, name
 
 
-def test_values_narrower_than_keys_are_scored_right_in_packs() -> None:
+def test_values_narrower_than_keys_are_scored_correctly_in_packs() -> None:
     policy = load_policy(build("DeepseekV3Config", LATENT), Loading(dtype="float32", device="cpu"), tokenizer=Words())
     with torch.no_grad():
         expected, _, _ = plain_tables(policy, texts(), range(12))
@@ -121,5 +121,5 @@ def test_values_narrower_than_keys_are_decoded() -> None:
     model = build("DeepseekV3Config", LATENT)
     policy = load_policy(model, Loading(dtype="float32", device="cpu"), tokenizer=Words())
     requests = [Request(prompt=torch.tensor([5, 6, 7]), seeds=(1, 2))]
-    (found,) = LocalEngine(policy).generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=(1,)))
-    assert len(found) == 2
+    (responses,) = LocalEngine(policy).generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=(1,)))
+    assert len(responses) == 2

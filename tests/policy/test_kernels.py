@@ -66,7 +66,7 @@ def test_slot_attention_is_attention_over_prompt_and_response(
     prompt_length, prompt = torch.tensor([40, 1, 17], device=DEVICE), [0, 0, 2, 1, 0]
     sinks = normal(count, source=source) if sink else None
     owners, rows = group_by_prompt(prompt, rows_per_block(count, key_heads), 5)
-    found = attend_slots(
+    output = attend_slots(
         query,
         prompt_keys,
         prompt_values,
@@ -88,8 +88,8 @@ def test_slot_attention_is_attention_over_prompt_and_response(
         own, first = int(length[slot]) + 1, int(prompt_length[owner])
         whole_keys = torch.cat([prompt_keys[owner, :, :first], keys[slot, :, :own]], 1)
         whole_values = torch.cat([prompt_values[owner, :, :first], values[slot, :, :own]], 1)
-        right = attention(query[row], whole_keys, whole_values, width**-0.5, window, softcap, sinks)
-        assert torch.allclose(found[row], right, atol=2e-5)
+        expected = attention(query[row], whole_keys, whole_values, width**-0.5, window, softcap, sinks)
+        assert torch.allclose(output[row], expected, atol=2e-5)
 
 
 def test_new_keys_go_to_the_next_column_of_their_slot(source: torch.Generator) -> None:
@@ -101,15 +101,15 @@ def test_new_keys_go_to_the_next_column_of_their_slot(source: torch.Generator) -
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_the_sampler_chooses_what_the_plain_one_does(temperature: float, source: torch.Generator) -> None:
+def test_the_sampling_kernel_chooses_the_tokens_of_the_plain_sampler(temperature: float, source: torch.Generator) -> None:
     logits = 3 * normal(12, 3000, source=source)
     logits[3, 7:] = -torch.inf
     slots = torch.arange(12, device=DEVICE).flip(0)
     seeds, places = torch.randint(0, 2**62, (12,), generator=source).to(DEVICE), torch.arange(12, device=DEVICE)
     tokens, logprobs = sample(logits, slots, seeds, places, temperature=temperature, add=1)
-    right = choose(logits, uniform(seeds[slots], places[slots] + 1), Sampling(temperature=temperature))
-    assert torch.equal(tokens, right.tokens)
-    assert torch.allclose(logprobs, right.logprobs, atol=2e-6)
+    expected = choose(logits, uniform(seeds[slots], places[slots] + 1), Sampling(temperature=temperature))
+    assert torch.equal(tokens, expected.tokens)
+    assert torch.allclose(logprobs, expected.logprobs, atol=2e-6)
 
 
 def test_the_norm_adds_the_residual_first(source: torch.Generator) -> None:
@@ -122,13 +122,13 @@ def test_the_norm_adds_the_residual_first(source: torch.Generator) -> None:
     assert torch.allclose(out, torch.nn.functional.rms_norm(residual, (20,), weight, 1e-6), atol=1e-6)
 
 
-def test_swiglu(source: torch.Generator) -> None:
+def test_swiglu_matches_torch(source: torch.Generator) -> None:
     gate, up = normal(3, 50, source=source), normal(3, 50, source=source)
     assert torch.allclose(swiglu(gate, up), torch.nn.functional.silu(gate) * up, atol=1e-6)
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_heads_are_normed_turned_and_stored(normed: bool, source: torch.Generator) -> None:
+def test_heads_are_normed_rotated_and_stored_in_the_cache(normed: bool, source: torch.Generator) -> None:
     rows, count, key_heads, width = 3, 4, 2, 12
     query, key, value = (normal(rows, n * width, source=source) for n in (count, key_heads, key_heads))
     angle = normal(rows, width // 2, source=source)
@@ -137,22 +137,22 @@ def test_heads_are_normed_turned_and_stored(normed: bool, source: torch.Generato
     keys, values = (torch.zeros(5, key_heads, 4, width, device=DEVICE) for _ in range(2))
     slots, length = torch.tensor([4, 1, 2], device=DEVICE), torch.tensor([0, 3, 2, 0, 1], device=DEVICE)
     norms = (*weights, 1e-6) if normed else None
-    found = heads(query, key, value, cosine, sine, norms, keys, values, slots, length, width)
+    queries = heads(query, key, value, cosine, sine, norms, keys, values, slots, length, width)
 
-    def right(x: Tensor, weight: Tensor) -> Tensor:
+    def expected(x: Tensor, weight: Tensor) -> Tensor:
         x = x.reshape(rows, -1, width)
         x = torch.nn.functional.rms_norm(x, (width,), weight, 1e-6) if normed else x
-        turned = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
-        return x * cosine[:, None] + turned * sine[:, None]
+        swapped = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
+        return x * cosine[:, None] + swapped * sine[:, None]
 
-    assert torch.allclose(found, right(query, weights[0]), atol=1e-5)
+    assert torch.allclose(queries, expected(query, weights[0]), atol=1e-5)
     for row, slot in enumerate(slots.tolist()):
         column = int(length[slot])
-        assert torch.allclose(keys[slot, :, column], right(key, weights[1])[row], atol=1e-5)
+        assert torch.allclose(keys[slot, :, column], expected(key, weights[1])[row], atol=1e-5)
         assert torch.equal(values[slot, :, column], value.reshape(rows, key_heads, width)[row])
 
 
-def test_rows_of_a_prompt_share_blocks() -> None:
+def test_rows_of_a_prompt_are_grouped_into_blocks() -> None:
     owners, rows = group_by_prompt([5, 5, -1, 2, 5], 2, 5)
     assert owners == [5, 5, 2, -1, -1]
     assert rows[:3] == [[0, 1], [4, -1], [3, -1]]

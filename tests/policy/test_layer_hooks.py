@@ -1,4 +1,4 @@
-"""The fused walk calls its layers: hooks fire, checkpointing happens once, and who wants autograd's gradients gets them."""
+"""Fused layers are called as modules: hooks fire, checkpointing runs once, weights with hooks get autograd's gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -44,8 +44,8 @@ def layers_of(policy: Policy) -> list[Any]:
     return list(policy.body.get_decoder().layers)
 
 
-def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs as an update sees them, and the gradient of a fixed mixture of them."""
+def accumulate_update(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs in an update, and the gradient of a fixed weighted sum of them."""
     weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
 
     def respond(piece: Piece) -> Coefficients:
@@ -56,7 +56,7 @@ def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     return channels.logprobs, {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
 
 
-def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
@@ -65,38 +65,38 @@ def test_hooks_at_a_layer_fire_and_see_the_hidden_state_of_the_model_itself(patc
     policy = tiny()
     outputs, backwards = list[Tensor](), list[Tensor]()
 
-    def learn_observed() -> tuple[Tensor, dict[str, Tensor]]:
+    def accumulate_with_hooks() -> tuple[Tensor, dict[str, Tensor]]:
         layer = layers_of(policy)[1]
         handles = [
-            layer.register_forward_hook(lambda _, given, output: outputs.append(output.detach())),
+            layer.register_forward_hook(lambda _, inputs, output: outputs.append(output.detach())),
             layer.register_full_backward_hook(lambda _, to_input, to_output: backwards.append(to_output[0])),
         ]
-        learnt = learn(policy)
+        update = accumulate_update(policy)
         for handle in handles:
             handle.remove()
-        return learnt
+        return update
 
-    learn_observed()
+    accumulate_with_hooks()
     (own,), (to_own,) = outputs, backwards
     install(patch)
-    plain, slopes = learn(policy)
+    plain, plain_gradients = accumulate_update(policy)
     outputs.clear()
     backwards.clear()
-    found, mine = learn_observed()
+    logprobs, gradients = accumulate_with_hooks()
     assert len(outputs) == len(backwards) == 1
     assert torch.allclose(outputs[0], own[0], atol=1e-5) and torch.allclose(backwards[0], to_own[0], atol=1e-5)
-    assert torch.equal(found, plain) and furthest(mine, slopes) < 1e-6
+    assert torch.equal(logprobs, plain) and largest_difference(gradients, plain_gradients) < 1e-6
 
 
-def test_a_hook_that_changes_what_a_layer_says_is_obeyed(patch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_changes_the_output_of_a_layer_takes_effect(patch: pytest.MonkeyPatch) -> None:
     policy = tiny()
     plain = policy.score(texts(), ROWS).logprobs
-    handle = layers_of(policy)[0].register_forward_hook(lambda _, given, output: 0.5 * output)
-    right = policy.score(texts(), ROWS).logprobs
+    handle = layers_of(policy)[0].register_forward_hook(lambda _, inputs, output: 0.5 * output)
+    expected = policy.score(texts(), ROWS).logprobs
     install(patch)
-    found = policy.score(texts(), ROWS).logprobs
+    logprobs = policy.score(texts(), ROWS).logprobs
     handle.remove()
-    assert torch.allclose(found, right, atol=1e-5) and not torch.allclose(found, plain, atol=1e-3)
+    assert torch.allclose(logprobs, expected, atol=1e-5) and not torch.allclose(logprobs, plain, atol=1e-3)
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
@@ -105,13 +105,13 @@ def test_a_checkpointed_layer_runs_forward_exactly_twice(model: str, patch: pyte
     policy = load_policy(model, loading)
     install(patch)
     runs = dict.fromkeys(range(len(layers_of(policy))), 0)
-    computed = fused._compute_layer
+    compute = fused._compute_layer
 
-    def counted(parts: fused.Parts, number: int, *given: Any) -> tuple[Tensor, Tensor]:
+    def count_run(parts: fused.Parts, number: int, *inputs: Any) -> tuple[Tensor, Tensor]:
         runs[number] += 1
-        return computed(parts, number, *given)
+        return compute(parts, number, *inputs)
 
-    patch.setattr(fused, "_compute_layer", counted)
+    patch.setattr(fused, "_compute_layer", count_run)
     accumulate(policy, texts(), ROWS, ones)
     assert set(runs.values()) == {2}
     policy.score(texts(), ROWS)
@@ -127,30 +127,30 @@ def test_layers_have_their_own_forward_again_whatever_happens_inside(patch: pyte
     assert not any("forward" in vars(layer) for layer in layers_of(policy))
 
 
-def test_a_layer_with_a_hook_at_a_weight_takes_autograds_way_and_only_that_layer(patch: pytest.MonkeyPatch) -> None:
+def test_only_a_layer_with_a_hook_at_a_weight_leaves_its_gradients_to_autograd(patch: pytest.MonkeyPatch) -> None:
     policy = tiny()
     install(patch)
     whole = list[Any]()
-    learned = fused.Parts
+    parts_class = fused.Parts
 
-    def watched(**parts: Any) -> fused.Parts:
+    def make_parts(**parts: Any) -> fused.Parts:
         at_once = parts["whole"]
-        return learned(**{**parts, "whole": lambda layer, *given: whole.append(layer) or at_once(layer, *given)})
+        return parts_class(**{**parts, "whole": lambda layer, *inputs: whole.append(layer) or at_once(layer, *inputs)})
 
-    patch.setattr("legato.policy.policy.Parts", watched)
-    plain, slopes = learn(policy)
+    patch.setattr("legato.policy.policy.Parts", make_parts)
+    plain, plain_gradients = accumulate_update(policy)
     assert whole == layers_of(policy)
     whole.clear()
-    weight, seen = layers_of(policy)[0].self_attn.q_proj.weight, list[Tensor]()
-    handle = weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-    found, mine = learn(policy)
+    weight, hook_gradients = layers_of(policy)[0].self_attn.q_proj.weight, list[Tensor]()
+    handle = weight.register_hook(lambda gradient: hook_gradients.append(gradient.clone()))
+    logprobs, gradients = accumulate_update(policy)
     handle.remove()
-    assert len(seen) == 1 and torch.equal(seen[0], weight.grad)
+    assert len(hook_gradients) == 1 and torch.equal(hook_gradients[0], weight.grad)
     assert whole == layers_of(policy)[1:]
-    assert torch.equal(found, plain) and furthest(mine, slopes) < 1e-5
+    assert torch.equal(logprobs, plain) and largest_difference(gradients, plain_gradients) < 1e-5
 
 
-def test_who_may_write_gradients() -> None:
+def test_may_write_gradients_refuses_hooks_subclasses_and_sharding() -> None:
     class Other(nn.Parameter):
         pass
 
@@ -170,26 +170,28 @@ def test_who_may_write_gradients() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_sharded_layers_learn_what_whole_ones_do(checkpointing: bool, patch: pytest.MonkeyPatch) -> None:
-    """FSDP2 gathers the weights of a layer before it is called, and again before its backward: only hooks tell it when."""
+def test_sharded_layers_get_the_gradients_of_whole_layers(checkpointing: bool, patch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers the weights of a layer before it is called, and again before its backward; hooks tell it when."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     policy, sharded = tiny(gradient_checkpointing=checkpointing), tiny(gradient_checkpointing=checkpointing)
     install(patch)
-    right, slopes = learn(policy)
+    expected, expected_gradients = accumulate_update(policy)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for layer in layers_of(sharded):
             fully_shard(layer, mesh=mesh)
-        found, mine = learn(sharded)
-        local = {name: slope.to_local() if hasattr(slope, "to_local") else slope for name, slope in mine.items()}
+        logprobs, gradients = accumulate_update(sharded)
+        local = {
+            name: gradient.to_local() if hasattr(gradient, "to_local") else gradient for name, gradient in gradients.items()
+        }
     finally:
         distributed.destroy_process_group()
-    assert torch.equal(found, right)
-    assert furthest(local, slopes) < 1e-5
+    assert torch.equal(logprobs, expected)
+    assert largest_difference(local, expected_gradients) < 1e-5
 
 
 def test_the_head_leaves_the_gradient_of_a_hooked_weight_to_autograd(patch: pytest.MonkeyPatch) -> None:
@@ -197,29 +199,29 @@ def test_the_head_leaves_the_gradient_of_a_hooked_weight_to_autograd(patch: pyte
     linear = nn.Linear(16, 40, bias=False)
     hidden, targets = torch.randn(9, 16, generator=source), torch.randint(0, 40, (9,), generator=source)
     patch.setattr(Head, "_product", lambda self, hidden: _Product(weight=linear.weight))
-    slopes = []
+    gradients = []
     for hooked in (False, True):
-        linear.weight.grad, seen = None, list[Tensor]()
-        handle = linear.weight.register_hook(seen.append) if hooked else None
+        linear.weight.grad, hook_gradients = None, list[Tensor]()
+        handle = linear.weight.register_hook(hook_gradients.append) if hooked else None
         head = Head(linear=linear, scale=1.0, softcap=None)
         logprobs, _ = head.score(hidden.clone().requires_grad_(), targets, torch.ones(9), at_once=4)
         (logprobs * torch.arange(9)).sum().backward()
-        assert len(seen) == hooked and linear.weight.grad is not None
-        slopes.append(linear.weight.grad)
+        assert len(hook_gradients) == hooked and linear.weight.grad is not None
+        gradients.append(linear.weight.grad)
         if handle is not None:
             handle.remove()
-    assert torch.allclose(*slopes, atol=1e-5)
+    assert torch.allclose(*gradients, atol=1e-5)
 
 
-def test_hooks_that_would_not_fire_keep_a_body_out_of_the_walk() -> None:
+def test_a_body_with_hooks_that_would_not_fire_is_not_fused() -> None:
     policy = tiny()
     body = policy.body.get_decoder()
     assert fused.why_not(body) is None and Unrolled.serves(policy.body)
-    handle = body.layers[1].mlp.register_forward_hook(lambda *given: None)
+    handle = body.layers[1].mlp.register_forward_hook(lambda *inputs: None)
     assert "hooks" in (fused.why_not(body) or "")
     handle.remove()
-    handle = body.layers[1].register_forward_hook(lambda *given: None)
+    handle = body.layers[1].register_forward_hook(lambda *inputs: None)
     assert fused.why_not(body) is None and not Unrolled.serves(policy.body)
     handle.remove()
-    body.layers[0].forward = lambda *given: None
+    body.layers[0].forward = lambda *inputs: None
     assert "replaced" in (fused.why_not(body) or "")

@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits: the numbers and their slopes, where logits are extreme too."""
+"""Log-probs and entropies from logits: values and gradients, for extreme logits too."""
 
 import pytest
 import torch
@@ -6,9 +6,11 @@ import torch
 from legato.policy.head.logprobs import token_logprobs
 
 
-def plainly(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = (logits / temperature[:, None]).log_softmax(1)
-    return found[torch.arange(len(targets)), targets], -(found.exp() * found).sum(1)
+def plain_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = (logits / temperature[:, None]).log_softmax(1)
+    return logprobs[torch.arange(len(targets)), targets], -(logprobs.exp() * logprobs).sum(1)
 
 
 def example(seed: int = 0, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,32 +21,32 @@ def example(seed: int = 0, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -2.0)])
-def test_the_slope_is_that_of_autograd(weights: tuple[float, float], scale: float) -> None:
+def test_the_gradient_is_that_of_autograd(weights: tuple[float, float], scale: float) -> None:
     logits, targets, temperature = example(scale=scale)
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    slopes = []
-    for function in (plainly, lambda *x: token_logprobs(*x, with_entropy=True)):
+    gradients = []
+    for function in (plain_logprobs, lambda *x: token_logprobs(*x, with_entropy=True)):
         leaf = logits.clone().requires_grad_()
         logprobs, entropy = function(leaf, targets, temperature)
         loss = weights[0] * (upstream[0] * logprobs).sum() + weights[1] * (upstream[1] * entropy).sum()
         loss.backward()
-        slopes.append(leaf.grad)
-    assert float((slopes[0] - slopes[1]).abs().max()) < 1e-12
+        gradients.append(leaf.grad)
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-12
 
 
-def test_a_slope_towards_one_channel_alone_is_right() -> None:
+def test_the_gradient_of_one_channel_alone_is_that_of_autograd() -> None:
     logits, targets, temperature = example()
     for which in (0, 1):
-        slopes = []
-        for function in (plainly, lambda *x: token_logprobs(*x, with_entropy=True)):
+        gradients = []
+        for function in (plain_logprobs, lambda *x: token_logprobs(*x, with_entropy=True)):
             leaf = logits.clone().requires_grad_()
             function(leaf, targets, temperature)[which].sum().backward()
-            slopes.append(leaf.grad)
-        assert float((slopes[0] - slopes[1]).abs().max()) < 1e-12
+            gradients.append(leaf.grad)
+        assert float((gradients[0] - gradients[1]).abs().max()) < 1e-12
 
 
-def test_the_logits_given_are_not_written_over() -> None:
+def test_the_input_logits_are_not_overwritten() -> None:
     logits, targets, temperature = example()
     ones = torch.ones_like(temperature)
     for tau in (temperature, ones):
@@ -54,7 +56,7 @@ def test_the_logits_given_are_not_written_over() -> None:
         assert torch.equal(leaf.detach(), logits)
 
 
-def test_a_token_that_cannot_be_has_no_weight_and_no_slope() -> None:
+def test_a_token_of_probability_0_has_no_weight_and_no_gradient() -> None:
     logits, targets, temperature = example()
     targets[:] = 2
     logits[:, 5] = -torch.inf
@@ -63,17 +65,17 @@ def test_a_token_that_cannot_be_has_no_weight_and_no_slope() -> None:
     (logprobs.sum() + entropy.sum()).backward()
     logprobs, entropy = logprobs.detach(), entropy.detach()
     left = [column for column in range(9) if column != 5]
-    expected = plainly(logits[:, left], targets, temperature)
+    expected = plain_logprobs(logits[:, left], targets, temperature)
     assert float((logprobs - expected[0]).abs().max()) < 1e-12
     assert float((entropy - expected[1]).abs().max()) < 1e-12
     assert leaf.grad is not None and bool(torch.isfinite(leaf.grad).all()) and float(leaf.grad[:, 5].abs().max()) == 0.0
 
 
-def test_16_bit_logits_are_lifted_before_anything_is_computed() -> None:
+def test_16_bit_logits_are_converted_to_float32_first() -> None:
     logits, targets, temperature = example()
     half = logits.bfloat16()
     logprobs, entropy = token_logprobs(half, targets, temperature.float(), with_entropy=True)
-    expected = plainly(half.double(), targets, temperature.float().double())
+    expected = plain_logprobs(half.double(), targets, temperature.float().double())
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert float((logprobs - expected[0]).abs().max()) < 1e-5 and float((entropy - expected[1]).abs().max()) < 1e-5
 

@@ -1,4 +1,4 @@
-"""Routers in fused layers, which go past the forward of a layer but not past its mixture of experts."""
+"""Routers in fused layers: they replace the forward of a layer but call its mixture of experts as a module."""
 
 from dataclasses import replace
 
@@ -24,11 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value"),
 ]
 ROWS = torch.arange(5)
-Learnt = tuple[Tensor, Routed | None, Traffic | None, dict[str, Tensor]]
+Accumulated = tuple[Tensor, Routed | None, Traffic | None, dict[str, Tensor]]
 
 
-def learnt(policy: Policy, directions: Directions) -> Learnt:
-    """Log-probs, what was recorded, and the gradient of a fixed mixture of the log-probs."""
+def accumulate_all(policy: Policy, directions: Directions) -> Accumulated:
+    """Log-probs, the recorded routes, and the gradient of a fixed weighted sum of the log-probs."""
     weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
 
     def respond(piece: Piece) -> Coefficients:
@@ -36,12 +36,12 @@ def learnt(policy: Policy, directions: Directions) -> Learnt:
 
     policy.model.zero_grad()
     channels, traffic = accumulate(policy, texts(), ROWS, respond, directions)
-    slopes = {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
-    return channels.logprobs, channels.routed, traffic, slopes
+    gradients = {name: p.grad.clone() for name, p in policy.parameters().items() if p.grad is not None}
+    return channels.logprobs, channels.routed, traffic, gradients
 
 
-def told(policy: Policy) -> dict[str, Directions]:
-    """Every thing a pass can be told; the routes that are forced are nobody's own."""
+def all_directions(policy: Policy) -> dict[str, Directions]:
+    """Directions of every kind by name. The forced routes differ from every router's own choice."""
     assert policy.routers is not None
     record = Record.empty(texts(), policy.routers, policy.device)
     traffic = policy.score(texts(), ROWS, Directions()).traffic
@@ -61,32 +61,32 @@ def told(policy: Policy) -> dict[str, Directions]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_fused_layers_are_recorded_forced_and_balanced_as_the_models_own_are(
+def test_fused_layers_record_force_and_balance_routes_as_the_models_own_layers_do(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = as_published(name, head_dim=16)
     loading = Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing)
     policy = load_policy(model, loading, tokenizer=Words())
     assert why_not(policy.body.get_decoder()) is None
-    ways = told(policy)
-    own = {way: learnt(policy, directions) for way, directions in ways.items()}
-    asked = install(monkeypatch)
+    directions_by_name = all_directions(policy)
+    own = {kind: accumulate_all(policy, directions) for kind, directions in directions_by_name.items()}
+    attentions = install(monkeypatch)
     assert policy.trains_fused
-    for way, directions in ways.items():
-        asked.clear()
-        logprobs, routed, traffic, slopes = learnt(policy, directions)
-        assert len(asked) == 2 * (2 if checkpointing else 1), way
-        expected, their_routed, their_traffic, their_slopes = own[way]
-        assert torch.allclose(logprobs, expected, atol=1e-5), way
-        for key in their_slopes:
-            assert torch.allclose(slopes[key], their_slopes[key], atol=3e-5, rtol=1e-3), (way, key)
-        assert (routed is None) == (their_routed is None) == (not directions.record)
-        if routed is not None and their_routed is not None and traffic is not None and their_traffic is not None:
-            assert sets(routed.experts) == sets(their_routed.experts)
-            assert torch.allclose(routed.logprobs, their_routed.logprobs, atol=1e-5)
-            assert sets(traffic.experts) == sets(their_traffic.experts) and float(traffic.missing) == 0
-            assert traffic.choices is not None and their_traffic.choices is not None
-            assert torch.equal(traffic.choices, their_traffic.choices)
+    for kind, directions in directions_by_name.items():
+        attentions.clear()
+        logprobs, routed, traffic, gradients = accumulate_all(policy, directions)
+        assert len(attentions) == 2 * (2 if checkpointing else 1), kind
+        expected, own_routed, own_traffic, own_gradients = own[kind]
+        assert torch.allclose(logprobs, expected, atol=1e-5), kind
+        for key in own_gradients:
+            assert torch.allclose(gradients[key], own_gradients[key], atol=3e-5, rtol=1e-3), (kind, key)
+        assert (routed is None) == (own_routed is None) == (not directions.record)
+        if routed is not None and own_routed is not None and traffic is not None and own_traffic is not None:
+            assert sets(routed.experts) == sets(own_routed.experts)
+            assert torch.allclose(routed.logprobs, own_routed.logprobs, atol=1e-5)
+            assert sets(traffic.experts) == sets(own_traffic.experts) and float(traffic.missing) == 0
+            assert traffic.choices is not None and own_traffic.choices is not None
+            assert torch.equal(traffic.choices, own_traffic.choices)
     assert not torch.allclose(own["forced"][0], own["recorded"][0], atol=1e-3)
     gate = next(key for key in own["balanced"][3] if key.endswith("gate.weight"))
     assert not torch.allclose(own["balanced"][3][gate], own["recorded"][3][gate], atol=1e-4)

@@ -1,4 +1,4 @@
-"""What the look at a loaded model finds out: which layouts leak from text to text, and what rounding may do."""
+"""The self-check of a loaded model: it finds layouts that leak from text to text, and tolerates rounding."""
 
 from dataclasses import replace
 from typing import Any
@@ -84,8 +84,8 @@ MIXTURE = ("Qwen3MoeConfig", {"num_hidden_layers": 2, **_EXPERTS})
 def policy_of(kind: tuple[str, dict[str, Any]], dtype: torch.dtype) -> Policy:
     name, changes = kind
     torch.manual_seed(0)
-    automatic: Any = AutoModelForCausalLM
-    model = automatic.from_config(getattr(transformers, name)(**{**SHAPE, **changes}), dtype=dtype).eval()
+    auto_class: Any = AutoModelForCausalLM
+    model = auto_class.from_config(getattr(transformers, name)(**{**SHAPE, **changes}), dtype=dtype).eval()
     return Policy(model=model, tokenizer=None, name=name)
 
 
@@ -98,7 +98,7 @@ def scaled_head(policy: Policy, by: float) -> Policy:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_bodies_whose_state_runs_along_the_row_get_padded_rows(name: str, dtype: torch.dtype) -> None:
-    """LFM2 in float32 leaks 2.5e-4, and in bfloat16 0.002: below anything that a comparison of two ways could tell."""
+    """LFM2 leaks 2.5e-4 in float32 and 0.002 in bfloat16: too little to notice by comparing two forwards."""
     policy = policy_of(HYBRIDS[name], dtype)
     selfcheck.check(policy)
     assert not policy.packing and not policy.views
@@ -117,7 +117,7 @@ def test_a_dense_body_does_not_leak_in_any_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixture_whose_routes_are_replayed_does_not_leak_either(dtype: torch.dtype) -> None:
+def test_a_mixture_with_replayed_routes_does_not_leak(dtype: torch.dtype) -> None:
     policy = policy_of(MIXTURE, dtype)
     selfcheck.check(policy)
     assert policy.packing and policy.views and not policy.notes
@@ -128,7 +128,7 @@ def test_a_mixture_whose_routes_are_replayed_does_not_leak_either(dtype: torch.d
         assert torch.equal(score(changed)[others], score(texts)[others])
 
 
-def test_every_change_leaves_rows_that_can_notice_and_touches_all_of_one_text() -> None:
+def test_every_change_affects_one_whole_text_and_leaves_other_rows_to_compare() -> None:
     texts = selfcheck.sample_texts(64)
     changes = list(selfcheck._changes(texts, 64))
     touched = {
@@ -143,15 +143,13 @@ def test_every_change_leaves_rows_that_can_notice_and_touches_all_of_one_text() 
 
 
 def coarser_attention(patch: pytest.MonkeyPatch, by: float) -> None:
-    """Packs attend as another kernel might: every row alone, rounded otherwise."""
+    """Make packs round attention differently, as another kernel might, without leaks between rows."""
     attend = Pack.attend
     patch.setattr(Pack, "attend", lambda self, heads: (1 + by) * attend(self, heads))
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
-def test_rounding_of_16_bits_is_no_wrong_layout_whatever_the_size_of_logits(
-    size: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_16_bit_rounding_is_tolerated_whatever_the_size_of_logits(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense 8B with random weights rounds by more than 0.25; here large logits do."""
     policy = scaled_head(policy_of(DEEP, torch.bfloat16), size)
     coarser_attention(monkeypatch, 2**-4)
@@ -164,14 +162,14 @@ def test_rounding_of_16_bits_is_no_wrong_layout_whatever_the_size_of_logits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_packs_that_round_like_that_are_wrong_in_wide_dtypes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_rounding_is_refused_in_float32_and_float64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = policy_of(DEEP, dtype)
     coarser_attention(monkeypatch, 2**-4)
     selfcheck.check(policy)
     assert not policy.packing and not policy.views and "off by" in policy.notes[0]
 
 
-def test_packs_of_another_text_altogether_are_wrong_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_that_score_other_tokens_are_refused_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = scaled_head(policy_of(DEEP, torch.bfloat16), 10.0)
     score = Policy.score
 
@@ -196,7 +194,7 @@ def test_a_body_that_leaks_in_padded_rows_too_is_refused(monkeypatch: pytest.Mon
         selfcheck.check(policy)
 
 
-def test_an_error_in_packs_is_a_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_whose_packs_raise_gets_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Pack, heads: Heads) -> Tensor:
         raise RuntimeError("not that\nway")
 
@@ -206,7 +204,7 @@ def test_an_error_in_packs_is_a_reason_to_pad(monkeypatch: pytest.MonkeyPatch) -
     assert not policy.views and "RuntimeError: not that way" in policy.notes[0]
 
 
-def test_padded_rows_that_were_asked_for_are_noted_with_their_price() -> None:
+def test_padded_rows_by_choice_are_noted_with_their_cost() -> None:
     policy = policy_of(DENSE, torch.float32)
     policy.packing = False
     selfcheck.check(policy)
@@ -216,16 +214,16 @@ def test_padded_rows_that_were_asked_for_are_noted_with_their_price() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_with_extras_that_are_not_known_is_refused(dtype: torch.dtype) -> None:
+def test_a_head_with_unknown_extras_is_refused(dtype: torch.dtype) -> None:
     policy = policy_of(DENSE, dtype)
     forward = policy.model.forward
 
-    def scaled(*given: Any, **options: Any) -> Any:
-        output = forward(*given, **options)
+    def forward_scaled(*inputs: Any, **options: Any) -> Any:
+        output = forward(*inputs, **options)
         output.logits = 0.9 * output.logits
         return output
 
-    policy.model.forward = scaled
+    policy.model.forward = forward_scaled
     with pytest.raises(InputError, match="not a linear layer"):
         selfcheck.check(policy)
 
@@ -235,28 +233,28 @@ def test_log_probs_that_are_not_finite_are_refused() -> None:
         selfcheck.check(scaled_head(policy_of(DENSE, torch.bfloat16), float("nan")))
 
 
-@pytest.mark.parametrize(("off", "agrees"), [(0.1, True), (0.6, True), (20.0, False)])
-def test_an_engine_may_round_as_much_as_the_policys_own_ways_do(
-    off: float, agrees: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("offset", "agrees"), [(0.1, True), (0.6, True), (20.0, False)])
+def test_an_engine_may_differ_as_much_as_the_policys_own_forwards_do(
+    offset: float, agrees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packs of this policy are about 0.4 from its own forward by rounding alone; an engine 0.6 away is no worse."""
+    """Packs of this policy differ by about 0.4 from its own forward by rounding alone; an engine off by 0.6 is accepted."""
     policy = scaled_head(policy_of(DEEP, torch.bfloat16), 30.0)
     policy.tokenizer = Words()
     engine = LocalEngine(policy, 8)
     engine._way = "cached"
     generate = engine.generate
 
-    def elsewhere(*given: Any, **options: Any) -> Any:
-        responses = generate(*given, **options)
-        return [[replace(one, logprobs=one.logprobs + off) for one in group] for group in responses]
+    def generate_with_offset(*inputs: Any, **options: Any) -> Any:
+        responses = generate(*inputs, **options)
+        return [[replace(one, logprobs=one.logprobs + offset) for one in group] for group in responses]
 
     own = selfcheck.own_forward
 
-    def rounded(of: Any, texts: Any) -> selfcheck.Own:
-        found = own(of, texts)
-        return replace(found, logprobs=found.logprobs + 0.4)
+    def own_forward_with_offset(of: Any, texts: Any) -> selfcheck.Own:
+        result = own(of, texts)
+        return replace(result, logprobs=result.logprobs + 0.4)
 
-    monkeypatch.setattr(engine, "generate", elsewhere)
-    monkeypatch.setattr("legato.rollouts.local.agreement.own_forward", rounded)
-    wrong = disagreement(engine, policy)
-    assert (wrong is None) is agrees
+    monkeypatch.setattr(engine, "generate", generate_with_offset)
+    monkeypatch.setattr("legato.rollouts.local.agreement.own_forward", own_forward_with_offset)
+    reason = disagreement(engine, policy)
+    assert (reason is None) is agrees

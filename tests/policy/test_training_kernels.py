@@ -1,4 +1,4 @@
-"""What trains on a GPU, part by part: in Triton's interpreter on a CPU, compiled on a GPU; always beside plain torch."""
+"""The training kernels one by one against plain torch: in Triton's interpreter on a CPU, compiled on a GPU."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 import legato.policy.kernels.head as kernels  # noqa: E402
 from legato.core.outcome import Coefficients  # noqa: E402
 from legato.policy.head.head import _Exact  # noqa: E402
-from legato.policy.kernels.gradients import add_norm_with_gradient, swiglu_with_gradient, turn  # noqa: E402
+from legato.policy.kernels.gradients import add_norm_with_gradient, rotate, swiglu_with_gradient  # noqa: E402
 from legato.policy.kernels.sums import sum_uses  # noqa: E402
 from legato.policy.layout.spans import Spans, Uses, move_to_device  # noqa: E402
 from legato.policy.model.load import Loading, load_policy  # noqa: E402
@@ -35,8 +35,9 @@ def leaf(*shape: int, size: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=DEVICE) * size).requires_grad_()
 
 
-def off(found: Tensor, right: Tensor) -> float:
-    return float((found - right).detach().norm() / right.detach().norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """The norm of the difference relative to the norm of the expected tensor."""
+    return float((result - expected).detach().norm() / expected.detach().norm())
 
 
 def gradients(value: Tensor, weight: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -64,7 +65,7 @@ def test_the_head_and_its_gradient_are_those_of_float64(
 ) -> None:
     if DEVICE == "cuda":
         pytest.skip("float32 products; the 16-bit head has its own test on a GPU")
-    monkeypatch.setattr(kernels, "tensor_memory", lambda given: by_descriptors)
+    monkeypatch.setattr(kernels, "tensor_memory", lambda states: by_descriptors)
     tokens = 150
     x, w = leaf(tokens, hidden), leaf(vocabulary, hidden, size=0.3)
     targets, temperature = torch.randint(0, vocabulary, (tokens,)), torch.rand(tokens) + 0.5
@@ -74,68 +75,70 @@ def test_the_head_and_its_gradient_are_those_of_float64(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     table = (logits / temperature[:, None]).log_softmax(1)
-    right, spread = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(1)
-    assert torch.allclose(logprobs.double(), right, atol=1e-5) and torch.allclose(entropy.double(), spread, atol=1e-5)
-    pull, steer = torch.randn(tokens), torch.randn(tokens)
-    (logprobs * pull + entropy * steer).sum().backward()
-    (right * pull + spread * steer).sum().backward()
+    expected, expected_entropy = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(1)
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5) and torch.allclose(
+        entropy.double(), expected_entropy, atol=1e-5
+    )
+    to_logprobs, to_entropy = torch.randn(tokens), torch.randn(tokens)
+    (logprobs * to_logprobs + entropy * to_entropy).sum().backward()
+    (expected * to_logprobs + expected_entropy * to_entropy).sum().backward()
     assert x.grad is not None and w.grad is not None and xx.grad is not None and ww.grad is not None
-    assert off(x.grad.double(), xx.grad) < 3e-6 and off(w.grad.double(), ww.grad) < 3e-6
+    assert relative_error(x.grad.double(), xx.grad) < 3e-6 and relative_error(w.grad.double(), ww.grad) < 3e-6
 
 
 def test_without_a_gradient_the_head_gives_the_same_bits_and_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x, w = torch.randn(70, 32, device=DEVICE).to(dtype), torch.randn(130, 32, device=DEVICE).to(dtype)
     targets, temperature = torch.randint(0, 130, (70,), device=DEVICE), torch.ones(70, device=DEVICE)
-    kept = []
+    keep_options = []
     project = kernels.project
 
-    def spy(*given: Any, **options: Any) -> kernels.Projection:
-        kept.append(options["keep"])
-        return project(*given, **options)
+    def spy(*inputs: Any, **options: Any) -> kernels.Projection:
+        keep_options.append(options["keep"])
+        return project(*inputs, **options)
 
     monkeypatch.setattr(kernels, "project", spy)
     with torch.no_grad():
-        quiet = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999, True)
-    loud = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999, True)
+        without_gradient = _Exact.apply(x, w, None, targets, temperature, 1.0, None, 999, True)
+    with_gradient = _Exact.apply(x.clone().requires_grad_(), w, None, targets, temperature, 1.0, None, 999, True)
     part = _Exact.apply(x[33:], w, None, targets[33:], temperature[33:], 1.0, None, 999, True)
-    assert kept == [False, True, False]
-    assert torch.equal(quiet[0], loud[0]) and torch.equal(quiet[1], loud[1])
+    assert keep_options == [False, True, False]
+    assert torch.equal(without_gradient[0], with_gradient[0]) and torch.equal(without_gradient[1], with_gradient[1])
     if DEVICE == "cpu":  # numpy's products depend on the number of rows; a GPU's tiles do not
-        assert torch.allclose(quiet[0][33:], part[0], atol=1e-6)
+        assert torch.allclose(without_gradient[0][33:], part[0], atol=1e-6)
     else:
-        assert torch.equal(quiet[0][33:], part[0])
+        assert torch.equal(without_gradient[0][33:], part[0])
 
 
 def test_lora_on_the_head_is_one_wider_product() -> None:
     if DEVICE == "cuda":
         pytest.skip("float32 products")
     hidden, base, down, up = leaf(40, 24), torch.randn(60, 24), leaf(8, 24), leaf(60, 8)
-    targets, temperature, pull = torch.randint(0, 60, (40,)), torch.ones(40), torch.randn(40)
+    targets, temperature, to_logprobs = torch.randint(0, 60, (40,)), torch.ones(40), torch.randn(40)
     beside = hidden @ down.t() * 2.0
-    found, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16, True)
+    logprobs, _ = _Exact.apply(torch.cat([hidden, beside], 1), base, up, targets, temperature, 1.0, None, 16, True)
     logits = hidden @ base.t() + hidden @ down.t() * 2.0 @ up.t()
-    right = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
-    assert torch.allclose(found, right, atol=1e-4)
+    expected = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+    assert torch.allclose(logprobs, expected, atol=1e-4)
     leaves = [hidden, down, up]
-    pairs = zip(gradients(found, pull, leaves), gradients(right, pull, leaves), strict=True)
-    assert all(off(a, b) < 1e-5 for a, b in pairs)
+    pairs = zip(gradients(logprobs, to_logprobs, leaves), gradients(expected, to_logprobs, leaves), strict=True)
+    assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
-def test_a_head_whose_backward_never_comes_is_forgotten() -> None:
+def test_the_head_frees_its_logits_if_no_backward_runs() -> None:
     if DEVICE == "cuda":
         pytest.skip("float32 products")
     x, w = leaf(20, 16), torch.randn(40, 16)
     logprobs, _ = _Exact.apply(x, w, None, torch.zeros(20, dtype=torch.int64), torch.ones(20), 1.0, None, 99, True)
-    kept = weakref.ref(logprobs.grad_fn.found.distances)
-    assert kept() is not None
+    distances = weakref.ref(logprobs.grad_fn.projection.distances)
+    assert distances() is not None
     del logprobs, _
     gc.collect()
-    assert kept() is None
+    assert distances() is None
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_lora_on_a_16_bit_head_brings_float32_adapters() -> None:
+def test_lora_adapters_of_a_16_bit_head_are_cast_from_float32() -> None:
     from legato.policy.head.head import _product_of
     from legato.policy.model.adapters import Lora, with_lora
 
@@ -149,108 +152,108 @@ def test_lora_on_a_16_bit_head_brings_float32_adapters() -> None:
 
 
 @pytest.mark.parametrize("updates", [True, False])
-def test_the_norm_after_the_residual(updates: bool) -> None:
+def test_add_norm_matches_torch_in_value_and_gradient(updates: bool) -> None:
     residual, update, weight = leaf(37, 48), leaf(37, 48) if updates else None, leaf(48)
     leaves = [value for value in (residual, update, weight) if value is not None]
     to_total, to_out = torch.randn(37, 48, device=DEVICE), torch.randn(37, 48, device=DEVICE)
     total, out = add_norm_with_gradient(residual, update, weight, 1e-6)
     plain = residual if update is None else residual + update
     normed = rms_norm(plain, (48,), weight, 1e-6)
-    assert off(out, normed) < 1e-6 and off(total, plain) < 1e-6
-    mine = torch.autograd.grad((total * to_total + out * to_out).sum(), leaves)
-    right = torch.autograd.grad((plain * to_total + normed * to_out).sum(), leaves)
-    assert all(off(a, b) < 1e-6 for a, b in zip(mine, right, strict=True))
+    assert relative_error(out, normed) < 1e-6 and relative_error(total, plain) < 1e-6
+    gradients_of_kernel = torch.autograd.grad((total * to_total + out * to_out).sum(), leaves)
+    expected = torch.autograd.grad((plain * to_total + normed * to_out).sum(), leaves)
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(gradients_of_kernel, expected, strict=True))
 
 
 @pytest.mark.parametrize("normed", [True, False])
-def test_splitnormed_and_turned(normed: bool) -> None:
+def test_rotate_matches_torch_in_value_and_gradient(normed: bool) -> None:
     rows, heads, width = 37, 3, 24
     query, weight = leaf(rows, heads * width), leaf(width)
     cosine, sine = torch.randn(rows, width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
     split = query.reshape(rows, heads, width)
     split = rms_norm(split, (width,), weight, 1e-6) if normed else split
     low, high = split.chunk(2, -1)
-    right = split * cosine.unsqueeze(1) + torch.cat([-high, low], -1) * sine.unsqueeze(1)
-    found = turn(query, cosine, sine, weight if normed else None, 1e-6, width)
-    assert off(found, right) < 1e-6
-    towards, leaves = torch.randn_like(right), [query, weight] if normed else [query]
-    pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
-    assert all(off(a, b) < 1e-6 for a, b in pairs)
+    expected = split * cosine.unsqueeze(1) + torch.cat([-high, low], -1) * sine.unsqueeze(1)
+    result = rotate(query, cosine, sine, weight if normed else None, 1e-6, width)
+    assert relative_error(result, expected) < 1e-6
+    towards, leaves = torch.randn_like(expected), [query, weight] if normed else [query]
+    pairs = zip(gradients(result, towards, leaves), gradients(expected, towards, leaves), strict=True)
+    assert all(relative_error(a, b) < 1e-6 for a, b in pairs)
 
 
-def test_swiglu_with_its_gradient() -> None:
+def test_swiglu_matches_torch_in_value_and_gradient() -> None:
     gate, up, towards = leaf(29, 40), leaf(29, 40), torch.randn(29, 40, device=DEVICE)
-    found, right = swiglu_with_gradient(gate, up), silu(gate) * up
-    assert off(found, right) < 1e-6
-    pairs = zip(gradients(found, towards, [gate, up]), gradients(right, towards, [gate, up]), strict=True)
-    assert all(off(a, b) < 1e-6 for a, b in pairs)
+    result, expected = swiglu_with_gradient(gate, up), silu(gate) * up
+    assert relative_error(result, expected) < 1e-6
+    pairs = zip(gradients(result, towards, [gate, up]), gradients(expected, towards, [gate, up]), strict=True)
+    assert all(relative_error(a, b) < 1e-6 for a, b in pairs)
 
 
-def test_a_frozen_norm_hands_its_gradient_on_and_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_norm_passes_gradients_on_and_allocates_none_for_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     residual, weight, towards = leaf(5, 16), torch.rand(16, device=DEVICE), torch.randn(5, 16, device=DEVICE)
-    made = []
+    shapes = []
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *shape, **rest: made.append(shape) or empty(*shape, **rest))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **rest: shapes.append(shape) or empty(*shape, **rest))
     _, out = add_norm_with_gradient(residual, None, weight, 1e-6)
-    (found,) = gradients(out, towards, [residual])
-    assert not [shape for shape in made if len(shape) == 2], "a buffer for the gradient of a frozen weight"
-    assert off(found, gradients(rms_norm(residual, (16,), weight, 1e-6), towards, [residual])[0]) < 1e-6
+    (to_residual,) = gradients(out, towards, [residual])
+    assert not [shape for shape in shapes if len(shape) == 2], "a buffer for the gradient of a frozen weight"
+    assert relative_error(to_residual, gradients(rms_norm(residual, (16,), weight, 1e-6), towards, [residual])[0]) < 1e-6
 
 
-def test_rows_taken_several_times_give_back_the_sum() -> None:
+def test_the_gradient_of_a_row_taken_several_times_is_the_sum() -> None:
     index, towards = torch.randint(0, 9, (40,)), torch.randn(40, 4)
     uses, table = Uses.from_index(index, 10), torch.randn(10, 4, requires_grad=True)
     assert torch.equal(uses.take(table), table[index])
-    right = torch.zeros(10, 4).index_add_(0, index, towards)
-    (back,) = torch.autograd.grad(uses.take(table), table, towards)
-    found = sum_uses(towards.to(DEVICE), uses.order.to(DEVICE), uses.ends.to(DEVICE))
-    assert torch.allclose(back, right, atol=1e-5) and torch.allclose(found.cpu(), right, atol=1e-5)
+    expected = torch.zeros(10, 4).index_add_(0, index, towards)
+    (by_autograd,) = torch.autograd.grad(uses.take(table), table, towards)
+    by_kernel = sum_uses(towards.to(DEVICE), uses.order.to(DEVICE), uses.ends.to(DEVICE))
+    assert torch.allclose(by_autograd, expected, atol=1e-5) and torch.allclose(by_kernel.cpu(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [24, 32], ids=["by pointers", "by descriptors"])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("owner", [[0, 0, 0, 1], [0, 2, 2, 2]])
-def test_attention_where_a_prompt_lies_once(owner: list[int], window: int, width: int) -> None:
-    """Against one table of everything: prompts of 37, 1 and 5 tokens, responses of 20, 0, 130 and 3."""
+def test_attention_over_prompts_stored_once_matches_a_masked_table(owner: list[int], window: int, width: int) -> None:
+    """Compares with one masked softmax over all tokens: prompts of 37, 1 and 5 tokens, responses of 20, 0, 130 and 3."""
     prompts, responses, belongs = torch.tensor([37, 1, 5]), torch.tensor([20, 0, 130, 3]), torch.tensor(owner)
     lengths = torch.cat([prompts, responses])
     begins = torch.cat([torch.zeros(3, dtype=torch.int64), prompts[belongs]])
     places = torch.cat([begin + torch.arange(count) for begin, count in zip(begins, lengths, strict=True)])
     span = torch.arange(len(lengths)).repeat_interleave(lengths)
-    looks_at = torch.cat([torch.full((3,), -1), belongs])[span]
+    prompt_span = torch.cat([torch.full((3,), -1), belongs])[span]
     here = torch.arange(len(span))
-    seen = ((span[:, None] == span) & (here[:, None] >= here)) | (looks_at[:, None] == span)
-    seen = seen & (places[:, None] - places < window) if window else seen
+    visible = ((span[:, None] == span) & (here[:, None] >= here)) | (prompt_span[:, None] == span)
+    visible = visible & (places[:, None] - places < window) if window else visible
     query, key, value = leaf(len(span), 4, width), leaf(len(span), 2, width), leaf(len(span), 2, width)
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) * 0.3
-    weights = scores.masked_fill(~seen.to(DEVICE), -torch.inf).softmax(-1)
-    right = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
+    weights = scores.masked_fill(~visible.to(DEVICE), -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1))
     spans = move_to_device(Spans.from_lengths(prompts, responses, belongs, places), torch.device(DEVICE))
-    found = spans.attend(query, key, value, 0.3, window or None)
-    assert torch.allclose(found, right, atol=1e-5)
-    towards, leaves = torch.randn_like(right).contiguous(), [query, key, value]
-    pairs = zip(gradients(found, towards, leaves), gradients(right, towards, leaves), strict=True)
-    assert all(off(a, b) < 1e-5 for a, b in pairs)
+    result = spans.attend(query, key, value, 0.3, window or None)
+    assert torch.allclose(result, expected, atol=1e-5)
+    towards, leaves = torch.randn_like(expected).contiguous(), [query, key, value]
+    pairs = zip(gradients(result, towards, leaves), gradients(expected, towards, leaves), strict=True)
+    assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("shared", "whole"), [(True, True), (False, True), (True, False)])
-def test_a_pack_through_fused_parts_is_the_model_itself(
+def test_a_pack_through_fused_parts_trains_as_the_model_itself(
     model: str, checkpointing: bool, shared: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU's way to train, kernels in the interpreter: layers as one function, and part by part as LoRA needs it."""
+    """The GPU training path with interpreted kernels: whole layers as one function, and part by part as LoRA needs it."""
     policy = load_policy(model, Loading(device="cpu", dtype="float32", gradient_checkpointing=checkpointing))
     policy.shared_prompts = shared
     with torch.no_grad():
         for parameter in policy.parameters().values():
             if parameter.dim() == 1:
-                # Norms begin at 1, where one that was forgotten could not be told.
+                # Norm weights start at 1, where a forgotten one would go unnoticed.
                 parameter.add_(0.3 * torch.randn_like(parameter))
     rows, weight = torch.arange(5), torch.randn(5, 6)
 
-    def learnt() -> tuple[Tensor, dict[str, Tensor]]:
+    def logprobs_and_gradients() -> tuple[Tensor, dict[str, Tensor]]:
         def respond(piece: Piece) -> Coefficients:
             return Coefficients(logprobs=weight[piece.rows] * (piece.channels.logprobs != 0))
 
@@ -258,12 +261,14 @@ def test_a_pack_through_fused_parts_is_the_model_itself(
         channels, _ = accumulate(policy, texts(), rows, respond)
         return channels.logprobs, {name: p.grad for name, p in policy.parameters().items() if p.grad is not None}
 
-    right, slopes = learnt()
-    asked = install(monkeypatch)
+    expected, expected_gradients = logprobs_and_gradients()
+    attentions = install(monkeypatch)
     if not whole:
         monkeypatch.setattr("legato.policy.layers.fused.is_plain", lambda layer: False)
-    found, fused = learnt()
-    assert len(asked) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
-    assert torch.allclose(found, right, atol=1e-5)
-    assert fused.keys() == slopes.keys()
-    assert all(torch.allclose(fused[name], slopes[name], atol=2e-5, rtol=1e-3) for name in slopes)
+    logprobs, fused_gradients = logprobs_and_gradients()
+    assert len(attentions) == len(policy.body.get_decoder().layers) * (2 if checkpointing else 1)
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+    assert fused_gradients.keys() == expected_gradients.keys()
+    assert all(
+        torch.allclose(fused_gradients[name], expected_gradients[name], atol=2e-5, rtol=1e-3) for name in expected_gradients
+    )

@@ -1,5 +1,5 @@
-"""The objectives a second time: slow loops over plain Python floats, from the papers, importing nothing of ours.
+"""Reference implementations of the objectives: slow loops over Python floats, written from the papers, without our code.
 
-Each function gives a loss and, by hand from the coefficient field of the member, its gradient with respect to the new
-log-probs. Nothing here is fast, vectorised or shared with the package: agreement is the proof.
+Each function returns a loss and its gradient with respect to the new log-probs, derived by hand from the coefficients of the
+member. Nothing here is vectorised or shared with the package, so agreement between the two is the proof.
 """

@@ -11,8 +11,8 @@ ZERO_VARIANCE = 1e-6
 def per_group(rewards: list[float], group: list[int], rule: Callable[[list[float]], list[float]]) -> list[float]:
     """Apply a rule to the rewards of each group, in row order."""
     result = [0.0] * len(rewards)
-    for wanted in set(group):
-        rows = [row for row, name in enumerate(group) if name == wanted]
+    for group_id in set(group):
+        rows = [row for row, name in enumerate(group) if name == group_id]
         for row, value in zip(rows, rule([rewards[row] for row in rows]), strict=True):
             result[row] = value
     return result
@@ -32,14 +32,14 @@ def group_z(rewards: list[float], group: list[int], ddof: int = 0, epsilon: floa
     return per_group(rewards, group, lambda values: z_scores(values, ddof, epsilon))
 
 
-def centred(rewards: list[float]) -> list[float]:
+def centre_on_mean(rewards: list[float]) -> list[float]:
     """r - mean."""
     return [reward - mean(rewards) for reward in rewards]
 
 
 def group_centre(rewards: list[float], group: list[int]) -> list[float]:
     """r - mean of the group."""
-    return per_group(rewards, group, centred)
+    return per_group(rewards, group, centre_on_mean)
 
 
 def leave_one_out(rewards: list[float], group: list[int]) -> list[float]:
@@ -70,8 +70,8 @@ def batch_z(
 def length_weighted(rewards: list[float], group: list[int], lengths: list[int]) -> list[float]:
     """OPO: r - sum L r / sum L over the group."""
     result = [0.0] * len(rewards)
-    for wanted in set(group):
-        rows = [row for row, name in enumerate(group) if name == wanted]
+    for group_id in set(group):
+        rows = [row for row, name in enumerate(group) if name == group_id]
         baseline = math.fsum(lengths[row] * rewards[row] for row in rows) / sum(lengths[row] for row in rows)
         for row in rows:
             result[row] = rewards[row] - baseline
@@ -106,7 +106,7 @@ def token_rewards(
     return rewards
 
 
-def whitened(rows: Rows, mask: list[list[bool]]) -> Rows:
+def whiten(rows: Rows, mask: list[list[bool]]) -> Rows:
     """(A - mean) / std over the tokens of the batch, population std."""
     pairs = [pair for row, counted in zip(rows, mask, strict=True) for pair in zip(row, counted, strict=True)]
     samples = [value for value, counted in pairs if counted]
@@ -156,10 +156,10 @@ def turn_returns(turn_rewards: Rows, group: list[int], gamma: float = 1.0, norma
     result = [[0.0] * len(rewards) for rewards in turn_rewards]
     for turn in range(max(len(rewards) for rewards in turn_rewards)):
         rows = [row for row, rewards in enumerate(turn_rewards) if len(rewards) > turn]
-        for wanted in {group[row] for row in rows}:
-            members = [row for row in rows if group[row] == wanted]
+        for group_id in {group[row] for row in rows}:
+            members = [row for row in rows if group[row] == group_id]
             values = [returns[row][turn] for row in members]
-            scored = centred(values) if normalise == "centre" else z_scores(values, epsilon=0.0)
+            scored = centre_on_mean(values) if normalise == "centre" else z_scores(values, epsilon=0.0)
             for row, value in zip(members, scored, strict=True):
                 result[row][turn] = value
     return result

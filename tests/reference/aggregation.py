@@ -1,6 +1,6 @@
 """How per-token losses become one number: the weight n_it of each token in the loss.
 
-All five return rows of weights; `kept` (rows that survive a rejection) shrinks the denominators where it is given.
+All five return rows of weights. `survivors` (rows that survive a rejection), if not None, shrinks the denominators.
 """
 
 from collections.abc import Callable
@@ -8,35 +8,35 @@ from collections.abc import Callable
 from tests.reference.batch import Batch, Rows
 
 
-def counted_rows(batch: Batch, kept: set[int] | None) -> list[int]:
+def counted_rows(batch: Batch, survivors: set[int] | None) -> list[int]:
     """Rows that enter the denominators: all rows with tokens, or only the surviving ones."""
-    return [row for row in batch.filled_rows() if kept is None or row in kept]
+    return [row for row in batch.filled_rows() if survivors is None or row in survivors]
 
 
-def token_mean(batch: Batch, kept: set[int] | None = None) -> Rows:
+def token_mean(batch: Batch, survivors: set[int] | None = None) -> Rows:
     """n_it = 1 / T_tot."""
-    total = sum(len(batch.positions(row)) for row in counted_rows(batch, kept))
+    total = sum(len(batch.positions(row)) for row in counted_rows(batch, survivors))
     return spread(batch, lambda row: share(total))
 
 
-def group_token_mean(batch: Batch, kept: set[int] | None = None) -> Rows:
+def group_token_mean(batch: Batch, survivors: set[int] | None = None) -> Rows:
     """n_it = 1 / (number of groups * tokens of the group)."""
     tokens: dict[int, int] = {}
-    for row in counted_rows(batch, kept):
+    for row in counted_rows(batch, survivors):
         tokens[batch.group[row]] = tokens.get(batch.group[row], 0) + len(batch.positions(row))
     shares = {group: 1 / (len(tokens) * count) for group, count in tokens.items()}
     return spread(batch, lambda row: shares.get(batch.group[row], 0.0))
 
 
-def sequence_mean(batch: Batch, kept: set[int] | None = None) -> Rows:
+def sequence_mean(batch: Batch, survivors: set[int] | None = None) -> Rows:
     """n_it = 1 / (N L_i): the mean over sequences of the mean over tokens."""
-    sequences = len(counted_rows(batch, kept))
+    sequences = len(counted_rows(batch, survivors))
     return spread(batch, lambda row: share(sequences * len(batch.positions(row))))
 
 
-def sequence_sum(batch: Batch, kept: set[int] | None = None) -> Rows:
+def sequence_sum(batch: Batch, survivors: set[int] | None = None) -> Rows:
     """n_it = 1 / N: the mean over sequences of the sum over tokens."""
-    sequences = len(counted_rows(batch, kept))
+    sequences = len(counted_rows(batch, survivors))
     return spread(batch, lambda row: share(sequences))
 
 
@@ -47,7 +47,7 @@ def sequence_sum_over_constant(batch: Batch, constant: float) -> Rows:
 
 
 def share(count: int) -> float:
-    """1 / count, and nothing of nothing: where no row survived there is no loss."""
+    """1 / count, or 0 if count is 0: without surviving rows there is no loss."""
     return 1 / count if count else 0.0
 
 

@@ -1,6 +1,6 @@
 """One update as lists of Python floats.
 
-Rows have equal width; `mask` says which positions are tokens. What stands elsewhere (padding, tool tokens, NaN) is
+Rows have equal width; `mask` marks the positions that count as tokens. Other positions (padding, tool tokens, NaN) are
 never read: every loop of this package runs over `positions(row)`.
 """
 

@@ -11,7 +11,7 @@ from tests.reference.ratios import LIMIT
 
 
 def behaviour_log_ratios(batch: Batch, limit: float = LIMIT) -> Rows:
-    """le_it = old - roll, roll being renormalised to what truncation kept, held inside +-limit."""
+    """le_it = old - roll, roll being renormalised to the tokens that truncation left, clamped to +-limit."""
     log_ratios = batch.zeros()
     for row, position in batch.tokens():
         behaviour = batch.roll[row][position]
@@ -33,25 +33,25 @@ def behaviour_ratios(batch: Batch, level: str) -> Rows:
 
 def truncated(batch: Batch, level: str, cap: float = 2.0) -> Rows:
     """TIS: min(rho, cap)."""
-    return acted(batch, level, lambda rho: min(rho, cap))
+    return apply_to_ratios(batch, level, lambda rho: min(rho, cap))
 
 
 def masked_above(batch: Batch, level: str, cap: float = 2.0) -> Rows:
     """MIS: rho 1[rho <= cap]."""
-    return acted(batch, level, lambda rho: rho if rho <= cap else 0.0)
+    return apply_to_ratios(batch, level, lambda rho: rho if rho <= cap else 0.0)
 
 
 def masked_outside(batch: Batch, level: str, floor: float = 0.5, cap: float = 5.0) -> Rows:
     """IcePop: rho 1[floor <= rho <= cap]."""
-    return acted(batch, level, lambda rho: rho if floor <= rho <= cap else 0.0)
+    return apply_to_ratios(batch, level, lambda rho: rho if floor <= rho <= cap else 0.0)
 
 
 def uncapped(batch: Batch, level: str) -> Rows:
     """Decoupled: rho."""
-    return acted(batch, level, lambda rho: rho)
+    return apply_to_ratios(batch, level, lambda rho: rho)
 
 
-def acted(batch: Batch, level: str, action: Callable[[float], float]) -> Rows:
+def apply_to_ratios(batch: Batch, level: str, action: Callable[[float], float]) -> Rows:
     """Apply the action to the ratio of each token's segment."""
     ratios, weights = behaviour_ratios(batch, level), batch.zeros()
     for row, position in batch.tokens():

@@ -14,24 +14,24 @@ WIDTH = max(LENGTHS)
 
 
 def batch_v(advantages: str = "A") -> Batch:
-    """Four responses of 4, 3, 2 and 5 tokens; what lies outside them is NaN. `advantages`: A, A_tok or A_turn."""
+    """Four responses of 4, 3, 2 and 5 tokens; positions outside them are NaN. `advantages`: A, A_tok or A_turn."""
     inputs = GOLDEN["inputs"]
     old = inputs["old"]
     return Batch(
-        new=padded(combined(old, inputs["delta_new_minus_old"], 1)),
-        old=padded(old),
-        roll=padded(combined(old, inputs["log_old_minus_rollout"], -1)),
-        ref=padded(combined(old, inputs["ref_minus_old"], 1)),
+        new=pad(add_scaled(old, inputs["delta_new_minus_old"], 1)),
+        old=pad(old),
+        roll=pad(add_scaled(old, inputs["log_old_minus_rollout"], -1)),
+        ref=pad(add_scaled(old, inputs["ref_minus_old"], 1)),
         mask=[[position < length for position in range(WIDTH)] for length in LENGTHS],
-        advantages=padded(token_advantages(advantages)),
+        advantages=pad(token_advantages(advantages)),
         group=[0] * len(old),
         turn=[row + [-1] * (WIDTH - len(row)) for row in inputs["turn"]],
-        gamma=padded(inputs["gamma"]),
+        gamma=pad(inputs["gamma"]),
     )
 
 
 def token_advantages(name: str) -> Rows:
-    """The advantage of each token, however it was given."""
+    """The advantage of each token, from advantages per response (A), per turn (A_turn) or per token (A_tok)."""
     inputs = GOLDEN["inputs"]
     if name == "A":
         return [[advantage] * length for advantage, length in zip(inputs["A"], LENGTHS, strict=True)]
@@ -40,11 +40,11 @@ def token_advantages(name: str) -> Rows:
     return inputs[name]
 
 
-def combined(base: Rows, change: Rows, sign: int) -> Rows:
+def add_scaled(base: Rows, change: Rows, sign: int) -> Rows:
     """base + sign * change."""
     return [[b + sign * c for b, c in zip(left, right, strict=True)] for left, right in zip(base, change, strict=True)]
 
 
-def padded(rows: Rows) -> Rows:
-    """Fill up to the common width with NaN, so that a read outside the mask cannot go unseen."""
+def pad(rows: Rows) -> Rows:
+    """Fill up to the common width with NaN, so that a read outside the mask shows."""
     return [list(row) + [math.nan] * (WIDTH - len(row)) for row in rows]

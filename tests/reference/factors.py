@@ -37,7 +37,7 @@ def kernel_weights(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Rows:
-    """VESPO: phi(W) = W^k exp(lambda (1 - W)), W the product ratio held in [1e-8, e^20], tokens in e^+-20."""
+    """VESPO: phi(W) = W^k exp(lambda (1 - W)), W the product ratio clamped to [1e-8, e^20], tokens in e^+-20."""
     log_ratio = token_log_ratios(batch)
     factors = batch.zeros()
     for row in batch.filled_rows():

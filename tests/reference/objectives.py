@@ -100,8 +100,8 @@ def log_clipped_tokens_then_mean(
         clipped = {}
         for position in positions:
             value = log_ratio.value[row][position]
-            held = clamp(value, -log_low, log_high)
-            clipped[position] = min(value, held) if advantage > 0 else max(value, held)
+            clamped = clamp(value, -log_low, log_high)
+            clipped[position] = min(value, clamped) if advantage > 0 else max(value, clamped)
         ratio = math.exp(math.fsum(clipped.values()) / len(positions))
         total = math.fsum(weight[row][position] for position in positions)
         loss -= total * ratio * advantage
@@ -193,7 +193,7 @@ def weighted_log_probs(batch: Batch, weight: Rows, factor: Rows) -> Result:
     """J_it = sg[factor_it] A_it new_it, so c_it = factor_it: REINFORCE (1), CISPO, VESPO, DPPO, MiniRL."""
     loss, gradient = 0.0, batch.zeros()
     for row, position in batch.tokens():
-        push = weight[row][position] * factor[row][position] * batch.advantages[row][position]
-        loss -= push * batch.new[row][position]
-        gradient[row][position] = -push
+        coefficient = weight[row][position] * factor[row][position] * batch.advantages[row][position]
+        loss -= coefficient * batch.new[row][position]
+        gradient[row][position] = -coefficient
     return Result(loss, gradient)

@@ -8,7 +8,7 @@ from tests.reference.ratios import LIMIT, token_log_ratios
 
 
 def reference_log_ratio(batch: Batch, row: int, position: int, limit: float = LIMIT) -> tuple[float, float]:
-    """lr = ref - new held inside +-limit, and its derivative in new: -1, or 0 beyond."""
+    """lr = ref - new clamped to +-limit, and its derivative in new: -1, or 0 beyond."""
     raw = batch.ref[row][position] - batch.new[row][position]
     return clamp(raw, -limit, limit), -1.0 if abs(raw) <= limit else 0.0
 
@@ -27,9 +27,9 @@ def kl(batch: Batch, weight: Rows, beta: float = 0.04, estimator: str = "k3") ->
     loss, gradient = 0.0, batch.zeros()
     for row, position in batch.tokens():
         log_ratio, inner = reference_log_ratio(batch, row, position)
-        value, slope = estimate(estimator, log_ratio)
+        value, derivative = estimate(estimator, log_ratio)
         loss += beta * weight[row][position] * value
-        gradient[row][position] = beta * weight[row][position] * slope * inner
+        gradient[row][position] = beta * weight[row][position] * derivative * inner
     return Result(loss, gradient)
 
 
@@ -44,10 +44,10 @@ def kl_ratio_weighted(batch: Batch, weight: Rows, beta: float = 0.04, estimator:
     loss, gradient = 0.0, batch.zeros()
     for row, position in batch.tokens():
         log_ratio, inner = reference_log_ratio(batch, row, position)
-        value, slope = estimate(estimator, log_ratio)
+        value, derivative = estimate(estimator, log_ratio)
         ratio, live = math.exp(log_policy.value[row][position]), log_policy.live[row][position]
         loss += beta * weight[row][position] * ratio * value
-        gradient[row][position] = beta * weight[row][position] * ratio * (value * live + slope * inner)
+        gradient[row][position] = beta * weight[row][position] * ratio * (value * live + derivative * inner)
     return Result(loss, gradient)
 
 
@@ -84,8 +84,8 @@ def value_loss(batch: Batch, clip: float = 0.5, coefficient: float = 0.5) -> tup
     for row, position in batch.tokens():
         value, old = batch.values[row][position], batch.old_values[row][position]
         target = batch.returns[row][position]
-        held = old + clamp(value - old, -clip, clip)
-        loss += coefficient * 0.5 * weight[row][position] * max((value - target) ** 2, (held - target) ** 2)
-        if (value - target) ** 2 >= (held - target) ** 2 or abs(value - old) <= clip:
+        clipped_value = old + clamp(value - old, -clip, clip)
+        loss += coefficient * 0.5 * weight[row][position] * max((value - target) ** 2, (clipped_value - target) ** 2)
+        if (value - target) ** 2 >= (clipped_value - target) ** 2 or abs(value - old) <= clip:
             gradient[row][position] = coefficient * weight[row][position] * (value - target)
     return loss, gradient

@@ -16,7 +16,7 @@ class LogRatio(NamedTuple):
 
 
 def token_log_ratios(batch: Batch, anchor: str = "old", limit: float | None = LIMIT) -> LogRatio:
-    """lw_it = new - old (or new - roll), held inside +-limit."""
+    """lw_it = new - old (or new - roll), clamped to +-limit."""
     anchors = batch.old if anchor == "old" else batch.roll
     value, live = batch.zeros(), batch.zeros()
     for row, position in batch.tokens():
@@ -63,6 +63,6 @@ def log_softmax(logits: list[float]) -> list[float]:
 
 
 def log_product(batch: Batch, row: int, limit: float = LIMIT) -> tuple[float, bool]:
-    """log W_i = sum_t lw_it held inside +-limit, and whether it is inside."""
+    """log W_i = sum_t lw_it clamped to +-limit, and whether it is inside."""
     total = math.fsum(batch.new[row][position] - batch.old[row][position] for position in batch.positions(row))
     return clamp(total, -limit, limit), abs(total) <= limit

@@ -73,10 +73,10 @@ def top_entropy_tokens(batch: Batch, count: int) -> list[tuple[int, int]]:
     return sorted(batch.tokens(), key=lambda token: -batch.entropy[token[0]][token[1]])[:count]
 
 
-def keep_tokens(batch: Batch, kept: list[tuple[int, int]]) -> Rows:
+def keep_tokens(batch: Batch, tokens: list[tuple[int, int]]) -> Rows:
     """1 on the given tokens, 0 elsewhere."""
     keep = batch.zeros()
-    for row, position in kept:
+    for row, position in tokens:
         keep[row][position] = 1.0
     return keep
 

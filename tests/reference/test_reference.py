@@ -70,8 +70,8 @@ DIFFERENTIATED: dict[str, Callable[[Batch], Result]] = {
 def test_the_gradient_written_by_hand_agrees_with_differences(name: str, shift: float) -> None:
     batch = batch_v()
     batch = replace(batch, new=[[value + shift * math.cos(7 * value) for value in row] for row in batch.new])
-    written, measured = DIFFERENTIATED[name](batch).gradient, numerical_gradient(DIFFERENTIATED[name], batch)
-    for left, right in zip(written, measured, strict=True):
+    by_hand, by_differences = DIFFERENTIATED[name](batch).gradient, numerical_gradient(DIFFERENTIATED[name], batch)
+    for left, right in zip(by_hand, by_differences, strict=True):
         assert left == pytest.approx(right, abs=2e-8)
 
 
@@ -79,9 +79,9 @@ def test_the_gradient_written_by_hand_agrees_with_differences(name: str, shift: 
 @examples(6)
 @given(batch=batches(wild=False, filled=True))
 def test_the_gradient_written_by_hand_agrees_with_differences_on_generated_updates(name: str, batch: Batch) -> None:
-    written, measured = DIFFERENTIATED[name](batch).gradient, numerical_gradient(DIFFERENTIATED[name], batch, 1e-7)
-    size = max(1.0, *(abs(entry) for row in written for entry in row))
-    for left, right in zip(written, measured, strict=True):
+    by_hand, by_differences = DIFFERENTIATED[name](batch).gradient, numerical_gradient(DIFFERENTIATED[name], batch, 1e-7)
+    size = max(1.0, *(abs(entry) for row in by_hand for entry in row))
+    for left, right in zip(by_hand, by_differences, strict=True):
         assert left == pytest.approx(right, abs=1e-6 * size)
 
 
@@ -91,9 +91,9 @@ def test_a_log_ratio_beyond_the_limit_has_no_gradient() -> None:
     new[3][1] = batch.old[3][1] + 25.0
     batch = replace(batch, new=new)
     for name in ("grpo", "seq-product", "fspo", "sapo", "gmpo"):
-        written, measured = family.FAMILY[name](batch).gradient, numerical_gradient(family.FAMILY[name], batch)
-        assert written[3][1] == 0.0
-        assert measured[3][1] == pytest.approx(0.0, abs=1e-6)
+        by_hand, by_differences = family.FAMILY[name](batch).gradient, numerical_gradient(family.FAMILY[name], batch)
+        assert by_hand[3][1] == 0.0
+        assert by_differences[3][1] == pytest.approx(0.0, abs=1e-6)
     assert family.FAMILY["gspo"](batch).gradient[3][1] != 0.0
 
 
@@ -105,7 +105,7 @@ def test_the_value_loss_agrees_with_differences() -> None:
         old_values=[[value - 0.31 * math.sin(9 * value) for value in row] for row in values],
         returns=[[0.8, 0.21, -0.4, 0.1, 1.3]] * 4,
     )
-    _, written = penalties.value_loss(batch, clip=0.2)
+    _, by_hand = penalties.value_loss(batch, clip=0.2)
     step = 1e-6
     for row, position in batch.tokens():
         losses = []
@@ -113,7 +113,7 @@ def test_the_value_loss_agrees_with_differences() -> None:
             moved = [list(row_values) for row_values in values]
             moved[row][position] += sign * step
             losses.append(penalties.value_loss(replace(batch, values=moved), clip=0.2)[0])
-        assert written[row][position] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-8)
+        assert by_hand[row][position] == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-8)
 
 
 def test_the_value_loss_example_of_ppo() -> None:

@@ -196,13 +196,13 @@ def expected_gradient(new: list[float], ref: list[float], form: str) -> list[flo
         )
         weight = [[1.0]]
         if form == "ratio-weighted":
-            slope = penalties.kl_ratio_weighted(batch, weight, 1.0).gradient[0][0]
+            derivative = penalties.kl_ratio_weighted(batch, weight, 1.0).gradient[0][0]
         elif form == "straight-through":
-            slope = penalties.kl_straight_through(batch, weight, 1.0).gradient[0][0]
+            derivative = penalties.kl_straight_through(batch, weight, 1.0).gradient[0][0]
         else:
-            slope = penalties.kl(batch, weight, 1.0, form).gradient[0][0]
+            derivative = penalties.kl(batch, weight, 1.0, form).gradient[0][0]
         for k in range(3):
-            gradient[k] += probability[token] * slope * ((k == token) - probability[k])
+            gradient[k] += probability[token] * derivative * ((k == token) - probability[k])
     return gradient
 
 
@@ -210,8 +210,8 @@ def test_entropy_bonus_is_a_token_mean() -> None:
     probability = [math.exp(value) for value in ratios.log_softmax([0.2, -0.1, 0.4])]
     entropy = -sum(p * math.log(p) for p in probability)
     assert entropy == pytest.approx(1.078500613539, abs=1e-11)
-    slopes = [-p * (math.log(p) + entropy) for p in probability]
-    close(slopes, [0.002511191495, 0.076886969402, -0.079398160897])
+    derivatives = [-p * (math.log(p) + entropy) for p in probability]
+    close(derivatives, [0.002511191495, 0.076886969402, -0.079398160897])
     batch = batch_v()
     loss, gradient = penalties.entropy_bonus(
         Batch(new=batch.new, old=batch.old, mask=batch.mask, advantages=batch.advantages, group=batch.group,
@@ -249,11 +249,11 @@ def test_aggregations_of_the_two_group_example() -> None:
         group=[0, 0, 1],
     )
 
-    def aggregated(weight: list[list[float]]) -> float:
+    def weighted_sum(weight: list[list[float]]) -> float:
         return sum(weight[row][position] * losses[row][position] for row, position in batch.tokens())
 
-    assert aggregated(aggregation.token_mean(batch)) == pytest.approx(13 / 7)
-    assert aggregated(aggregation.group_token_mean(batch)) == pytest.approx(7 / 3)
-    assert aggregated(aggregation.sequence_mean(batch)) == pytest.approx(2)
-    assert aggregated(aggregation.sequence_sum(batch)) == pytest.approx(13 / 3)
-    assert aggregated(aggregation.sequence_sum_over_constant(batch, 8)) == pytest.approx(13 / 24)
+    assert weighted_sum(aggregation.token_mean(batch)) == pytest.approx(13 / 7)
+    assert weighted_sum(aggregation.group_token_mean(batch)) == pytest.approx(7 / 3)
+    assert weighted_sum(aggregation.sequence_mean(batch)) == pytest.approx(2)
+    assert weighted_sum(aggregation.sequence_sum(batch)) == pytest.approx(13 / 3)
+    assert weighted_sum(aggregation.sequence_sum_over_constant(batch, 8)) == pytest.approx(13 / 24)

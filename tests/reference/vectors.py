@@ -77,39 +77,39 @@ def bypass(batch: Batch) -> Result:
     return objectives.clipped_tokens(batch, token_mean(batch), ratios.token_log_ratios(batch, "sampler"), 0.2, 0.28)
 
 
-def named(name: str) -> Callable[[], Result]:
+def member_on_batch_v(name: str) -> Callable[[], Result]:
     """A member with its own defaults on batch V."""
     return lambda: family.FAMILY[name](batch_v())
 
 
 COMPUTED: dict[str, Callable[[], Result]] = {
-    "reinforce": named("reinforce"),
+    "reinforce": member_on_batch_v("reinforce"),
     "ppo_token_adv": lambda: family.token_clip(batch_v("A_tok"), token_mean),
-    "grpo": named("grpo"),
+    "grpo": member_on_batch_v("grpo"),
     "grpo_kl": lambda: family.FAMILY["grpo"](batch_v()) + penalties.kl(batch_v(), sequence_mean(batch_v())),
-    "dr_grpo": named("dr-grpo"),
-    "dapo": named("dapo"),
+    "dr_grpo": member_on_batch_v("dr-grpo"),
+    "dapo": member_on_batch_v("dapo"),
     "dual_clip": lambda: objectives.clipped_tokens(
         batch_v(), group_token_mean(batch_v()), ratios.token_log_ratios(batch_v()), 0.2, 0.28, dual_cap=3.0
     ),
-    "gspo": named("gspo"),
-    "gspo_token_uniform": named("gspo-token"),
+    "gspo": member_on_batch_v("gspo"),
+    "gspo_token_uniform": member_on_batch_v("gspo-token"),
     "gspo_token_tokenmean": lambda: gspo_token(batch_v(), token_mean),
     "gspo_token_A_tok": lambda: gspo_token(batch_v("A_tok"), sequence_mean),
     "turn_gspo": lambda: family.segment_clip(batch_v("A_turn"), sequence_mean, 0.05, 0.06, "turn"),
-    "gmpo": named("gmpo"),
-    "rspo_v2": named("rspo"),
+    "gmpo": member_on_batch_v("gmpo"),
+    "rspo_v2": member_on_batch_v("rspo"),
     "rspo_v1": lambda: router_shifted_gmpo_after_clip(batch_v()),
     "rs_gspo": lambda: router_shifted_gspo(batch_v()),
     "rs_grpo": lambda: router_shifted_grpo(batch_v()),
     "cispo_hi0.2": lambda: family.cispo(batch_v(), 1.2),
-    "cispo_cap5": named("cispo"),
-    "sapo": named("sapo"),
-    "luspo": named("luspo"),
-    "fspo_c.05_.06": named("fspo"),
-    "seq_product": named("seq-product"),
-    "gepo": named("gepo"),
-    "vespo": named("vespo"),
+    "cispo_cap5": member_on_batch_v("cispo"),
+    "sapo": member_on_batch_v("sapo"),
+    "luspo": member_on_batch_v("luspo"),
+    "fspo_c.05_.06": member_on_batch_v("fspo"),
+    "seq_product": member_on_batch_v("seq-product"),
+    "gepo": member_on_batch_v("gepo"),
+    "vespo": member_on_batch_v("vespo"),
     "opsm_d.05": lambda: opsm(batch_v()),
     "dppo_tv_.15": lambda: dppo_against_old(batch_v()),
     "kl_cov_k2": lambda: kl_cov(batch_v()),
@@ -123,7 +123,7 @@ COMPUTED: dict[str, Callable[[], Result]] = {
     "geo_rs_shrinkdenom": lambda: geo_rejection(batch_v(), shrink=True),
     "decoupled_ppo": lambda: dapo_with(batch_v(), corrections.uncapped(batch_v(), "token")),
     "bypass_ppo_clip": lambda: bypass(batch_v()),
-    "mask_form_pg": named("minirl"),
+    "mask_form_pg": member_on_batch_v("minirl"),
 }
 
 

@@ -17,7 +17,7 @@ from legato.rollouts.engine import Limits, Request, Response
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from tests.policy.routes import chosen_by, overheard, sets
+from tests.policy.routes import chosen_by, record_router_logits, sets
 from tests.rollouts import in_torch
 from tests.rollouts.families import END, asked, policy, same, turn
 
@@ -43,7 +43,7 @@ def right(of: Policy, requests: Sequence[Request], found: Sequence[Sequence[Resp
             read = torch.cat([request.prompt, response.tokens])[:-1]
             assert response.routes.tokens.tolist() == read.tolist() and response.routes.count == 4
             assert response.routes.experts.dtype == torch.uint8
-            with overheard(of.model) as logits, torch.no_grad():
+            with record_router_logits(of.model) as logits, torch.no_grad():
                 of.model(input_ids=read[None], use_cache=False)
             assert sets(response.routes.experts) == sets(chosen_by(torch.stack(logits, 1)))
             count += len(read)

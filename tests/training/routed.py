@@ -19,7 +19,7 @@ from legato.training.plan import Update
 from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import Report, count_update, update_gradient
 from tests.policy.exact import Words, family
-from tests.policy.routes import chosen_by, plain_logits, present, whole
+from tests.policy.routes import chosen_by, plain_logits, rows_with_tokens, whole
 from tests.training.steps import gradients, moved
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def routes_of(policy: Policy, batch: Batch) -> Routes:
     wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
     tokens = torch.full((first + batch.texts.tokens.numel(),), -1)
     experts = torch.zeros(len(tokens), 2, 2, dtype=torch.uint8)
-    for row in present(texts):
+    for row in rows_with_tokens(texts):
         group = int(batch.texts.group[row])
         places = [group * wide + p for p in range(int(batch.texts.prompt_lengths[group]))]
         places += [first + row * deep + t for t in range(int(batch.texts.lengths[row]) - 1)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from legato.policy.model.adapters import Lora
 from legato.policy.policy import Policy
 from legato.training.tables import Tables
-from tests.policy.routes import chosen_by, overheard, whole
+from tests.policy.routes import chosen_by, record_router_logits, whole
 from tests.training.routed import (
     LORA_WARNING,
     directions_of,
@@ -30,7 +30,7 @@ def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequen
     for row in rows:
         if not texts.lengths[row]:
             continue
-        with overheard(policy.model) as found:
+        with record_router_logits(policy.model) as found:
             policy.model(input_ids=whole(texts, row)[:-1][None], use_cache=False)
         start = int(texts.prompt_lengths[texts.group[row]]) - 1
         every.append(torch.stack(found, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])

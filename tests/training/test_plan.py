@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato.policy.layout.packs import pack
-from legato.policy.policy import padded
+from legato.policy.policy import pad_rows
 from legato.training.plan import micro_batches, plan
 from tests.training.steps import batch_by_hand
 
@@ -55,7 +55,7 @@ def test_padded_rows_hold_no_more_tokens_than_allowed_either() -> None:
     lengths[0] = 9
     texts = replace(batch.texts, lengths=lengths, prompt_lengths=torch.ones(2, dtype=torch.int64))
     for rows in micro_batches(texts, range(2), 60, shared=False):
-        tokens, _, _ = padded(pack(texts, rows))
+        tokens, _, _ = pad_rows(pack(texts, rows))
         assert tokens.numel() <= 60
 
 

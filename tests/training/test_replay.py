@@ -11,7 +11,7 @@ from legato.policy.model.adapters import Lora
 from legato.policy.model.load import Loading, load_policy
 from legato.training.tables import Tables
 from tests.policy.exact import Words, plain_tables
-from tests.policy.routes import FAMILIES, as_published, chosen_by, forced, overheard, sets
+from tests.policy.routes import FAMILIES, as_published, chosen_by, force_experts, record_router_logits, sets
 from tests.training.routed import (
     CPU,
     LORA_WARNING,
@@ -70,7 +70,7 @@ def test_gradients_under_r2_are_those_of_a_model_with_the_old_routes_built_in(
     moved(policy, 0.05)
     moved(plain, 0.05)
     free = in_one_graph(plain, value, tables, rows)
-    with forced(plain, name, old_routes):
+    with force_experts(plain, name, old_routes):
         expected = in_one_graph(plain, value, tables, rows)
     assert old_routes.calls == 2 * len(rows)
     found, report = updated(policy, value, tables, update, passes=passes)
@@ -88,7 +88,7 @@ def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() ->
     moved(policy, 0.1)
     assert tables.replay is not None and policy.routers is not None
     used: list[Any] = []
-    with overheard(policy.model) as logits:
+    with record_router_logits(policy.model) as logits:
         handles = [
             layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1:]))
             for layer in policy.body.model.layers
@@ -136,7 +136,7 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     batch = replace(batch, routes=routes_of(engine, batch))
     update = one_update(batch, 25, packing)
     tables = tables_of(policy, value, batch, [update], replay="R3", skip_first=skip_first)
-    with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
+    with force_experts(policy, "qwen3-moe", Forcing(engine, batch, rows)):
         old = plain_tables(policy, tables.texts, rows)[0].detach()
     assert tables.old_logprobs is not None and tables.ref_logprobs is not None
     inside = batch.texts.mask
@@ -147,7 +147,7 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     if not skip_first:
         moved(policy, 0.02)
     anchored = replace(tables, old_logprobs=old) if skip_first else tables
-    with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
+    with force_experts(policy, "qwen3-moe", Forcing(engine, batch, rows)):
         expected = in_one_graph(policy, value, anchored, rows)
     for passes in (1, 2):
         found, report = updated(policy, value, tables, update, passes=passes)

@@ -14,7 +14,7 @@ from legato.policy.policy import Policy
 from legato.training.plan import Update, plan
 from legato.training.tables import Tables
 from tests.policy.exact import plain_tables
-from tests.policy.routes import chosen_by, plain_logits, present
+from tests.policy.routes import chosen_by, plain_logits, rows_with_tokens
 from tests.training.routed import WIDE, exact_policy, gspo, routes_of, tables_of, updated
 from tests.training.steps import batch_by_hand, furthest, gradients, moved, one_update, size_of
 
@@ -43,7 +43,7 @@ def by_loops(policy: Policy, tables: Tables, before: dict[int, Tensor]) -> dict[
     new = plain_tables(policy, texts, range(len(batch)))[0].detach()
     assert tables.old_logprobs is not None
     chosen = [[0] * 4, [0] * 4]
-    for row in present(texts):
+    for row in rows_with_tokens(texts):
         start = int(batch.texts.prompt_lengths[batch.texts.group[row]]) - 1
         now = plain_logits(policy, texts, row)
         for t in range(int(batch.texts.lengths[row])):
@@ -93,7 +93,7 @@ def test_what_is_measured_is_what_loops_over_single_rows_find(name: str, packing
     value, batch, policy = gspo(), batch_by_hand(), exact_policy(name, packing=packing)
     update = one_update(batch, 25, packing)
     tables = tables_of(policy, value, batch, [update])
-    before = {row: plain_logits(policy, tables.texts, row) for row in present(tables.texts)}
+    before = {row: plain_logits(policy, tables.texts, row) for row in rows_with_tokens(tables.texts)}
     moved(policy, 0.08)
     expected = by_loops(policy, tables, before)
     found = updated(policy, value, tables, update, passes=passes)[1].sums.report()
@@ -139,7 +139,7 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
     update = one_update(batch, 25)
     tables = tables_of(policy, value, batch, [update], choice=choice)
     assert (tables.old_logprobs is tables.sampler_logprobs) is (choice == "sampler")
-    before = {row: plain_logits(policy, tables.texts, row).log_softmax(-1) for row in present(tables.texts)}
+    before = {row: plain_logits(policy, tables.texts, row).log_softmax(-1) for row in rows_with_tokens(tables.texts)}
     moved(policy, 0.03)
     gamma = torch.ones(batch.texts.mask.shape, dtype=torch.float64)
     for row, old in before.items():

@@ -42,7 +42,7 @@ class Channels:
     """The experts of every token read in the pass, prompts included, if the directions ask for them."""
 
     def detach(self) -> "Channels":
-        """The same numbers without a gradient."""
+        """The same values without a gradient."""
         values = None if self.values is None else self.values.detach()
         return replace(self, logprobs=self.logprobs.detach(), entropy=self.entropy.detach(), values=values)
 
@@ -108,7 +108,7 @@ class Policy:
     """Train through fused layer parts on a GPU where the family is known; False: through the model's own layers."""
     value_head: ValueHead | None = None
     logits_at_once: int | None = None
-    """How many logits are held at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
+    """How many logits are allocated at once; None: 2^23 on a CPU (32 MiB), 5 * 2^27 on a GPU (1.3 GB of 16 bits)."""
     notes: list[str] = field(default_factory=list)
     """Decisions made while loading, for the run to print."""
 
@@ -242,9 +242,9 @@ class Policy:
 
     @contextmanager
     def _hidden_states(self, packed: Pack) -> Iterator[Tensor]:
-        """[K, N]: the last hidden state wherever the pack wants logits."""
+        """[K, N]: the last hidden state at the tokens whose logits are read."""
         if not self.packing:
-            tokens, positions, read = padded(packed)
+            tokens, positions, read = pad_rows(packed)
             yield self.hidden(tokens, positions).flatten(0, 1)[read]
         elif packed.reads is not None and self.trains_fused:
             with run_body(self.body.get_decoder(), packed.tokens, packed.positions, _fused_parts(packed)) as hidden:
@@ -272,21 +272,21 @@ class Policy:
         return f"no kernel for heads of {width} in {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
 
     def _parts(self, packed: Pack, *, without_logits: bool = False) -> list[range]:
-        """The rows of a pack in runs whose logits fit at once; a row that does not fit is a run of its own."""
+        """Split the rows of a pack into runs whose logits fit at once; a row that does not fit is a run of its own."""
         if without_logits:
             return [range(len(packed.counts))]
-        runs, start, held, most = [], 0, 0, self.tokens_at_once
+        runs, start, tokens, limit = [], 0, 0, self.tokens_at_once
         for row, count in enumerate(packed.counts):
-            if row > start and held + count > most:
+            if row > start and tokens + count > limit:
                 runs.append(range(start, row))
-                start, held = row, 0
-            held += count
+                start, tokens = row, 0
+            tokens += count
         runs.append(range(start, len(packed.counts)))
         return runs
 
     @property
     def tokens_at_once(self) -> int:
-        """For how many tokens logits are held at once."""
+        """For how many tokens logits are allocated at once."""
         held_at_once = self.logits_at_once or (5 * 2**27 if self.device.type == "cuda" else 2**23)
         return max(1, held_at_once // self.vocabulary)
 
@@ -313,7 +313,7 @@ class Policy:
 
 
 class Piece:
-    """A few rows of a pass with a gradient. Their logits are held until their backward."""
+    """A few rows of a forward pass with a gradient. Their logits stay allocated until their backward."""
 
     def __init__(self, rows: Tensor, attached: Channels) -> None:
         self.rows = rows
@@ -340,20 +340,20 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class Forward:
-    """A pass with a gradient after the forward of the body."""
+    """A forward pass with a gradient, after the body has run."""
 
     policy: Policy
     rows: Tensor
     packed: Pack
     hidden: Tensor
-    """[K, N]: the last hidden state wherever the pack wants logits."""
+    """[K, N]: the last hidden state at the tokens whose logits are read."""
     routed: Routed | None
     traffic: Traffic | None
     """The experts of every token read, if the directions ask for them."""
     _leaves: list[Tensor] = field(default_factory=list)
 
     def pieces(self) -> Iterator[Piece]:
-        """All rows, a few at a time, so that only their logits are held; each logit is computed once."""
+        """Yield all rows, a few at a time: only the logits of one piece are allocated, and each logit is computed once."""
         for part, state in _runs(self.hidden, self.packed, self.policy._parts(self.packed)):
             # The head's backward ends at this leaf; the body's backward starts after all pieces.
             leaf = state.detach().requires_grad_()
@@ -367,7 +367,7 @@ class Forward:
             piece.release()
 
     def finish(self) -> None:
-        """Run the backward of the body from the gradients of the pieces' hidden states, and free the pass."""
+        """Run the backward of the body from the gradients of the pieces' hidden states, and free the activations."""
         hidden, leaves = self.hidden, self._leaves
         # A caller may keep this object for its traffic; it must not keep activations alive.
         del self.hidden, self.packed, self.routed, self._leaves
@@ -382,20 +382,20 @@ class Forward:
 
 def _fused_parts(packed: Pack) -> Parts:
     """The fused layer parts, with gradients, for the tokens of a pack."""
-    from legato.policy.kernels.gradients import add_norm_with_gradient, swiglu_with_gradient, turn
+    from legato.policy.kernels.gradients import add_norm_with_gradient, rotate, swiglu_with_gradient
 
-    spans, held = packed.spans, dict[int, tuple[Tensor, Tensor]]()
+    spans, keys_and_values = packed.spans, dict[int, tuple[Tensor, Tensor]]()
     assert spans is not None
 
     def ready(layer: int, projected: Projected) -> Tensor:
         query_norm, key_norm, epsilon = (None, None, 0.0) if projected.norms is None else projected.norms
         cosine, sine, width = projected.cosine, projected.sine, projected.width
         value = projected.value.reshape(len(projected.value), -1, width)
-        held[layer] = (turn(projected.key, cosine, sine, key_norm, epsilon, width), value)
-        return turn(projected.query, cosine, sine, query_norm, epsilon, width)
+        keys_and_values[layer] = (rotate(projected.key, cosine, sine, key_norm, epsilon, width), value)
+        return rotate(projected.query, cosine, sine, query_norm, epsilon, width)
 
     def attend(layer: int, query: Tensor, scaling: float) -> Tensor:
-        key, value = held.pop(layer)
+        key, value = keys_and_values.pop(layer)
         return spans.attend(query, key, value, scaling, None)
 
     def whole(layer: Any, residual: Tensor, update: Tensor | None, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
@@ -404,8 +404,8 @@ def _fused_parts(packed: Pack) -> Parts:
     return Parts(ready=ready, attend=attend, add_norm=add_norm_with_gradient, swiglu=swiglu_with_gradient, whole=whole)
 
 
-def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of a pack right-padded: tokens, positions, and the places whose logits are wanted."""
+def pad_rows(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a pack right-padded: tokens [R, W], positions [R, W], and the flat indices whose logits are read [K]."""
     places = cells(packed)
     rows = len(packed.suffix)
     tokens = torch.where(places.inside, packed.tokens[places.token], packed.tokens[0]).reshape(rows, -1)
@@ -413,7 +413,7 @@ def padded(packed: Pack) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cells(packed: Pack) -> Cells:
-    """Which token of the pack is at each place of the padded rows."""
+    """Which token of the pack is in each cell of the padded rows."""
     rows, depth = packed.suffix.shape
     lengths = packed.prefix_lengths[packed.owner]
     total = lengths + packed.suffix_lengths

@@ -19,11 +19,11 @@ class Divergence:
     """Means over the layers that have a router."""
 
     distance: float
-    """Between two experts of a layer, root mean square over the pairs, relative to the norm of an expert; 0: all equal."""
+    """Root mean square distance between two experts of a layer, relative to the norm of an expert; 0: all equal."""
     entropy: float
-    """Of the router's probabilities per token, as a share of log E; 1: it has no preference."""
+    """Entropy of the router's probabilities per token, as a share of log E; 1: the router has no preference."""
     busiest: float
-    """The share of places the most used expert of a layer gets; 1 / E at best, 1 / K at worst."""
+    """The share of choices that go to the most used expert of a layer; 1 / E at best, 1 / K at worst."""
     idle: float
     """The share of experts that got no token."""
 
@@ -50,7 +50,7 @@ def measure_divergence(policy: Policy, texts: Texts) -> Divergence:
 
 
 def distance(experts: Any) -> float:
-    """Root mean square over the pairs of a layer's experts, relative to their norm."""
+    """The root mean square distance between pairs of a layer's experts, relative to their norm."""
     apart, size = 0.0, 0.0
     for weight in (_weight(experts, "gate_up_proj"), _weight(experts, "down_proj")):
         flat = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
@@ -74,7 +74,7 @@ def _weight(experts: Any, name: str) -> Tensor:
 
 
 def usage(logits: Tensor, chosen: Tensor) -> tuple[float, Tensor]:
-    """(entropy as a share of log E, share of places [E]) of a router's logits [N, E] and choices [N, K]."""
+    """(entropy as a share of log E, share of choices per expert [E]) from a router's logits [N, E] and choices [N, K]."""
     log = logits.double().log_softmax(-1)
     entropy = -(log.exp() * log).sum(-1).mean() / torch.tensor(float(log.shape[1])).log()
     return float(entropy), torch.bincount(chosen.flatten(), minlength=log.shape[1]) / chosen.numel()

@@ -1,9 +1,9 @@
-"""The routers of a mixture of experts, found among the modules of its body.
+"""Finds the routers of a mixture of experts among the modules of its body, and the rule of its gates.
 
-A router of transformers gives, for N tokens, the logits of all E experts, the gates of the K it activates and which they
-are. Families make gates of logits in different ways: a softmax over all experts before the choice, divided by the sum over
-the chosen (Qwen3-MoE, Mixtral) or not (OLMoE, Qwen2-MoE as published), or a softmax over the chosen alone (gpt-oss). The
-rule is found by running a copy of the router; a router that matches no rule to the bit is unsupported.
+For N tokens, a router of transformers returns the logits of all E experts and the gates and numbers of the K active ones.
+Families compute gates in different ways: a softmax over all experts, divided by its sum over the chosen experts (Qwen3-MoE,
+Mixtral) or not (OLMoE, Qwen2-MoE as published), or a softmax over the chosen experts alone (gpt-oss). The rule is found by
+running a copy of the router; a router that matches no rule to the bit is unsupported.
 """
 
 import copy
@@ -83,15 +83,15 @@ def _has_experts(body: Any, modules: list[Any]) -> bool:
     )
 
 
-def _in_float32(logits: Tensor) -> Tensor:
+def _softmax_in_float32(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1, dtype=torch.float32)
 
 
-def _of_float32(logits: Tensor) -> Tensor:
+def _softmax_of_float32(logits: Tensor) -> Tensor:
     return torch.softmax(logits.float(), dim=-1)
 
 
-def _as_it_is(logits: Tensor) -> Tensor:
+def _softmax_as_is(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1)
 
 
@@ -115,8 +115,11 @@ def _gates_of(router: Any) -> Gates | None:
     """
     # A router with another signature is unsupported, not an error.
     try:
-        trials = [_trial(router, dtype) for dtype in {torch.float32, router.weight.dtype}]
-        wide, plain = (_in_float32, _of_float32, _as_it_is), (_as_it_is, _in_float32, _of_float32)
+        trials = [_run_trial(router, dtype) for dtype in {torch.float32, router.weight.dtype}]
+        wide, plain = (
+            (_softmax_in_float32, _softmax_of_float32, _softmax_as_is),
+            (_softmax_as_is, _softmax_in_float32, _softmax_of_float32),
+        )
         # Rules with equal forwards may differ in a 16-bit backward: each family's own softmax is tried first.
         for (over, softmaxes), cast in product((("all, divided", wide), ("all", wide), ("chosen", plain)), (True, False)):
             for probabilities in softmaxes:
@@ -129,7 +132,7 @@ def _gates_of(router: Any) -> Gates | None:
 
 
 @torch.no_grad()
-def _trial(router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _run_trial(router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, gates and experts that a copy of the router with random weights returns for random tokens."""
     trial: Any = copy.deepcopy(router).to(dtype)
     source = torch.Generator().manual_seed(0)
@@ -140,5 +143,5 @@ def _trial(router: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return logits, scores, experts
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+def _equal(gates: Tensor, expected: Tensor) -> bool:
+    return gates.dtype == expected.dtype and torch.equal(gates, expected)

@@ -47,11 +47,11 @@ class Record:
     def from_engine(cls, routes: Routes, routers: Routers, device: torch.device) -> "Record":
         """The routes an engine recorded; InputError if its model has other experts than the trainer's."""
         layers, active = routes.experts.shape[1:]
-        theirs, ours = (layers, active, routes.count), (*routers.shape, routers.experts)
-        if theirs != ours:
+        engine_sizes, policy_sizes = (layers, active, routes.count), (*routers.shape, routers.experts)
+        if engine_sizes != policy_sizes:
             raise InputError(
                 f"the engine recorded {active} of {routes.count} experts in {layers} layers, the trainer's model has"
-                f" {ours[1]} of {ours[2]} in {ours[0]}: they are not one model"
+                f" {policy_sizes[1]} of {policy_sizes[2]} in {policy_sizes[0]}: they are not one model"
             )
         experts, tokens = (to_device(table, device) for table in (routes.experts.to(routers.index), routes.tokens))
         return cls(experts=experts, tokens=tokens, of_sampler=True)
@@ -74,12 +74,12 @@ class Record:
 class Balance:
     """The load-balance loss, scale * E / (M N) * sum over layers and experts of share * sum over tokens of probability.
 
-    It equals `scale` where every expert of every layer has its E-th of the choices. The shares are of the whole update and
-    detached, and so the loss is a sum over tokens: any split of the update has the same gradient.
+    It equals `scale` if every expert of every layer gets 1 / E of the choices. The shares are of the whole update and
+    detached, so the loss is a sum over tokens: any split into micro-batches has the same gradient.
     """
 
     shares: Tensor
-    """[M, E]: of all choices of the update at positions that predict a token; the sum over E is 1."""
+    """[M, E]: the share of each expert in the update's choices at positions that predict a token; the sum over E is 1."""
     tokens: Tensor
     """N: how many tokens the update predicts."""
     scale: float
@@ -90,7 +90,7 @@ class Directions:
     """What a pass records and forces at its routers. Without directions a pass runs without router hooks."""
 
     old: Tensor | None = None
-    """[B, T, M, K]: experts whose log-probs are wanted; None: those the routers choose now."""
+    """[B, T, M, K]: experts whose log-probs are computed; None: those the routers choose now."""
     replay: Record | None = None
     noise: Tensor | None = None
     """[G * P + B * T, M, E]: added to the routers' logits, by the token that is read. For experiments on flips."""
@@ -105,7 +105,7 @@ class Traffic:
     """The experts of every token of a pack."""
 
     experts: Tensor
-    """[N, M, K]: what the routers chose themselves, whatever was forced."""
+    """[N, M, K]: the routers' own choices, even where others were forced."""
     tokens: Tensor
     """[N]"""
     source: Tensor
@@ -113,9 +113,9 @@ class Traffic:
     missing: Tensor
     """How many of the N tokens had no recorded route to replay."""
     choices: Tensor | None = None
-    """[M, E]: how often each expert was used at positions that predict a token, where that is counted."""
+    """[M, E]: how often each expert was used at positions that predict a token, if the directions say `count`."""
     mass: Tensor | None = None
-    """[M, E]: the sum of the routers' probabilities there."""
+    """[M, E]: the sum of the routers' probabilities at those positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +123,11 @@ class Routed:
     """The routers' outputs at the positions that predict the tokens of some rows, without a gradient."""
 
     experts: Tensor
-    """[R, width, M, K]: their own choice, whatever was forced."""
+    """[R, width, M, K]: the routers' own choices, even where others were forced."""
     logprobs: Tensor
-    """[R, width, M, K]: log of a softmax over all E, of the old experts where they were given, else of `experts`."""
+    """[R, width, M, K]: router log-probs (softmax over all E) of the old experts if there are any, else of `experts`."""
     entropy: Tensor
-    """[R, width]: of that softmax, mean over the layers."""
+    """[R, width]: the entropy of that softmax, mean over the layers."""
 
     def rows(self, part: range) -> "Routed":
         chosen = slice(part.start, part.stop)
@@ -154,12 +154,12 @@ class Routed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Where the tokens of a pack stand in the rectangle of padded rows."""
+    """Which token of a pack is in each cell of the padded rows."""
 
     token: Tensor
-    """[rows * width]: which of the N; rubbish in the padding."""
+    """[rows * width]: which of the N tokens each cell holds; arbitrary in the padding."""
     inside: Tensor
-    """[rows * width] bool"""
+    """[rows * width] bool: the cells that are not padding."""
     read: Tensor
     """[K]: the cells that predict a token."""
 
@@ -203,7 +203,7 @@ class Tap:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the hooks are at the routers."""
+        """Inside the context, the hooks are registered at the routers."""
         with ExitStack() as stack:
             for number, module in enumerate(self.routers.modules):
                 handle = module.register_forward_hook(partial(self._on_router_forward, number))
@@ -240,10 +240,10 @@ class Tap:
         assert logits.shape[1] == len(self.routers.modules), "a router of the body was not passed"
         logprobs, probabilities = _softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)))
         old, shape = self.directions.old, (len(packed.counts), packed.width)
-        wanted = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
+        scored = at_reads if old is None else old[packed.rows, : shape[1]].flatten(0, 1).index_select(0, packed.place)
         routed = Routed(
             experts=_spread(at_reads, packed.place, shape),
-            logprobs=_spread(logprobs.gather(-1, wanted.long()), packed.place, shape),
+            logprobs=_spread(logprobs.gather(-1, scored.long()), packed.place, shape),
             entropy=_spread((probabilities * logprobs).sum((1, 2)).div_(-logits.shape[1]), packed.place, shape),
         )
         counted = self._count_choices(at_reads, probabilities) if self.directions.count else (None, None)
@@ -282,7 +282,7 @@ class Tap:
 
 
 class _Balanced(torch.autograd.Function):
-    """Gates as they are; their backward adds the gradient of the load-balance loss to that of the logits they come from.
+    """The identity on gates; its backward adds the gradient of the load-balance loss to the router's logits.
 
     With p the router's probabilities and f the shares, d/dz of weight * sum_e f_e p_e is weight * p_e (f_e - sum_j f_j p_j).
     """
@@ -302,12 +302,12 @@ class _Balanced(torch.autograd.Function):
         probabilities = logits.to(exact).softmax(-1)
         shares = balance.shares[ctx.layer].to(exact)
         factor = balance.scale * balance.shares.shape[1] / len(balance.shares) / balance.tokens.to(exact)
-        pull = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
-        return gradients[0], (pull * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
+        direction = probabilities * (shares - (probabilities * shares).sum(-1, keepdim=True))
+        return gradients[0], (direction * (ctx.weight.to(exact) * factor).unsqueeze(1)).to(logits.dtype), None, None, None
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log-probs and probabilities. By hand: over a few experts torch's own goes row by row, and takes five times as long."""
+    """Log-probs and probabilities over the last axis. Over a few experts this is five times as fast as torch's softmax."""
     shifted = logits - logits.amax(-1, keepdim=True)
     raised = shifted.exp()
     total = raised.sum(-1, keepdim=True)

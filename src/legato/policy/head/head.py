@@ -1,8 +1,8 @@
-"""The head: from the last hidden state to log-probs and entropies of sampled tokens, logits held for a few rows at a time.
+"""The LM head: log-probs and entropies of sampled tokens from the last hidden state, logits of a few rows at a time.
 
-On a GPU with 16-bit weights the logits come from the float32 accumulators of the product (rounding a logit to 16 bits would
-fill GSPO's band); the gradient products run in 16 bits, and the weight's gradient is added in place. Elsewhere autograd
-computes the gradient; tests compare the GPU path with it.
+On a GPU with 16-bit weights, logits come from the float32 accumulators of the product: rounding them to 16 bits would be an
+error as large as GSPO's clip range. The gradient products run in 16 bits, and the weight's gradient is accumulated in place.
+Elsewhere autograd computes the gradient; tests compare the GPU path with it.
 
     dlogits = (1[v = y] - p) g / tau        dX = dlogits W        dW += dlogits^T X
 """
@@ -28,7 +28,7 @@ class Head:
     scale: float
     softcap: float | None
     within: tuple[nn.Module, ...] = ()
-    """The modules around the layer, which may shard its weights."""
+    """The modules that contain the layer and may shard its weights."""
 
     @classmethod
     def from_body(cls, body: Any) -> "Head":
@@ -46,7 +46,7 @@ class Head:
         return self._scale_and_cap(self.linear(hidden))
 
     def exact(self, hidden: Tensor) -> Tensor:
-        """Logits in float32 or better without a gradient."""
+        """Logits in float32 or float64, without a gradient."""
         product = self._product(hidden)
         if product is not None:
             logits = torch.mm(hidden, product.weight.t(), out_dtype=torch.float32)
@@ -147,39 +147,42 @@ class _Exact(torch.autograd.Function):
         whole = weight if added is None else torch.cat([weight, added], 1)
         ctx.after = {"multiplier": scale, "softcap": softcap}
         learns = any(ctx.needs_input_grad[:3])
-        found = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
-        # Detached: an output held by its own function would never be freed if no backward runs.
-        ctx.found = replace(found, logprobs=found.logprobs.detach(), entropy=found.entropy.detach()) if learns else None
+        projection = project(hidden, whole, targets, temperature, keep=learns and len(hidden) <= at_once, **ctx.after)
+        ctx.projection = None
+        if learns:
+            # Detached: an output held by its own function would never be freed if no backward runs.
+            logprobs, entropy = projection.logprobs.detach(), projection.entropy.detach()
+            ctx.projection = replace(projection, logprobs=logprobs, entropy=entropy)
         ctx.save_for_backward(hidden, weight, whole, targets, temperature)
         ctx.set_materialize_grads(False)
-        return found.logprobs, found.entropy
+        return projection.logprobs, projection.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        from legato.policy.kernels.head import project, slope
+        from legato.policy.kernels.head import project, project_backward
 
         hidden, weight, whole, targets, temperature = ctx.saved_tensors
-        towards, towards_entropy = gradients
-        towards = torch.zeros_like(ctx.found.logprobs) if towards is None else towards
+        to_logprobs, to_entropy = gradients
+        to_logprobs = torch.zeros_like(ctx.projection.logprobs) if to_logprobs is None else to_logprobs
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         to_weight, to_added, width = None, None, weight.shape[1]
         for first in range(0, len(hidden), ctx.at_once):
             here = slice(first, first + ctx.at_once)
-            found = ctx.found
-            if found.distances is None:
-                found = project(hidden[here], whole, targets[here], temperature[here], keep=True, **ctx.after)
-            steer = None if towards_entropy is None else towards_entropy[here]
-            at_product = slope(found, targets[here], towards[here], steer, **ctx.after)
+            projection = ctx.projection
+            if projection.distances is None:
+                projection = project(hidden[here], whole, targets[here], temperature[here], keep=True, **ctx.after)
+            here_entropy = None if to_entropy is None else to_entropy[here]
+            to_product = project_backward(projection, targets[here], to_logprobs[here], here_entropy, **ctx.after)
             if to_hidden is not None:
-                torch.mm(at_product, whole, out=to_hidden[here])
+                torch.mm(to_product, whole, out=to_hidden[here])
             if weight.requires_grad and ctx.writes:
-                add_product(weight, at_product.t(), hidden[here, :width])
+                add_product(weight, to_product.t(), hidden[here, :width])
             elif weight.requires_grad:
-                here_weight = weight_product(weight, at_product.t(), hidden[here, :width])
+                here_weight = weight_product(weight, to_product.t(), hidden[here, :width])
                 to_weight = here_weight if to_weight is None else to_weight.add_(here_weight)
             if ctx.needs_input_grad[2]:
-                here_added = at_product.t() @ hidden[here, width:]
+                here_added = to_product.t() @ hidden[here, width:]
                 to_added = here_added if to_added is None else to_added + here_added
-        ctx.found = None
+        ctx.projection = None
         return to_hidden, to_weight, to_added, None, None, None, None, None, None

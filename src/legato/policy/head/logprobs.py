@@ -1,7 +1,6 @@
 """Log-probs and entropies of sampled tokens from logits, in float32 or better.
 
-Nothing is shifted here: `packs.py` reads logits at the token before the one they predict.
-
+Logits are not shifted here: `packs.py` reads them at the token before the one they predict.
 
     logprob = z_y / tau - lse(z / tau)        entropy = lse(z / tau) - sum_v p_v z_v / tau
     d logprob / d z_v = (1[v = y] - p_v) / tau
@@ -38,20 +37,20 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         scaled, targets, inverse, entropy = ctx.saved_tensors
-        towards, towards_entropy = gradients
-        towards = torch.zeros_like(entropy) if towards is None else towards
-        factor = -towards.unsqueeze(1)
-        if towards_entropy is not None:
+        to_logprobs, to_entropy = gradients
+        to_logprobs = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
+        factor = -to_logprobs.unsqueeze(1)
+        if to_entropy is not None:
             finite = scaled.clamp(min=torch.finfo(scaled.dtype).min)
-            slope = (factor - towards_entropy.unsqueeze(1) * (finite + entropy.unsqueeze(1))) * scaled.exp()
+            to_logits = (factor - to_entropy.unsqueeze(1) * (finite + entropy.unsqueeze(1))) * scaled.exp()
         else:
-            slope = scaled.exp_().mul_(factor)
-        slope.scatter_add_(1, targets.unsqueeze(1), towards.unsqueeze(1))
-        return slope.mul_(inverse).to(ctx.dtype), None, None, None
+            to_logits = scaled.exp_().mul_(factor)
+        to_logits.scatter_add_(1, targets.unsqueeze(1), to_logprobs.unsqueeze(1))
+        return to_logits.mul_(inverse).to(ctx.dtype), None, None, None
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """[K] log-probs of `targets` and entropies (0 unless asked for) of softmax(logits / temperature), `logits` [K, V].
+    """[K] log-probs of `targets` and entropies (0 unless `with_entropy`) of softmax(logits / temperature), `logits` [K, V].
 
     Only one backward per forward: it overwrites the saved logits.
     """

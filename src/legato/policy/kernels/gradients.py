@@ -1,7 +1,8 @@
-"""The small parts of a decoder layer with their gradients: norm after the residual, heads normed and turned, SwiGLU.
+"""The small parts of a decoder layer with backward: residual add with norm, rotary embedding of normed heads, SwiGLU.
 
-The forward kernels are those of decoding (`layers.py`) or round as they do; the backward kernels read the inputs again and
-keep nothing but those. The gradient of a norm's weight is summed per program, then over programs: always in one order.
+The forward kernels are those of decoding (`layers.py`), or they round in the same places. The backward kernels save only
+their inputs and recompute the rest. The gradient of a norm's weight is summed per program, then over programs, so its order
+is fixed.
 """
 
 from typing import Any
@@ -20,11 +21,11 @@ _BLOCK = 1024
 
 @triton.jit
 def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, out, epsilon, R, N, NP: tl.constexpr,
-                   ADD: tl.constexpr, LEARN: tl.constexpr, AGAIN: tl.constexpr):
+                   ADD: tl.constexpr, LEARN: tl.constexpr, RECOMPUTE: tl.constexpr):
     columns = tl.arange(0, NP)
     inside = columns < N
     w = tl.load(weight + columns, mask=inside, other=0.0)
-    learnt = tl.zeros([NP], tl.float32)
+    weight_gradient = tl.zeros([NP], tl.float32)
     stride = tl.full([], 0, tl.int64) + N
     for row in range(tl.program_id(0), R, tl.num_programs(0)):
         place = row * stride + columns
@@ -32,23 +33,23 @@ def _norm_backward(total, weight, to_out, to_total, to_x, to_weight, out, epsilo
         exact = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(exact * exact, 0) / N + epsilon)
         normed = exact * scale
-        if AGAIN:
-            again = normed.to(x.dtype).to(tl.float32) * w.to(tl.float32)
-            tl.store(out + place, again.to(x.dtype), mask=inside)
-        pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
+        if RECOMPUTE:
+            recomputed = normed.to(x.dtype).to(tl.float32) * w.to(tl.float32)
+            tl.store(out + place, recomputed.to(x.dtype), mask=inside)
+        to_normed = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
         if LEARN:
-            learnt += pull * normed.to(x.dtype).to(tl.float32)
-        pull *= w.to(tl.float32)
-        found = scale * (pull - normed * (tl.sum(pull * normed, 0) / N))
+            weight_gradient += to_normed * normed.to(x.dtype).to(tl.float32)
+        to_normed *= w.to(tl.float32)
+        gradient = scale * (to_normed - normed * (tl.sum(to_normed * normed, 0) / N))
         if ADD:
-            found += tl.load(to_total + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(to_x + place, found.to(x.dtype), mask=inside)
+            gradient += tl.load(to_total + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to_x + place, gradient.to(x.dtype), mask=inside)
     if LEARN:
-        tl.store(to_weight + tl.program_id(0) * N + columns, learnt, mask=inside)
+        tl.store(to_weight + tl.program_id(0) * N + columns, weight_gradient, mask=inside)
 
 
 def _programs(rows: int, device: torch.device) -> int:
-    """Enough programs to fill the device; each sums the weight's gradient over its rows."""
+    """How many programs fill the device; each sums the weight's gradient over its own rows."""
     return max(1, min(rows, 8 * multiprocessors(device) if device.type == "cuda" else 4))
 
 
@@ -62,24 +63,25 @@ def norm_backward(
     learns: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """From the gradient at the norm of `total`, and one at `total` itself: those at `total` and, in float32, the weight.
+    """Gradients of `total` and, in float32, of the weight, for `out = norm(total) * weight`.
 
-    `out` is filled with the norm itself, for those who did not keep it.
+    `to_out` is the gradient of the norm's output, `to_total` a second gradient of `total` to add. If `out` is given, the
+    kernel writes the recomputed norm into it.
     """
     rows, width = total.shape
     programs = _programs(rows, total.device)
-    found = torch.empty_like(total)
-    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else found
+    gradient = torch.empty_like(total)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=total.device) if learns else gradient
     _norm_backward[(programs,)](
-        total, weight, to_out.contiguous(), found if to_total is None else to_total.contiguous(), found, parts,
-        found if out is None else out, epsilon, rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None,
-        LEARN=learns, AGAIN=out is not None, num_warps=4 if width <= 4096 else 8,
+        total, weight, to_out.contiguous(), gradient if to_total is None else to_total.contiguous(), gradient, parts,
+        gradient if out is None else out, epsilon, rows, width, NP=triton.next_power_of_2(width), ADD=to_total is not None,
+        LEARN=learns, RECOMPUTE=out is not None, num_warps=4 if width <= 4096 else 8,
     )  # fmt: skip
-    return found, parts.sum(0) if learns else None
+    return gradient, parts.sum(0) if learns else None
 
 
 class _AddNorm(torch.autograd.Function):
-    """(residual + update, its norm); without an update the first result is not to be used."""
+    """(residual + update, its norm). Without an update the first result is an empty tensor."""
 
     @staticmethod
     def forward(
@@ -103,19 +105,19 @@ class _AddNorm(torch.autograd.Function):
             to_total = None
         if to_out is None:
             return to_total, to_total if ctx.adds else None, None, None
-        found, to_weight = norm_backward(total, weight, ctx.epsilon, to_out, to_total, learns=ctx.needs_input_grad[2])
-        return found, found if ctx.adds else None, to_weight, None
+        to_residual, to_weight = norm_backward(total, weight, ctx.epsilon, to_out, to_total, learns=ctx.needs_input_grad[2])
+        return to_residual, to_residual if ctx.adds else None, to_weight, None
 
 
 def add_norm_with_gradient(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """`layers.add_norm` with a gradient."""
+    """`layers.add_norm` with a backward."""
     total, out = _AddNorm.apply(residual, update, weight, epsilon)
     return residual if update is None else total, out
 
 
 @triton.jit
-def _turn(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
-          BLOCK: tl.constexpr, NORM: tl.constexpr):
+def _rotate(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.constexpr, HALF: tl.constexpr,
+            BLOCK: tl.constexpr, NORM: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     half = tl.arange(0, HALF)
     inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
@@ -136,18 +138,18 @@ def _turn(source, cosine, sine, weight, out, epsilon, PAIRS, HEADS, D: tl.conste
     c_high = tl.load(cosine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
     s_low = tl.load(sine + angle_at, mask=inside, other=0.0).to(tl.float32)
     s_high = tl.load(sine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
-    turned_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
-    turned_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
-    tl.store(out + low_at, turned_low, mask=inside)
-    tl.store(out + low_at + D // 2, turned_high, mask=inside)
+    rotated_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
+    rotated_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
+    tl.store(out + low_at, rotated_low, mask=inside)
+    tl.store(out + low_at + D // 2, rotated_high, mask=inside)
 
 
 @triton.jit
-def _turn_backward(source, cosine, sine, weight, to_out, to_source, to_weight, epsilon, PAIRS, HEADS, D: tl.constexpr,
-                   HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LEARN: tl.constexpr):
+def _rotate_backward(source, cosine, sine, weight, to_out, to_source, to_weight, epsilon, PAIRS, HEADS, D: tl.constexpr,
+                     HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LEARN: tl.constexpr):
     half = tl.arange(0, HALF)
-    learnt_low = tl.zeros([HALF], tl.float32)
-    learnt_high = tl.zeros([HALF], tl.float32)
+    weight_gradient_low = tl.zeros([HALF], tl.float32)
+    weight_gradient_high = tl.zeros([HALF], tl.float32)
     for start in range(tl.program_id(0) * BLOCK, PAIRS, tl.num_programs(0) * BLOCK):
         pair = start + tl.arange(0, BLOCK)
         inside = (pair < PAIRS)[:, None] & (half < D // 2)[None, :]
@@ -157,10 +159,10 @@ def _turn_backward(source, cosine, sine, weight, to_out, to_source, to_weight, e
         c_high = tl.load(cosine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
         s_low = tl.load(sine + angle_at, mask=inside, other=0.0).to(tl.float32)
         s_high = tl.load(sine + angle_at + D // 2, mask=inside, other=0.0).to(tl.float32)
-        pull_low = tl.load(to_out + low_at, mask=inside, other=0.0).to(tl.float32)
-        pull_high = tl.load(to_out + low_at + D // 2, mask=inside, other=0.0).to(tl.float32)
-        back_low = pull_low * c_low + pull_high * s_high
-        back_high = pull_high * c_high - pull_low * s_low
+        to_out_low = tl.load(to_out + low_at, mask=inside, other=0.0).to(tl.float32)
+        to_out_high = tl.load(to_out + low_at + D // 2, mask=inside, other=0.0).to(tl.float32)
+        gradient_low = to_out_low * c_low + to_out_high * s_high
+        gradient_high = to_out_high * c_high - to_out_low * s_low
         if NORM:
             low = tl.load(source + low_at, mask=inside, other=0.0)
             high = tl.load(source + low_at + D // 2, mask=inside, other=0.0)
@@ -169,38 +171,38 @@ def _turn_backward(source, cosine, sine, weight, to_out, to_source, to_weight, e
             a *= scale
             b *= scale
             if LEARN:
-                learnt_low += tl.sum(back_low * a.to(low.dtype).to(tl.float32), 0)
-                learnt_high += tl.sum(back_high * b.to(low.dtype).to(tl.float32), 0)
-            back_low *= tl.load(weight + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
-            back_high *= tl.load(weight + D // 2 + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
-            mean = ((tl.sum(back_low * a, 1) + tl.sum(back_high * b, 1)) / D)[:, None]
-            back_low = scale * (back_low - a * mean)
-            back_high = scale * (back_high - b * mean)
-        tl.store(to_source + low_at, back_low.to(to_source.dtype.element_ty), mask=inside)
-        tl.store(to_source + low_at + D // 2, back_high.to(to_source.dtype.element_ty), mask=inside)
+                weight_gradient_low += tl.sum(gradient_low * a.to(low.dtype).to(tl.float32), 0)
+                weight_gradient_high += tl.sum(gradient_high * b.to(low.dtype).to(tl.float32), 0)
+            gradient_low *= tl.load(weight + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+            gradient_high *= tl.load(weight + D // 2 + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
+            mean = ((tl.sum(gradient_low * a, 1) + tl.sum(gradient_high * b, 1)) / D)[:, None]
+            gradient_low = scale * (gradient_low - a * mean)
+            gradient_high = scale * (gradient_high - b * mean)
+        tl.store(to_source + low_at, gradient_low.to(to_source.dtype.element_ty), mask=inside)
+        tl.store(to_source + low_at + D // 2, gradient_high.to(to_source.dtype.element_ty), mask=inside)
     if LEARN:
         place = to_weight + tl.program_id(0) * D + half
-        tl.store(place, learnt_low, mask=half < D // 2)
-        tl.store(place + D // 2, learnt_high, mask=half < D // 2)
+        tl.store(place, weight_gradient_low, mask=half < D // 2)
+        tl.store(place + D // 2, weight_gradient_high, mask=half < D // 2)
 
 
-def turn_forward(
+def rotate_forward(
     source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
 ) -> Tensor:
-    """[R, heads * width] to [R, heads, width]: normed where there is a weight, turned by its position."""
+    """Apply the rotary embedding: [R, heads * width] to [R, heads, width]. With a weight, heads are RMS-normed first."""
     heads = source.shape[1] // width
     pairs = len(source) * heads
     out = torch.empty(len(source), heads, width, dtype=source.dtype, device=source.device)
     half = triton.next_power_of_2(width // 2)
     block = max(1, _BLOCK // half)
-    _turn[(triton.cdiv(pairs, block),)](
+    _rotate[(triton.cdiv(pairs, block),)](
         source, cosine, sine, cosine if weight is None else weight, out, epsilon, pairs, heads,
         D=width, HALF=half, BLOCK=block, NORM=weight is not None, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def turn_backward(
+def rotate_backward(
     source: Tensor,
     cosine: Tensor,
     sine: Tensor,
@@ -210,22 +212,22 @@ def turn_backward(
     *,
     learns: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """From the gradient [R, heads, width] at what was turned: those at the source and, in float32, the norm's weight."""
+    """Gradients of `source` and, in float32, of the norm's weight; `to_out` [R, heads, width] is the output's gradient."""
     width = to_out.shape[-1]
     heads = source.shape[1] // width
     pairs, half = len(source) * heads, triton.next_power_of_2(width // 2)
     block = max(1, 2 * _BLOCK // half)
     programs = _programs(triton.cdiv(pairs, block), source.device)
-    found = torch.empty_like(source)
-    parts = torch.empty(programs, width, dtype=torch.float32, device=source.device) if learns else found
-    _turn_backward[(programs,)](
-        source, cosine, sine, cosine if weight is None else weight, to_out.contiguous(), found, parts, epsilon, pairs, heads,
-        D=width, HALF=half, BLOCK=block, NORM=weight is not None, LEARN=learns, num_warps=4,
+    to_source = torch.empty_like(source)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=source.device) if learns else to_source
+    _rotate_backward[(programs,)](
+        source, cosine, sine, cosine if weight is None else weight, to_out.contiguous(), to_source, parts, epsilon, pairs,
+        heads, D=width, HALF=half, BLOCK=block, NORM=weight is not None, LEARN=learns, num_warps=4,
     )  # fmt: skip
-    return found, parts.sum(0) if learns else None
+    return to_source, parts.sum(0) if learns else None
 
 
-class _Turn(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int
@@ -233,58 +235,60 @@ class _Turn(torch.autograd.Function):
         source = source.contiguous()
         ctx.save_for_backward(source, cosine, sine, weight)
         ctx.epsilon = epsilon
-        return turn_forward(source, cosine, sine, weight, epsilon, width)
+        return rotate_forward(source, cosine, sine, weight, epsilon, width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         source, cosine, sine, weight = ctx.saved_tensors
         learns = weight is not None and ctx.needs_input_grad[3]
-        found, to_weight = turn_backward(source, cosine, sine, weight, ctx.epsilon, gradients[0], learns=learns)
-        return found, None, None, to_weight, None, None
+        to_source, to_weight = rotate_backward(source, cosine, sine, weight, ctx.epsilon, gradients[0], learns=learns)
+        return to_source, None, None, to_weight, None, None
 
 
-def turn(source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int) -> Tensor:
-    """`turn_forward` with a gradient."""
-    found: Tensor = _Turn.apply(source, cosine, sine, weight, epsilon, width)
-    return found
+def rotate(source: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsilon: float, width: int) -> Tensor:
+    """`rotate_forward` with a backward."""
+    out: Tensor = _Rotate.apply(source, cosine, sine, weight, epsilon, width)
+    return out
 
 
 @triton.jit
-def _swiglu_backward(gate, up, to_out, to_gate, to_up, out, N, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
+def _swiglu_backward(gate, up, to_out, to_gate, to_up, out, N, BLOCK: tl.constexpr, RECOMPUTE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < N
     g = tl.load(gate + place, mask=inside, other=0.0)
     u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    pull = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(to_out + place, mask=inside, other=0.0).to(tl.float32)
     x = g.to(tl.float32)
     share = tl.sigmoid(x)
     activated = (x * share).to(g.dtype).to(tl.float32)
-    if AGAIN:
+    if RECOMPUTE:
         tl.store(out + place, (activated * u).to(g.dtype), mask=inside)
-    # Where `to_up` is `to_out` itself, this place was read above and is read by nobody else.
-    tl.store(to_up + place, (pull * activated).to(g.dtype), mask=inside)
-    tl.store(to_gate + place, (pull * u * share * (1 + x * (1 - share))).to(g.dtype), mask=inside)
+    # If `to_up` shares the memory of `to_out`: this element was read above, and no other program reads it.
+    tl.store(to_up + place, (gradient * activated).to(g.dtype), mask=inside)
+    tl.store(to_gate + place, (gradient * u * share * (1 + x * (1 - share))).to(g.dtype), mask=inside)
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients at gate and up."""
+    """Gradients of gate and up."""
     to_gate, to_up = torch.empty_like(gate), torch.empty_like(up)
-    _swiglu_back(gate, up, to_out.contiguous(), to_gate, to_up, None)
+    _launch_swiglu_backward(gate, up, to_out.contiguous(), to_gate, to_up, None)
     return to_gate, to_up
 
 
-def swiglu_again(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up, which nobody kept, and the gradients at gate and up, the latter in the memory of `to_out`."""
+def recompute_swiglu_and_backward(gate: Tensor, up: Tensor, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up, recomputed, and the gradients of gate and up. The gradient of up overwrites `to_out`."""
     out, to_gate = torch.empty_like(gate), torch.empty_like(gate)
-    _swiglu_back(gate, up, to_out, to_gate, to_out, out)
+    _launch_swiglu_backward(gate, up, to_out, to_gate, to_out, out)
     return out, to_gate, to_out
 
 
-def _swiglu_back(gate: Tensor, up: Tensor, to_out: Tensor, to_gate: Tensor, to_up: Tensor, out: Tensor | None) -> None:
+def _launch_swiglu_backward(
+    gate: Tensor, up: Tensor, to_out: Tensor, to_gate: Tensor, to_up: Tensor, out: Tensor | None
+) -> None:
     count = gate.numel()
     _swiglu_backward[(triton.cdiv(count, _BLOCK),)](
-        gate, up, to_out, to_gate, to_up, to_gate if out is None else out, count, BLOCK=_BLOCK, AGAIN=out is not None,
+        gate, up, to_out, to_gate, to_up, to_gate if out is None else out, count, BLOCK=_BLOCK, RECOMPUTE=out is not None,
         num_warps=4,
     )  # fmt: skip
 
@@ -303,6 +307,6 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_with_gradient(gate: Tensor, up: Tensor) -> Tensor:
-    """`layers.swiglu` with a gradient."""
-    found: Tensor = _SwiGLU.apply(gate, up)
-    return found
+    """`layers.swiglu` with a backward."""
+    out: Tensor = _SwiGLU.apply(gate, up)
+    return out

@@ -1,7 +1,7 @@
-"""The small parts of a decoder layer, each as one kernel: norm with the residual added, heads made ready, SwiGLU.
+"""The small parts of a decoder layer, one kernel each: residual add with norm, rotary embedding of heads, SwiGLU.
 
 They round where the modules of transformers round (after the norm, after each product with a weight), so that a fused body
-differs from the plain one by the order of sums only.
+and the plain one differ only in the order of sums.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _normed(x, weight, count, epsilon):
+def _rms_norm(x, weight, count, epsilon):
     """RMS norm of one vector in float32, rounded before and after the weight as transformers does."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / count + epsilon)
     rounded = (x * scale).to(weight.dtype)
@@ -29,11 +29,11 @@ def _add_norm(residual, update, weight, residual_out, out, epsilon, N, NP: tl.co
         x = (x.to(tl.float32) + tl.load(update + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(residual_out + place, x, mask=inside)
     w = tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(out + place, _normed(x.to(tl.float32), w, N, epsilon), mask=inside)
+    tl.store(out + place, _rms_norm(x.to(tl.float32), w, N, epsilon), mask=inside)
 
 
 def add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(residual + update, its RMS norm times the weight) of [R, N]; without an update, the residual itself."""
+    """(residual + update, its RMS norm times the weight), both [R, N]. Without an update the first is `residual`."""
     rows, width = residual.shape
     out = torch.empty_like(residual)
     total = residual if update is None else torch.empty_like(residual)
@@ -93,14 +93,14 @@ def _heads(
         s_low = tl.load(sine + row * D + half, mask=inside, other=0.0).to(tl.float32)
         s_high = tl.load(sine + row * D + D // 2 + half, mask=inside, other=0.0).to(tl.float32)
         x, y = low.to(tl.float32), high.to(tl.float32)
-        turned_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
-        turned_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
+        rotated_low = ((x * c_low).to(kind).to(tl.float32) + (-y * s_low).to(kind).to(tl.float32)).to(kind)
+        rotated_high = ((y * c_high).to(kind).to(tl.float32) + (x * s_high).to(kind).to(tl.float32)).to(kind)
         if head < H:
             target = query_out + (row * H + head) * D
         else:
             target = keys + ((slot.to(tl.int64) * K + head - H) * T + column) * D
-        tl.store(target + half, turned_low, mask=inside)
-        tl.store(target + D // 2 + half, turned_high, mask=inside)
+        tl.store(target + half, rotated_low, mask=inside)
+        tl.store(target + D // 2 + half, rotated_high, mask=inside)
     else:
         source = value + (row * K + head - H - K) * D
         target = values + ((slot.to(tl.int64) * K + head - H - K) * T + column) * D
@@ -121,9 +121,10 @@ def heads(
     slot_length: Tensor,
     width: int,
 ) -> Tensor:
-    """Norm (where there is one) and turn queries and keys by their position; keys and values go to the slots' next column.
+    """Rotate queries and keys by their position and store keys and values in the KV cache; returns queries [R, H, D].
 
-    `query` [R, H * D], `key` and `value` [R, K * D]; `cosine` and `sine` [R, D]. Returns the queries [R, H, D].
+    With `norms`, heads are RMS-normed first. `query` is [R, H * D], `key` and `value` [R, K * D], `cosine` and `sine`
+    [R, D]. Each key and value goes to the next column of its row's slot.
     """
     rows = len(query)
     count, key_heads = query.shape[1] // width, key.shape[1] // width

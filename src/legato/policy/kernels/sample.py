@@ -1,8 +1,8 @@
-"""Choosing a token from logits by one uniform number per row, and its log-prob, in two readings of almost nothing.
+"""Sample a token from logits with one uniform number u per row, and compute its log-prob. Logits are read about once.
 
-    chunks    each program reads one chunk of a row once: its maximum and the sum of exp above it, in float32
-    pick      a program per row finds the chunk in which u times the total is reached, reads that chunk again, and finds
-              the token in it; the log-prob of the choice comes from the same float32 numbers
+    chunks    each program reads one chunk of a row: its maximum and its sum of exponentials relative to that, in float32
+    pick      one program per row finds the chunk in which the cumulative sum reaches u times the total, reads that chunk
+              again, and finds the token in it; the log-prob comes from the same float32 numbers
 The uniform number is splitmix64 of (seed, place), as in `rollouts/randomness.py`.
 """
 
@@ -28,7 +28,7 @@ def _chunks(logits, best_out, total_out, inverse_temperature, V, CHUNKS, CHUNK: 
 
 @triton.jit
 def _uniform(seed, place):
-    """The top 53 bits of splitmix64, as a number in [0, 1)."""
+    """A uniform number in [0, 1) from the top 53 bits of splitmix64(seed, place)."""
     state = seed.to(tl.uint64) + (place.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -76,9 +76,10 @@ def _pick(logits, best_in, total_in, slots, seeds, places, tokens_out, logprobs_
 def sample(
     logits: Tensor, slots: Tensor, seeds: Tensor, places: Tensor, *, temperature: float, add: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and float32 log-probs [R] from logits [R, V]; row r has the seed and the place (plus `add`) of its slot.
+    """Sample tokens [R] and their float32 log-probs [R] from logits [R, V].
 
-    Temperature 0 is greedy; its log-probs are those of temperature 1.
+    Row r draws with the seed of its slot at that slot's place plus `add`. Temperature 0 is greedy, with the log-probs of
+    temperature 1.
     """
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)

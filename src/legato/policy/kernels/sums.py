@@ -18,7 +18,7 @@ def _sum_uses(source, order, ends, out, N, BLOCK: tl.constexpr):
 
 
 def sum_uses(source: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-    """[R, ...]: row r is the sum of rows order[ends[r] : ends[r + 1]] of [M, ...]."""
+    """[R, ...], whose row r is the sum of the rows order[ends[r] : ends[r + 1]] of `source` [M, ...]."""
     rows = len(ends) - 1
     out = source.new_empty(rows, *source.shape[1:])
     width = out[0].numel() if rows else 0

@@ -11,10 +11,10 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -> bool:
-    """Whether a backward written by hand may add to the `.grad` of these weights; otherwise autograd must do it.
+    """Whether a hand-written backward may add to the `.grad` of these weights itself.
 
-    Autograd must if a weight has hooks, is no plain tensor (DTensor, quantised), or belongs to a module that shards its
-    weights. `modules`: the module that holds the weights, and the modules around it that may be sharded.
+    It must leave that to autograd if a weight has hooks, is not a plain tensor (DTensor, quantised), or belongs to a module
+    that shards its weights. `modules`: the module that holds the weights, and the modules that contain it.
     """
     for module in modules:
         if _is_sharded(cast(Any, type(module))):
@@ -24,7 +24,7 @@ def may_write_gradients(weights: Iterable[Tensor | None], *modules: nn.Module) -
 
 @functools.lru_cache
 def _is_sharded(kind: Any) -> bool:
-    # By name: the packages that shard take a while to import, and a module that is not sharded does not need it.
+    # Compared by name: importing the packages that shard takes a while, and a module that is not sharded needs none.
     return any(base.__name__ in _SHARDED for base in kind.__mro__)
 
 
@@ -34,7 +34,7 @@ def _is_free(weight: Tensor) -> bool:
 
 
 def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
-    """weight.grad += left right, in the dtype its gradient is kept in, without a second matrix of that size."""
+    """weight.grad += left @ right, in the dtype of the gradient, without a second matrix of that size."""
     if weight.grad is None:
         weight.grad = product(weight, left, right)
     elif weight.grad.dtype == left.dtype:
@@ -44,7 +44,7 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def product(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """left right, in the dtype in which the gradient of `weight` is kept."""
+    """left @ right, in the dtype of the gradient of `weight`."""
     dtype = weight.grad_dtype or weight.dtype
     return torch.mm(left, right) if dtype == left.dtype else torch.mm(left, right, out_dtype=dtype)
 

@@ -1,8 +1,8 @@
-"""A body through fused layer parts, for families whose layers are built as Llama's are: in decoding and in training.
+"""Runs the body of Llama-like families through fused layer parts, in decoding and in training.
 
-Per layer: norm, three projections, heads made ready and stored, attention, projection, norm with the residual, SwiGLU MLP.
-The projections are the model's own modules, so LoRA works unchanged. `why_not` checks every part of a body before anything
-runs; a body with an unknown part uses its own forward. The parts are Triton kernels (`kernels/layers.py`, with gradients in
+Per layer: norm, three projections, heads normed and rotated, attention, projection, norm with the residual, SwiGLU MLP.
+The projections are the model's own modules, so LoRA works unchanged. `why_not` checks every part of a body before it runs;
+a body with an unknown part uses its own forward. The parts are Triton kernels (`kernels/layers.py`, with gradients in
 `kernels/gradients.py`); on a CPU the same families decode through `unrolled.py`.
 """
 
@@ -19,7 +19,7 @@ from legato.policy.layers.accumulate import may_write_gradients
 from legato.policy.layers.layer import has_hooks, is_plain, is_swiglu, weights_of
 
 FAMILIES = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model", "Qwen3MoeModel", "MixtralModel")
-"""Bodies of transformers whose layers are made of these parts; a mixture of experts keeps its own MLP."""
+"""Bodies of transformers whose layers consist of these parts; a mixture of experts keeps its own MLP."""
 
 Norms = tuple[Tensor, Tensor, float]
 """Weights of the norms of queries and keys, and their epsilon."""
@@ -27,7 +27,7 @@ Norms = tuple[Tensor, Tensor, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """The projections of a layer for R tokens, and what is needed to turn them into heads."""
+    """The projections of a layer for R tokens, with the angles and norms that turn them into heads."""
 
     query: Tensor
     """[R, H * D]"""
@@ -51,7 +51,7 @@ AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]
 
 
 def why_not(body: Any) -> str | None:
-    """Why a body cannot be decoded through fused parts; None: it can."""
+    """Why a body cannot run through fused parts; None if it can."""
     name = type(body).__name__
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
@@ -74,7 +74,7 @@ def why_not(body: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The functions that a layer calls beside its projections."""
+    """The functions that a layer calls besides its projections."""
 
     ready: Ready
     attend: Attend
@@ -91,8 +91,8 @@ class Parts:
 def run_body(body: Any, tokens: Tensor, positions: Tensor, parts: Parts) -> Iterator[Tensor]:
     """The last hidden state [R, N] of R tokens at their positions: one per row in decoding, those of a pack in training.
 
-    Layers are called as modules, so that their hooks fire; inside, their `forward` is the fused one. Run the backward inside
-    too: gradient checkpointing calls the layers again.
+    Layers are called as modules, so that their hooks fire; inside the context their `forward` is the fused one. Run the
+    backward inside the context too: gradient checkpointing calls the layers again.
     """
     for number, layer in enumerate(body.layers):
         layer.forward = partial(_layer_forward, parts, number, body, layer)
@@ -123,12 +123,12 @@ def _last_hidden_state(body: Any, tokens: Tensor, positions: Tensor, parts: Part
     return out
 
 
-def _call(layer: Any, *given: Tensor | None) -> Any:
+def _call(layer: Any, *inputs: Tensor | None) -> Any:
     """Call a layer. Gradient checkpointing happens here: transformers' layers do it inside `__call__`.
 
     Without a gradient nothing is recomputed, and the states of random generators need not be saved.
     """
-    return layer(*given) if torch.is_grad_enabled() else nn.Module.__call__(layer, *given)
+    return layer(*inputs) if torch.is_grad_enabled() else nn.Module.__call__(layer, *inputs)
 
 
 def _layer_forward(

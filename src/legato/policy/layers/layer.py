@@ -1,10 +1,10 @@
-"""A decoder layer of plain projections as one function with its backward by hand.
+"""A decoder layer of plain projections as one autograd function with a hand-written backward.
 
 Autograd through the same parts (`fused.py`) saves the inputs of every part. Here the backward recomputes norms, rotated
-heads and the MLP's product, which saves a third of that memory, and the matrix products add weight gradients in float32.
-The forward calls the same parts: both ways compute the same bits.
+heads and the MLP's product, which saves a third of that memory. The matrix products accumulate weight gradients in float32.
+The forward calls the same parts as `fused.py`, so both compute the same bits.
 
-    t = residual + update      x = norm(t)      a = attention(turn(q), turn(k), v)      u = t + a Wo^T
+    t = residual + update      x = norm(t)      a = attention(rotate(q), rotate(k), v)      u = t + a Wo^T
     y = norm(u)                out = (silu(g) p) Wd^T,   g = y Wg^T,   p = y Wu^T       returns (u, out)
 """
 
@@ -34,7 +34,7 @@ def is_plain(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     if not is_swiglu(mlp):
         return False
-    # By the tables of modules and parameters: this is asked of every layer of every pack, and attributes are slow.
+    # Reads the tables of modules and parameters: this runs for every layer of every pack, and attributes are slow.
     for place, module in enumerate([*map(attention._modules.get, _PROJECTIONS), *map(mlp._modules.get, _MLP)]):
         if type(module) is not nn.Linear or has_hooks(module) or (place >= 3 and module._parameters["bias"] is not None):
             return False
@@ -62,7 +62,7 @@ def run_plain_layer(
     """Run a layer that `is_plain` on the tokens of a pack; returns (residual, update), where the update is not added yet."""
     attention = layer.self_attn
     query_norm = getattr(attention, "q_norm", None)
-    how = _How(
+    options = _Options(
         spans=spans,
         width=attention.head_dim,
         scaling=attention.scaling,
@@ -70,24 +70,24 @@ def run_plain_layer(
         heads=0.0 if query_norm is None else query_norm.variance_epsilon,
         second=layer.post_attention_layernorm.variance_epsilon,
     )
-    found: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
-        how,
+    output: tuple[Tensor, Tensor] = _Layer.apply(  # type: ignore[no-untyped-call]
+        options,
         residual,
         update,
         cosine,
         sine,
         *weights_of(layer),
     )
-    return found
+    return output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
+class _Options:
     spans: Spans
     width: int
     scaling: float
     first: float
-    """Epsilon of the norm before attention; of the heads' norms; of the one before the MLP."""
+    """Epsilons: of the norm before attention, of the heads' norms (`heads`), of the norm before the MLP (`second`)."""
     heads: float
     second: float
 
@@ -96,7 +96,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: _How,
+        options: _Options,
         residual: Tensor,
         update: Tensor | None,
         cosine: Tensor,
@@ -106,27 +106,27 @@ class _Layer(torch.autograd.Function):
         from legato.policy.kernels.layers import add_norm, swiglu
 
         first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = weights
-        total, x = add_norm(residual, update, first_norm, how.first)
+        total, x = add_norm(residual, update, first_norm, options.first)
         query, key, value = linear(x, wq, bq), linear(x, wk, bk), linear(x, wv, bv)
         del x
-        asked, keys, values = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
-        said, normaliser = how.spans.attend_forward(asked, keys, values, how.scaling, None)
-        after, y = add_norm(total, linear(said.flatten(1), wo), second_norm, how.second)
+        queries, keys, values = _heads(options, query, key, value, cosine, sine, query_norm, key_norm)
+        attended, normaliser = options.spans.attend_forward(queries, keys, values, options.scaling, None)
+        after, y = add_norm(total, linear(attended.flatten(1), wo), second_norm, options.second)
         gate, up = linear(y, wg), linear(y, wu)
         out = linear(swiglu(gate, up), wd)
-        # The weights themselves: gradient checkpointing would hand back copies, whose `.grad` nobody reads.
-        ctx.how, ctx.adds, ctx.weights = how, update is not None, weights
-        ctx.save_for_backward(total, query, key, value, said, after, gate, up, cosine, sine, normaliser)
+        # Saved as attributes: `save_for_backward` under gradient checkpointing returns copies, whose `.grad` nobody reads.
+        ctx.options, ctx.adds, ctx.weights = options, update is not None, weights
+        ctx.save_for_backward(total, query, key, value, attended, after, gate, up, cosine, sine, normaliser)
         ctx.set_materialize_grads(False)
         return after, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_after: Tensor | None, to_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        from legato.policy.kernels.gradients import norm_backward, swiglu_again, turn_backward
+        from legato.policy.kernels.gradients import norm_backward, recompute_swiglu_and_backward, rotate_backward
 
-        how: _How = ctx.how
-        total, query, key, value, said, after, gate, up, cosine, sine, normaliser = ctx.saved_tensors
+        options: _Options = ctx.options
+        total, query, key, value, attended, after, gate, up, cosine, sine, normaliser = ctx.saved_tensors
         first_norm, second_norm, query_norm, key_norm, wq, wk, wv, wo, wg, wu, wd, bq, bk, bv = ctx.weights
         nothing = (None,) * (5 + len(ctx.weights))
         if to_out is None:
@@ -134,45 +134,47 @@ class _Layer(torch.autograd.Function):
                 return nothing
             to_out = torch.zeros_like(after)
 
-        product, to_gate, to_up = swiglu_again(gate, up, to_out @ wd)
-        _add(wd, to_out, product)
+        product, to_gate, to_up = recompute_swiglu_and_backward(gate, up, to_out @ wd)
+        _add_projection(wd, to_out, product)
         del product
         to_y = (to_gate @ wg).addmm_(to_up, wu)
         y, learns = torch.empty_like(after), second_norm.requires_grad
-        to_after, to_norm = norm_backward(after, second_norm, how.second, to_y, to_after, learns=learns, out=y)
+        to_after, to_norm = norm_backward(after, second_norm, options.second, to_y, to_after, learns=learns, out=y)
         del to_y
         _add_vector(second_norm, to_norm)
-        _add(wg, to_gate, y)
-        _add(wu, to_up, y)
+        _add_projection(wg, to_gate, y)
+        _add_projection(wu, to_up, y)
         del to_gate, to_up, y
 
-        _add(wo, to_after, said.flatten(1))
-        to_said = (to_after @ wo).view_as(said)
-        heads = _heads(how, query, key, value, cosine, sine, query_norm, key_norm)
-        to_asked, to_keys, to_values = how.spans.attend_backward(*heads, said, normaliser, to_said, how.scaling, None)
-        del heads, to_said
+        _add_projection(wo, to_after, attended.flatten(1))
+        to_attended = (to_after @ wo).view_as(attended)
+        heads = _heads(options, query, key, value, cosine, sine, query_norm, key_norm)
+        to_queries, to_keys, to_values = options.spans.attend_backward(
+            *heads, attended, normaliser, to_attended, options.scaling, None
+        )
+        del heads, to_attended
         angles, learns = (cosine, sine), query_norm is not None and query_norm.requires_grad
-        to_query, to_query_norm = turn_backward(query, *angles, query_norm, how.heads, to_asked, learns=learns)
+        to_query, to_query_norm = rotate_backward(query, *angles, query_norm, options.heads, to_queries, learns=learns)
         learns = key_norm is not None and key_norm.requires_grad
-        to_key, to_key_norm = turn_backward(key, *angles, key_norm, how.heads, to_keys, learns=learns)
+        to_key, to_key_norm = rotate_backward(key, *angles, key_norm, options.heads, to_keys, learns=learns)
         _add_vector(query_norm, to_query_norm)
         _add_vector(key_norm, to_key_norm)
         to_value = to_values.flatten(1)
 
         to_x = (to_query @ wq).addmm_(to_key, wk).addmm_(to_value, wv)
         x, learns = torch.empty_like(total), first_norm.requires_grad
-        to_total, to_norm = norm_backward(total, first_norm, how.first, to_x, to_after, learns=learns, out=x)
+        to_total, to_norm = norm_backward(total, first_norm, options.first, to_x, to_after, learns=learns, out=x)
         del to_x
         _add_vector(first_norm, to_norm)
         for weight, bias, towards in ((wq, bq, to_query), (wk, bk, to_key), (wv, bv, to_value)):
-            _add(weight, towards, x)
+            _add_projection(weight, towards, x)
             if bias is not None and bias.requires_grad:
                 add_gradient(bias, towards.sum(0, dtype=torch.float32))
         return None, to_total, to_total if ctx.adds else None, *nothing[3:]
 
 
 def _heads(
-    how: _How,
+    options: _Options,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,17 +184,17 @@ def _heads(
     key_norm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, heads, D] ready for attention."""
-    from legato.policy.kernels.gradients import turn_forward
+    from legato.policy.kernels.gradients import rotate_forward
 
-    asked = turn_forward(query, cosine, sine, query_norm, how.heads, how.width)
-    keys = turn_forward(key, cosine, sine, key_norm, how.heads, how.width)
-    return asked, keys, value.view(len(value), -1, how.width)
+    queries = rotate_forward(query, cosine, sine, query_norm, options.heads, options.width)
+    keys = rotate_forward(key, cosine, sine, key_norm, options.heads, options.width)
+    return queries, keys, value.view(len(value), -1, options.width)
 
 
-def _add(weight: Tensor, towards: Tensor, given: Tensor) -> None:
-    """The gradient of a projection's weight: of `given weight^T`, where `towards` is the gradient."""
+def _add_projection(weight: Tensor, to_output: Tensor, inputs: Tensor) -> None:
+    """Add the gradient of the weight of a projection `inputs weight^T`; `to_output` is the gradient of its output."""
     if weight.requires_grad:
-        add_product(weight, towards.t(), given)
+        add_product(weight, to_output.t(), inputs)
 
 
 def _add_vector(weight: Tensor | None, gradient: Tensor | None) -> None:

@@ -1,11 +1,11 @@
-"""Products with a layer's matrices on a CPU, the matrices copied into the order in which the processor reads them.
+"""Matrix products on a CPU from reordered copies of a layer's weights, laid out as the processor reads them.
 
-At the few dozen rows of a decoding batch the general product leaves a third of one core unused and half of two. oneDNN's
-product over reordered weights uses them. Matrices that read the same input are one product.
+At the few dozen rows of a decode batch, the general matrix product leaves a third of one core unused, and half of two cores.
+oneDNN's product over reordered weights uses them. Layers that read the same input become one product.
 
-A copy lives for one burst of requests: it is dropped when the engine is idle or new weights are published, so it never goes
-stale. It uses the memory of the gradients, which do not exist at that time. A layer that is not plain float32 (LoRA, hooks,
-another dtype) is called as it is.
+A copy lives for one burst of requests: the engine drops it when idle or when new weights are published, so it cannot go
+stale. It takes the bytes of the gradients, which do not exist at that time. A layer that is not plain float32 (LoRA, hooks,
+another dtype) is called as a module.
 """
 
 from collections.abc import Sequence
@@ -16,68 +16,68 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 MOST_BYTES = 4 * 2**30
-"""Copies above this size in all are not made."""
+"""No weights are copied if the copies of a model would take more bytes than this."""
 
 _ROWS = 32
-"""The layout is for about so many rows; it was the fastest or near it from 4 to 512."""
+"""The number of input rows that oneDNN lays the weights out for. 32 was the fastest or close to it from 4 to 512 rows."""
 
 
 class Product(nn.Module):
-    """The outputs of some layers side by side, with the operations that often follow."""
+    """The outputs of some layers side by side, and the operations that often follow."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = tuple(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: list[Tensor] = [layer(x) for layer in self.layers]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        outputs: list[Tensor] = [layer(x) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def activated(self, x: Tensor) -> Tensor:
+    def silu_of(self, x: Tensor) -> Tensor:
         """silu of the product."""
-        found: Tensor = silu(self(x))
-        return found
+        output: Tensor = silu(self(x))
+        return output
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
         """The product times another table, elementwise."""
-        found: Tensor = self(x) * factor
-        return found
+        output: Tensor = self(x) * factor
+        return output
 
     def plus(self, x: Tensor, term: Tensor) -> Tensor:
         """The product plus another table."""
-        found: Tensor = self(x) + term
-        return found
+        output: Tensor = self(x) + term
+        return output
 
 
 class ReorderedProduct(Product):
-    """The same from a reordered copy of the matrices; oneDNN fuses the operation that follows."""
+    """The same product from a reordered copy of the weights; oneDNN fuses the operation that follows."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__(())
         weights = [layer.weight.detach() for layer in layers]
-        together = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.matrix: Any = torch.ops.mkldnn._reorder_linear_weight(together, _ROWS)
+        joined_weights = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.matrix: Any = torch.ops.mkldnn._reorder_linear_weight(joined_weights, _ROWS)
         self.offset = _joined_bias(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.offset, "none", [], "")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.offset, "none", [], "")
+        return output
 
-    def activated(self, x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.offset, "swish", [], "")
-        return found
+    def silu_of(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.offset, "swish", [], "")
+        return output
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.matrix, self.offset, "mul")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.matrix, self.offset, "mul")
+        return output
 
     def plus(self, x: Tensor, term: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, term, self.matrix, self.offset, "add")
-        return found
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, term, self.matrix, self.offset, "add")
+        return output
 
 
 def product(*layers: nn.Module, copied: bool) -> Product:
-    """The product with some layers; `copied`: from a reordered copy, if every layer allows it."""
+    """A `Product` of some layers; with `copied` a `ReorderedProduct`, if every layer is plain float32."""
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and _is_plain(layer)]
     return ReorderedProduct(plain) if copied and len(plain) == len(layers) else Product(layers)
 

@@ -1,4 +1,4 @@
-"""A body of a known family (`fused.py`) as plain torch calls, for engines on a CPU. It computes no gradient.
+"""The body of a known family (`fused.py`) as plain torch calls, for engines on a CPU. It has no backward.
 
 Per layer: norm, one product for queries, keys and values, rotation, attention, product with the residual added, norm, SwiGLU
 MLP with the residual added.
@@ -30,7 +30,7 @@ class _Layer:
     norms: Norms | None
     queries: int
     """How many of the heads are queries."""
-    turning: int
+    rotated: int
     """How many are queries or keys."""
     width: int
     scaling: float
@@ -53,7 +53,7 @@ def _layer(layer: Any, config: Any, copied: bool) -> _Layer:
         heads=product(attention.q_proj, attention.k_proj, attention.v_proj, copied=copied),
         norms=norms,
         queries=config.num_attention_heads,
-        turning=config.num_attention_heads + config.num_key_value_heads,
+        rotated=config.num_attention_heads + config.num_key_value_heads,
         width=attention.head_dim,
         scaling=attention.scaling,
         out=product(attention.o_proj, copied=copied),
@@ -67,7 +67,7 @@ def _norm(norm: Any) -> tuple[Tensor, float]:
 
 
 class Unrolled:
-    """A body for the time of one call; it may hold copies of the weights from the moment it was built."""
+    """A body for the duration of one call. It may hold copies of the weights, made when it was built."""
 
     def __init__(self, model: Any) -> None:
         self.decoder = model.get_decoder()
@@ -98,9 +98,9 @@ class Unrolled:
         cosine, sine = self.decoder.rotary_emb(residual.unsqueeze(0), positions.unsqueeze(0))
         # Rotary embedding: each half of a head is rotated by the other half, the first with the sign changed.
         low, high = sine[0].chunk(2, 1)
-        turn = cosine[0].unsqueeze(1), torch.cat([-low, high], 1).unsqueeze(1)
+        rotation = cosine[0].unsqueeze(1), torch.cat([-low, high], 1).unsqueeze(1)
         for number, layer in enumerate(self.layers):
-            query, key, value = _project_heads(layer, _apply_norm(residual, layer.first), *turn)
+            query, key, value = _project_heads(layer, _apply_norm(residual, layer.first), *rotation)
             attended = attend(number, query, key, value, layer.scaling)
             if wanted is not None and number == len(self.layers) - 1:
                 attended, residual = attended[wanted], residual[wanted]
@@ -108,7 +108,7 @@ class Unrolled:
             x = _apply_norm(residual, layer.second)
             if isinstance(layer.mlp, tuple):
                 gate, up, down = layer.mlp
-                residual = down.plus(up.times(x, gate.activated(x)), residual)
+                residual = down.plus(up.times(x, gate.silu_of(x)), residual)
             else:
                 output = layer.mlp(x.unsqueeze(1))
                 residual = residual + (output[0] if isinstance(output, tuple) else output)[:, 0]
@@ -123,7 +123,7 @@ def _project_heads(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tu
     """Queries, keys and values as heads; queries and keys are normed (if the family does that) and rotated."""
     width, queries = layer.width, layer.queries
     heads = layer.heads(x).reshape(len(x), -1, width)
-    both = heads[:, : layer.turning]
+    both = heads[:, : layer.rotated]
     if layer.norms is not None:
         query, key = both[:, :queries], both[:, queries:]
         epsilon = layer.norms[2]
@@ -131,4 +131,4 @@ def _project_heads(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor) -> tu
             [rms_norm(query, (width,), layer.norms[0], epsilon), rms_norm(key, (width,), layer.norms[1], epsilon)], 1
         )
     both = (both * cosine).addcmul_(both.roll(width // 2, -1), sine)
-    return both[:, :queries], both[:, queries:], heads[:, layer.turning :]
+    return both[:, :queries], both[:, queries:], heads[:, layer.rotated :]

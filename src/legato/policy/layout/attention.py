@@ -1,8 +1,8 @@
-"""One attention function for everything the body of a policy is used for: training packs, prefill, decode.
+"""One attention function for training packs, prefill and decode.
 
-It is registered with transformers under the name "legato" and asks the current view how tokens are laid out. A body uses it
-only inside `attending`; outside, the model keeps its own attention. Sliding windows, soft-capped scores and attention sinks
-are supported (the last two by plain matrix products).
+It is registered with transformers under the name "legato" and calls the current view, which knows how tokens are laid out. A
+body uses it only inside `attending`; outside, the model keeps its own attention. Sliding windows, soft-capped scores and
+attention sinks are supported, the last two by plain matrix products.
 """
 
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ class Heads:
 
 @runtime_checkable
 class View(Protocol):
-    """How the tokens of a forward pass are laid out, and which tokens each may see."""
+    """How the tokens of a forward pass are laid out, and which tokens each token attends to."""
 
     def attend(self, heads: Heads) -> Tensor:
-        """[batch, tokens, heads, width]"""
+        """The attention output, [batch, tokens, heads, width]."""
 
 
 # A list and not a context variable: under gradient checkpointing the backward recomputes layers in threads of its own.
@@ -110,11 +110,11 @@ def attend(heads: Heads, query: Tensor, key: Tensor, value: Tensor, bias: Tensor
 
 
 def causal_bias(length: int, like: Tensor) -> Tensor:
-    """[1, 1, length, length]: 0 where a token may look, minus infinity where it may not."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
-    return as_bias(seen[None, None], like)
+    """[1, 1, length, length]: 0 where a query attends to a key, minus infinity elsewhere."""
+    visible = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
+    return as_bias(visible[None, None], like)
 
 
-def as_bias(seen: Tensor, like: Tensor) -> Tensor:
-    """The bias added to the scores: 0 where `seen`, minus infinity elsewhere."""
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, -torch.inf)
+def as_bias(visible: Tensor, like: Tensor) -> Tensor:
+    """The bias added to the scores: 0 where `visible`, minus infinity elsewhere."""
+    return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill(~visible, -torch.inf)

@@ -4,7 +4,7 @@ An example, two responses "5$" and "61$" of the prompt "2+3=" (G = 1 prompt, R =
     input      2 + 3 =  5  6 1          the last token of a response is predicted, never read
     position   0 1 2 3  4  4 5
     read at    = 5   = 6 1              whose logits give 5 $ and 6 1 $
-Each response sees its prompt and itself; the numbers are those of every sequence alone.
+Each response attends to its prompt and itself, so its log-probs are those of the sequence alone.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +23,7 @@ from legato.policy.layout.spans import Spans, Uses, move_to_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Some rows of a table as one sequence of tokens for the body; also the view its attention takes."""
+    """Some rows of a table as one sequence of tokens for the body; it is also the view for attention."""
 
     rows: Tensor
     """[R]: which rows of the table."""
@@ -34,13 +34,13 @@ class Pack:
     positions: Tensor
     """[N]"""
     source: Tensor
-    """[N]: where each token stands in the texts: prompts [G, P] flattened, then responses [B, T]."""
+    """[N]: the index of each token in the texts: prompts [G, P] flattened, then responses [B, T] flattened."""
     read: Tensor
-    """[K]: at which of the N tokens logits are wanted."""
+    """[K]: at which of the N tokens logits are read."""
     targets: Tensor
-    """[K]: the token each of them predicts."""
+    """[K]: the token that each of those logits predicts."""
     place: Tensor
-    """[K]: where it goes in the flattened [R, width]."""
+    """[K]: the index of each target in the flattened [R, width]."""
     temperature: Tensor
     """[K]"""
     prefix: Tensor
@@ -52,15 +52,15 @@ class Pack:
     prefix_lengths: Tensor
     suffix_lengths: Tensor
     owner: Tensor
-    """[R]: which prefix."""
+    """[R]: the prefix of each row."""
     counts: tuple[int, ...]
-    """[R]: how many of the K tokens are of each row; known on the host."""
+    """[R]: how many of the K targets each row has; known on the host."""
     prefix_tokens: int
-    """How many of the N tokens are of prompts; they come first."""
+    """How many of the N tokens are prompt tokens; they come first."""
     spans: Spans | None = None
-    """Where the sequences lie, on a GPU."""
+    """The tiles of prompts and responses; on a GPU only."""
     reads: Uses | None = None
-    """`read` and its deterministic backward, on a GPU."""
+    """`read` with a deterministic backward; on a GPU only."""
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     @one_thread()
@@ -111,7 +111,7 @@ class Pack:
         return table.transpose(1, 2)
 
     def _bias(self, window: int | None, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The attention biases of prefixes and suffixes. Prefixes are causal: their padding comes last, unseen."""
+        """The attention biases of prefixes and suffixes. Prefixes are causal, and their padding comes last."""
         kind = (window, like.dtype)
         if kind not in self._biases:
             device, width, depth = like.device, self.prefix.shape[1], self.suffix.shape[1]
@@ -119,14 +119,14 @@ class Pack:
             lengths = self.prefix_lengths[self.owner, None]
             at_prefix = (columns < lengths)[:, None, :].expand(-1, depth, -1)
             at_suffix = (steps[:, None] >= steps)[None].expand(len(self.owner), -1, -1)
-            seen, first = torch.cat([at_prefix, at_suffix], 2), None
+            visible, first = torch.cat([at_prefix, at_suffix], 2), None
             if window is not None:
                 here = lengths + steps
                 there = torch.cat([columns.expand(len(self.owner), -1), here], 1)
-                seen = seen & (here[:, :, None] - there[:, None, :] < window)
+                visible = visible & (here[:, :, None] - there[:, None, :] < window)
                 near = columns[:, None] - columns
                 first = as_bias(((near >= 0) & (near < window))[None, None], like)
-            self._biases[kind] = (first, as_bias(seen.unsqueeze(1), like))
+            self._biases[kind] = (first, as_bias(visible.unsqueeze(1), like))
         return self._biases[kind]
 
 
@@ -143,14 +143,14 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        towards = gradients[0].new_zeros(ctx.shape)
+        to_values = gradients[0].new_zeros(ctx.shape)
         flat = gradients[0].reshape(-1, *ctx.shape[1:])
-        towards[ctx.first : ctx.first + len(inverse)] = flat.index_select(0, inverse)
-        return towards, None, None, None
+        to_values[ctx.first : ctx.first + len(inverse)] = flat.index_select(0, inverse)
+        return to_values, None, None, None
 
 
 class _Select(torch.autograd.Function):
-    """Some rows of a table in a given order. Subclasses define backward."""
+    """Some rows of a table in the order of `index`. Subclasses define backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ def _flat(values: Tensor) -> Tensor:
 
 @one_thread()
 def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
-    """The given rows as one pack. Built on the host, where lengths are known without asking a GPU.
+    """Lay some rows out as one pack, on the host, where lengths are known without waiting for a GPU.
 
-    Not `shared`: every row has a prompt of its own, as most trainers do it; the numbers are the same.
+    If not `shared`, every row gets its own copy of the prompt, as in most trainers; the log-probs are the same.
     """
     device = texts.tokens.device
     groups, owner = texts.group[rows], torch.arange(len(rows), device=device)
@@ -201,54 +201,56 @@ def pack(texts: Texts, rows: Tensor, *, shared: bool = True) -> Pack:
     deep = max(width - 1, 0)
     columns, steps = torch.arange(int(prefix_lengths.max()), device=device), torch.arange(deep, device=device)
     in_prefix, in_suffix = columns < prefix_lengths[:, None], steps < (lengths - 1).clamp(min=0)[:, None]
-    prefix = _numbered(in_prefix)
-    # Responses of one prompt lie together, whatever the order of the rows.
+    prefix = _running_numbers(in_prefix)
+    # Responses of one prompt are adjacent, whatever the order of the rows.
     order = torch.argsort(owner, stable=True)
 
-    def laid(values: Tensor) -> Tensor:
-        """[R, S] to the tokens of the responses as they lie."""
+    def in_pack_order(values: Tensor) -> Tensor:
+        """[R, S] to the response tokens in pack order."""
         return values[order][in_suffix[order]]
 
-    numbered = torch.empty_like(in_suffix, dtype=torch.int64)
-    numbered[order] = _numbered(in_suffix[order]) + in_prefix.sum()
-    suffix = torch.where(in_suffix, numbered, 0)
+    numbers = torch.empty_like(in_suffix, dtype=torch.int64)
+    numbers[order] = _running_numbers(in_suffix[order]) + in_prefix.sum()
+    suffix = torch.where(in_suffix, numbers, 0)
 
-    tokens, written = texts.tokens[rows, :width], texts.mask[rows, :width]
-    written = written & (torch.arange(width, device=device) < lengths[:, None])
+    tokens, is_target = texts.tokens[rows, :width], texts.mask[rows, :width]
+    is_target = is_target & (torch.arange(width, device=device) < lengths[:, None])
     last = prefix.gather(1, prefix_lengths[:, None] - 1)[owner]
     read = torch.cat([last, suffix], 1)[:, :width]
     inputs = tokens[:, :deep]
     return Pack(
         rows=rows,
         width=width,
-        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], laid(inputs)]),
-        positions=torch.cat([columns.expand(len(groups), -1)[in_prefix], laid(prefix_lengths[owner, None] + steps)]),
+        tokens=torch.cat([texts.prompts[groups][:, : in_prefix.shape[1]][in_prefix], in_pack_order(inputs)]),
+        positions=torch.cat(
+            [columns.expand(len(groups), -1)[in_prefix], in_pack_order(prefix_lengths[owner, None] + steps)]
+        ),
         source=torch.cat(
             [
                 (groups[:, None] * texts.prompts.shape[1] + columns)[in_prefix],
-                laid(texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps),
+                in_pack_order(texts.prompts.numel() + rows[:, None] * texts.tokens.shape[1] + steps),
             ]
         ),
-        read=read[written],
-        targets=tokens[written],
-        place=written.reshape(-1).nonzero().squeeze(1),
-        temperature=texts.temperature[rows, None].expand(-1, width)[written],
+        read=read[is_target],
+        targets=tokens[is_target],
+        place=is_target.reshape(-1).nonzero().squeeze(1),
+        temperature=texts.temperature[rows, None].expand(-1, width)[is_target],
         prefix=torch.where(in_prefix, prefix, 0),
         suffix=suffix,
         restore=torch.cat(
             [
                 in_prefix.reshape(-1).nonzero().squeeze(1),
-                in_prefix.numel() + laid(torch.arange(in_suffix.numel()).reshape(in_suffix.shape)),
+                in_prefix.numel() + in_pack_order(torch.arange(in_suffix.numel()).reshape(in_suffix.shape)),
             ]
         ),
         prefix_lengths=prefix_lengths,
         suffix_lengths=(lengths - 1).clamp(min=0),
         owner=owner,
-        counts=tuple(written.sum(1).tolist()),
+        counts=tuple(is_target.sum(1).tolist()),
         prefix_tokens=int(prefix_lengths.sum()),
     )
 
 
-def _numbered(present: Tensor) -> Tensor:
-    """The running number of each place that is present, row by row."""
+def _running_numbers(present: Tensor) -> Tensor:
+    """The running number of each True entry of `present`, row by row."""
     return (present.reshape(-1).cumsum(0) - 1).reshape(present.shape)

@@ -1,7 +1,7 @@
-"""Attention of a pack on a GPU without a padded table: where its sequences lie, cut into tiles.
+"""Attention over a pack on a GPU without padded tables: its prompts and responses, cut into tiles.
 
-A pack holds prompts, then responses in the order of their prompts. A response sees its prompt, which is stored once, and
-itself. `kernels/attention.py` reads the keys in place and adds up gradients in a fixed order.
+A pack holds prompts, then responses in the order of their prompts. A response attends to its prompt, which is stored once,
+and to itself. `kernels/attention.py` reads the keys in place and adds up gradients in a fixed order.
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from legato.core.device import to_device
 
 TILE = 64
-"""Tokens of a tile, of queries or of keys."""
+"""The most tokens in a tile, of queries or of keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class Uses:
 
             return sum_uses(gradient.contiguous(), self.order, self.ends)
         exact = torch.promote_types(gradient.dtype, torch.float32)
-        found = gradient.new_zeros(len(self.ends) - 1, *gradient.shape[1:], dtype=exact)
-        return found.index_add_(0, self.index, gradient.to(exact)).to(gradient.dtype)
+        sums = gradient.new_zeros(len(self.ends) - 1, *gradient.shape[1:], dtype=exact)
+        return sums.index_add_(0, self.index, gradient.to(exact)).to(gradient.dtype)
 
 
 class _Take(torch.autograd.Function):
@@ -68,13 +68,13 @@ class Spans:
     places: Tensor
     """[N] int32: the position of each token in its text."""
     query_tiles: Tensor
-    """[tiles, 5] int32: first token, its span from and to, the prompt's first token and length (0: none)."""
+    """[tiles, 5] int32: first token, begin and end of its span, first token and length of its prompt (length 0: none)."""
     key_tiles: Tensor
-    """[tiles, 5] int32: first token, its span from and to, the responses that attend to it from and to."""
+    """[tiles, 5] int32: first token, begin and end of its span, begin and end of the responses that attend to it."""
 
     @classmethod
     def from_lengths(cls, prefix_lengths: Tensor, suffix_lengths: Tensor, owner: Tensor, positions: Tensor) -> "Spans":
-        """On the host; responses in the order of their prompts."""
+        """Compute the tiles on the host; responses must be in the order of their prompts."""
         lengths = torch.cat([prefix_lengths, suffix_lengths])
         prefix_first = prefix_lengths.cumsum(0) - prefix_lengths
         suffix_first = prefix_lengths.sum() + suffix_lengths.cumsum(0) - suffix_lengths
@@ -155,7 +155,7 @@ def _prompts_of_spans(prefix_lengths: Tensor, prefix_first: Tensor, owner: Tenso
 
 
 def _responses_of_spans(suffix_lengths: Tensor, suffix_first: Tensor, owner: Tensor, prompts: int) -> tuple[Tensor, Tensor]:
-    """For every span the response tokens that attend to it, from and to; only prompts have any, and they lie together."""
+    """For every span, begin and end of the response tokens that attend to it; they are adjacent. Only prompts have any."""
     tokens = torch.zeros(prompts, dtype=torch.int64).index_add_(0, owner, suffix_lengths)
     begin = suffix_first[:1].sum() + tokens.cumsum(0) - tokens
     none = torch.zeros_like(suffix_lengths)

@@ -1,4 +1,7 @@
-"""LoRA through peft: small trained matrices beside frozen ones. Served unmerged: what is sampled is what is trained."""
+"""LoRA through peft: small trained matrices beside frozen weights.
+
+Adapters are never merged for sampling, so the sampler and the trainer compute with the same numbers.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,19 +15,22 @@ from legato.errors import InputError
 
 @settings(resume="refused")
 class Lora:
-    """The size and place of the adapters."""
+    """The size of the adapters, and which modules get them."""
 
     rank: int = integer(default=16, says="Rank of the adapters.", minimum=1)
     alpha: float | None = number(
-        default=None, says="Their scale times the rank; absent: twice the rank.", above=0.0, optional=True
+        default=None,
+        says="LoRA's alpha: adapters are scaled by alpha / rank; absent: twice the rank.",
+        above=0.0,
+        optional=True,
     )
     targets: tuple[str, ...] = texts(
-        default=(), says="Names of the modules that get one; empty: every linear layer but the output's."
+        default=(), says="Names of the modules that get adapters; empty: every linear layer except the output layer."
     )
 
 
 def with_lora(model: Any, lora: Lora, saved: Path | None = None, *, seed: int = 0) -> Any:
-    """The model with adapters, fresh (drawn from `seed`) or from a folder; only they are trained."""
+    """Wrap the model with adapters, new (drawn from `seed`) or loaded from the folder `saved`. Only adapters are trained."""
     try:
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError:
@@ -39,7 +45,7 @@ def with_lora(model: Any, lora: Lora, saved: Path | None = None, *, seed: int = 
         task_type="CAUSAL_LM",
     )
     try:
-        # peft draws from the global generators: those of a run must not depend on whether it has adapters.
+        # peft draws from the global generators. Their state in a run must not depend on whether it has adapters.
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return get_peft_model(model, config)

@@ -30,21 +30,21 @@ class Loading:
         "bfloat16",
         "float64",
         default="auto",
-        says="Of the weights; auto: bfloat16 on a GPU, float32 on a CPU. Log-probs are float32 or better whatever it is.",
+        says="Dtype of the weights; auto: bfloat16 on a GPU, float32 on a CPU. Log-probs are float32 or better whatever it"
+        " is.",
         resume="refused",
     )
-    device: str = choice("auto", "cpu", "cuda", default="auto", says="Where; auto: a GPU if there is one.")
+    device: str = choice("auto", "cpu", "cuda", default="auto", says="Device of the policy; auto: a GPU if there is one.")
     trust_remote_code: bool = flag(
         default=False, says="Whether code that comes with a model may run. It can do anything you can."
     )
     gradient_checkpointing: bool | str = flag_or(
         "auto",
         default="auto",
-        says="Computes activations again in the backward pass: less memory, more time, the same result; auto: if they do"
-        " not fit.",
+        says="Recomputes activations in the backward: less memory, more time, the same result; auto: if they do not fit.",
         resume="free",
     )
-    packing: bool = flag(default=True, says="Whether responses stand one after the other in a row, without padding.")
+    packing: bool = flag(default=True, says="Lays responses end to end in packs, without padding.")
     frozen: tuple[str, ...] = texts(
         default=(), says='Parameters that are not trained, by patterns of their names: "*embed_tokens*".', resume="refused"
     )
@@ -69,9 +69,10 @@ def load_policy(
     saved: Path | None = None,
     value_head: bool = False,
 ) -> Policy:
-    """The policy a name stands for, ready to train; `saved` is the model folder of a checkpoint to take weights from.
+    """Load a policy by model name, folder or module, ready to train; `saved` is a checkpoint's model folder to load instead.
 
-    With `loading.gradient_checkpointing = "auto"` it stays off here; `run/memory.py` decides once the policy is loaded.
+    With `loading.gradient_checkpointing = "auto"` checkpointing stays off here; `run/memory.py` decides once the
+    policy is loaded.
     """
     _no_progress_bars()
     device = _device(loading.device)
@@ -79,18 +80,18 @@ def load_policy(
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     notes: list[str] = []
     if saved is not None and loading.lora is None:
-        own_tokenizer, module = _pretrained(str(saved), dtype, loading.trust_remote_code)
+        own_tokenizer, module = _load_pretrained(str(saved), dtype, loading.trust_remote_code)
     else:
         own_tokenizer, module = _build(model, loading, dtype, tokenizer, seed, notes)
     tokenizer = own_tokenizer if tokenizer is None else tokenizer
     if len(tokenizer) > module.get_input_embeddings().weight.shape[0]:
         raise InputError(
-            f"policy.model {name}: the tokenizer knows {len(tokenizer)} tokens, the embedding has"
-            f" {module.get_input_embeddings().weight.shape[0]} rows; they do not belong together"
+            f"policy.model {name}: expected a tokenizer of at most {module.get_input_embeddings().weight.shape[0]} tokens"
+            f" (rows of the embedding), got {len(tokenizer)} tokens; use the tokenizer that belongs to the model"
         )
     module = module.to(device)
     without_grouped_float64(module)
-    _without_dropout(module)
+    _disable_dropout(module)
     _freeze(module, loading.frozen)
     if loading.lora is not None:
         module = with_lora(module, loading.lora, saved, seed=seed)
@@ -113,7 +114,7 @@ def take_weights(policy: Policy, saved: Path, trust_remote_code: bool = False) -
 
         set_peft_model_state_dict(policy.model, load_peft_weights(str(saved), device="cpu"))
         return
-    _, module = _pretrained(str(saved), policy.dtype, trust_remote_code)
+    _, module = _load_pretrained(str(saved), policy.dtype, trust_remote_code)
     weights = module.state_dict()
     with torch.no_grad():
         for name, tensor in policy.model.state_dict().items():
@@ -146,14 +147,14 @@ def _build_dense(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: An
         characters, mixture = character_tokenizer(), model == "tiny-moe"
         return characters, tiny_model(loading.tiny, vocabulary=len(characters), seed=seed, mixture=mixture, dtype=dtype)
     folder = str(smollm2_folder()) if model == "smollm2" else str(model)
-    return _pretrained(folder, dtype, loading.trust_remote_code)
+    return _load_pretrained(folder, dtype, loading.trust_remote_code)
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("policy.device = 'cuda', but this machine has no CUDA device; 'cpu' and 'auto' are allowed")
+        raise InputError("policy.device: expected 'cpu' or 'auto' on a machine without a CUDA device, got 'cuda'")
     return torch.device(name)
 
 
@@ -172,8 +173,8 @@ def _tokenizer_of(model: nn.Module) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Tokenizer and model of a folder or hub name, or one sentence that says what is wrong with it."""
+def _load_pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Tokenizer and model of a folder or hub name; InputError with one sentence if they cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = Path(folder)
@@ -181,19 +182,19 @@ def _pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
         _check_folder(path.expanduser(), trust_remote_code)
         folder = str(path.expanduser())
     where = f"policy.model = {folder!r} ({'a folder' if path.exists() else 'a hub name: no folder of that name is here'})"
-    # Whatever a library raises over a broken file is bad input here: told in one line, with the file's own reason.
+    # Any exception of a library over a broken file is bad input: it becomes one line that quotes the reason.
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"{where}: its tokenizer (tokenizer.json) could not be loaded: {_reason(error)}") from None
     try:
-        automatic: Any = AutoModelForCausalLM
-        model, found = automatic.from_pretrained(
+        auto_class: Any = AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:
         raise InputError(f"{where}: its model could not be loaded: {_reason(error)}") from None
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise InputError(
             f"{where}: its weights lack {missing[0]}"
@@ -249,8 +250,8 @@ def _check_folder(path: Path, trust_remote_code: bool) -> None:
         raise InputError(f"{where}: the folder has no tokenizer (tokenizer.json or tokenizer_config.json)")
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: the ratio compares two passes of one policy."""
+def _disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: a ratio compares two forward passes of one policy, which must not differ by chance."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

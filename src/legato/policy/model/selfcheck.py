@@ -117,11 +117,11 @@ def check(policy: Any) -> None:
             f"policy.model {policy.name}: the head of {type(policy.body).__name__} is not a linear layer with the extras"
             f" that are known (scale, soft cap); its logits would be off by up to {own.head_gap:.2g}"
         )
-    wanted = policy.packing
+    requested = policy.packing
     policy.packing = True
     reason = _why_wrong(policy, texts, own, dtype)
     policy.views = reason is None
-    policy.packing = wanted and policy.views
+    policy.packing = requested and policy.views
     if not policy.packing:
         failure = _why_wrong(policy, texts, own, dtype)
         if failure is not None:

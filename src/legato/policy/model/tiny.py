@@ -1,6 +1,6 @@
-"""Tiny models of real architectures, built in code: Qwen3 and Qwen3-MoE with a tokenizer of single characters.
+"""Tiny models of real architectures, built in code: Qwen3 and Qwen3-MoE with a character tokenizer.
 
-They need no download, train in minutes on two cores, and take the same path as a large model.
+They need no download, train in minutes on two cores, and go through the same code as a large model.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 class TinyShape:
     """The size of a tiny model."""
 
-    hidden: int = integer(default=128, says="Width.", minimum=1)
-    layers: int = integer(default=2, says="Depth.", minimum=1)
-    heads: int = integer(default=4, says="Attention heads; they divide the width.", minimum=1)
+    hidden: int = integer(default=128, says="Hidden size.", minimum=1)
+    layers: int = integer(default=2, says="Number of layers.", minimum=1)
+    heads: int = integer(default=4, says="Attention heads; their number divides the hidden size.", minimum=1)
     feed_forward: int = integer(
         default=3, says='Width of the feed-forward layers of "tiny", in multiples of `hidden`.', minimum=1
     )
-    experts: int = integer(default=8, says='Experts of a layer ("tiny-moe").', minimum=1)
-    experts_per_token: int = integer(default=2, says='Experts a token is sent to ("tiny-moe").', minimum=1)
+    experts: int = integer(default=8, says='Experts per layer ("tiny-moe").', minimum=1)
+    experts_per_token: int = integer(default=2, says='Active experts per token ("tiny-moe").', minimum=1)
 
     def check(self) -> None:
-        """Heads divide the width; a token cannot be sent to more experts than there are."""
+        """Check that the heads divide the hidden size and that a token has no more active experts than there are."""
         if self.hidden % self.heads:
             raise InputError(f"heads: expected a divisor of hidden = {self.hidden}, got {self.heads}")
         if self.experts_per_token > self.experts:
@@ -37,7 +37,7 @@ class TinyShape:
 
 
 def character_tokenizer() -> Any:
-    """One token per character, with an end and a padding token; text it does not know becomes `<unknown>`."""
+    """A tokenizer with one token per character, an end and a padding token; other characters become `<unknown>`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -54,7 +54,7 @@ def character_tokenizer() -> Any:
 def tiny_model(
     shape: TinyShape, *, vocabulary: int, seed: int, mixture: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """A randomly initialised Qwen3 (a `mixture`: Qwen3-MoE) whose weights depend on the seed alone."""
+    """A randomly initialised Qwen3, or with `mixture` a Qwen3-MoE. Its weights depend on the seed alone."""
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
@@ -85,5 +85,5 @@ def tiny_model(
         config = Qwen3Config(**common, intermediate_size=shape.feed_forward * shape.hidden)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        automatic: Any = AutoModelForCausalLM
-        return automatic.from_config(config, dtype=dtype)
+        auto_class: Any = AutoModelForCausalLM
+        return auto_class.from_config(config, dtype=dtype)
