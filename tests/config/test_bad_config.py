@@ -33,8 +33,8 @@ def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[An
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", ":1: the file holds no option"),
-        (b"# nothing\n", ":1: the file holds no option"),
+        (b"", ":1: expected options, got an empty file"),
+        (b"# nothing\n", ":1: expected options, got an empty file"),
         (b"\xef\xbb\xbf[training]\nlr = 1\n", ":1: the file is UTF-8 with a byte order mark; save it as plain UTF-8"),
         ("[training]\nlr = 1\n".encode("utf-16"), ":1: the file is UTF-16; save it as plain UTF-8"),
         ("[training]\nlr = 1\n".encode("utf-16-le"), ":1: a NUL byte"),
@@ -48,7 +48,7 @@ def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[An
         (b"a." * 1000 + b"b = 1\n", " is nested more than 24 deep"),
         (b"x = 1" + b"0" * 5000, ":1: not TOML: Exceeds the limit"),
         (b"[training]\nseed = 0x" + b"f" * 5000, ":2)"),
-        (b"#" * 1_000_001, " is larger than 1000000 bytes"),
+        (b"#" * 1_000_001, ": expected a TOML file of at most 1000000 bytes, got a larger file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -60,9 +60,9 @@ def test_a_file_that_cannot_be_read_is_told_in_a_line(tmp_path: Path, content: b
 
 
 def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
-    assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'} does not exist; a TOML file is needed"
-    assert refusal([tmp_path]) == f"{tmp_path} is a folder; a TOML file is needed"
-    assert refusal([Path("/dev/zero")]) == "/dev/zero is not a regular file; a TOML file is needed"
+    assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'}: expected a TOML file, got a path that does not exist"
+    assert refusal([tmp_path]) == f"{tmp_path}: expected a TOML file, got a folder"
+    assert refusal([Path("/dev/zero")]) == "/dev/zero: expected a TOML file, got something that is not a regular file"
     assert "cannot be read: " in refusal([Path("x" * 5000)])
     assert "cannot be read: " in refusal([Path("/etc/passwd/a.toml")])
 
@@ -141,9 +141,9 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
             "[algorithm.objective.trust.clip]\nlow = nan",
             ("algorithm.objective.trust.clip.low (FILE:2)", "expected a number >= 0", "got nan"),
         ),
-        ("[algorithm.objective.penalties.kl]", "algorithm.objective.penalties.kl (FILE:1) is an empty table"),
-        ("[algorithm.settings.training]\nlr = 1", "algorithm.settings (FILE:1) is not set here"),
-        ('algorithm = "fspo"', "algorithm.objective.trust.log-clip.log_low must be given"),
+        ("[algorithm.objective.penalties.kl]", "algorithm.objective.penalties.kl: expected a slot or a field in the table"),
+        ("[algorithm.settings.training]\nlr = 1", "algorithm.settings (FILE:1) cannot be set here"),
+        ('algorithm = "fspo"', "algorithm.objective.trust.log-clip.log_low: expected a number, got none"),
         ("[algorithm]\nadvantage = 3", "algorithm.advantage (FILE:2): advantage = 3 is not allowed; the name of a"),
     ],
 )
@@ -174,28 +174,52 @@ def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours:
         (["training..lr=1"], "the path 'training..lr' (word 1: training..lr=1) is not a dotted path"),
         (["a." * 50 + "b=1"], "a path of 51 words"),
         (["policy.model=\udcff"], "'\\udcff' is not valid Unicode"),
-        (["training.prompts_per_step=3"], "is below training.updates_per_step = 4 (algorithm gspo); an update takes whole"),
-        (["training.final_lr_share=0.1"], "has no effect with training.schedule = 'constant' (default)"),
-        (["training.epsilon=0.2"], "is Adam's, which is at most 0.001; the clip of the ratio is algorithm.objective.trust"),
-        (["training.value_lr=0.1"], "has no effect: gspo trains no value head; ppo does"),
-        (["task.stages=2"], "task.stages = 2 (word 1: task.stages=2) needs task.second"),
+        (
+            ["training.prompts_per_step=3"],
+            (
+                "training.prompts_per_step: expected at least training.updates_per_step = 4 (algorithm gspo), got 3 (word 1",
+                "each update takes one whole group",
+            ),
+        ),
+        (
+            ["training.final_lr_share=0.1"],
+            "training.final_lr_share: expected 0 with training.schedule = 'constant' (default), got 0.1 (word 1",
+        ),
+        (
+            ["training.epsilon=0.2"],
+            ("training.epsilon: expected at most 0.001, got 0.2 (word 1", "set algorithm.objective.trust.clip.low"),
+        ),
+        (["training.value_lr=0.1"], ("training.value_lr: expected no value, got 0.1 (word 1", "gspo trains no value head")),
+        (["task.stages=2"], "task.second: expected a value with task.stages = 2 (word 1: task.stages=2), got none"),
         (["task.stages=3"], ("task.stages:", "expected a whole number >= 1 and <= 2", "got 3 (word 1")),
-        (["task.second.kind=sorting"], "task.second (word 1: task.second.kind=sorting) has no effect with task.stages = 1"),
-        (["algorithm=srpo", "task.second.kind=sorting"], "task.stages = 2 (algorithm srpo) needs task.second_after_steps"),
+        (
+            ["task.second.kind=sorting"],
+            "task.second: expected no value with task.stages = 1 (default), got one (word 1: task.second.kind=sorting)",
+        ),
+        (
+            ["algorithm=srpo", "task.second.kind=sorting"],
+            "task.second_after_steps: expected a value with task.stages = 2 (algorithm srpo), got none",
+        ),
         (
             ["algorithm=srpo", "task.second.kind=sorting", "task.second_after_steps=400"],
-            "(word 3: task.second_after_steps=400) is not below training.steps = 400 (default)",
+            "expected less than training.steps = 400 (default), got 400 (word 3: task.second_after_steps=400)",
         ),
-        (["task.kind=gsm8k", "task.problems_per_epoch=9"], "is for tasks made in code; an epoch of task.kind = 'gsm8k'"),
-        (["reward.components.a={kind='exact', judges=false}"], "none of them judges the answer"),
+        (
+            ["task.kind=gsm8k", "task.problems_per_epoch=9"],
+            ("task.problems_per_epoch: expected no value with task.kind = 'gsm8k'", "got 9 (word 2"),
+        ),
+        (
+            ["reward.components.a={kind='exact', judges=false}"],
+            "reward.components: expected one with judges = true, got none (word 1",
+        ),
         (["policy.tiny.heads=3"], ("policy.tiny.heads:", "hidden = 128", "got 3 (word 1: policy.tiny.heads=3)")),
         (
             ["policy.tiny.experts=1"],
             ("policy.tiny.experts_per_token:", "experts = 1", "got 2 (word 1: policy.tiny.experts=1)"),
         ),
         (["evaluation.greedy=false", "evaluation.target_greedy=1"], "needs evaluation.greedy = true"),
-        (["evaluation.every_steps=0", "evaluation.target=1"], "is never looked at with evaluation.every_steps = 0"),
-        (["output.name=a/b"], "output.name = 'a/b' (word 1: output.name=a/b) is not the name of a folder"),
+        (["evaluation.every_steps=0", "evaluation.target=1"], "evaluation.every_steps: expected at least 1, got 0 (word 1"),
+        (["output.name=a/b"], "output.name: expected the name of a folder, got 'a/b' (word 1: output.name=a/b)"),
         (["algorithm.advantage=pass-at-k", "rollouts.samples_per_prompt=3"], "needs groups of at least 4"),
     ],
 )

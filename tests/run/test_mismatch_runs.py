@@ -103,5 +103,5 @@ def test_copies_are_counted_when_memory_is_estimated() -> None:
 
 @pytest.mark.parametrize(("option", "kind"), [("size=0.1", "stale"), ("updates=3", "perturbed"), ("size=0.1", "none")])
 def test_an_option_of_another_kind_is_refused(option: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]} = .*{kind}"):
+    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]}: .*{kind}"):
         load([], [f"rollouts.mismatch.kind={kind}", f"rollouts.mismatch.{option}"])
