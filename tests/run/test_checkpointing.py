@@ -115,10 +115,10 @@ def test_a_model_too_large_is_refused_with_every_setting_that_would_fit() -> Non
         shape=shape, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=2, stored_keys=10**6, fused=True
     )
     with pytest.raises(InputError) as refusal:
-        memory.refuse_what_cannot_fit(demand, 149 * 10**9, 4096, "8B", on_gpu=True)
+        memory.refuse_if_too_large(demand, 149 * 10**9, 4096, "8B", on_gpu=True)
     for setting in ("policy.lora.rank=16 (", "training.optimizer=adamw-8bit (", "training.offload_optimizer=true ("):
         assert setting in str(refusal.value)
-    memory.refuse_what_cannot_fit(replace(demand, offload=True), 149 * 10**9, 4096, "8B", on_gpu=True)
+    memory.refuse_if_too_large(replace(demand, offload=True), 149 * 10**9, 4096, "8B", on_gpu=True)
 
 
 def test_the_suggested_tokens_per_pack_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from legato.config.load import load
 from legato.pages.mismatch import page, short, strips
-from legato.run.mismatch import KINDS, Sampler, compare_samplers, samplers
+from legato.run.mismatch import KINDS, Sampler, compare_samplers, parse_samplers
 from legato.run.target import Target, find
 from tests.proof import verdicts
 from tests.proof.command import Command, refused
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(run: Path) -> dict[str, Any]:
-    return compare_samplers(find(str(run)), samplers(",".join(KINDS)), prompts=6)
+    return compare_samplers(find(str(run)), parse_samplers(",".join(KINDS)), prompts=6)
 
 
 def test_every_kind_is_measured_and_none_is_exact(measured: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def test_a_recipe_is_warmed_up_first(tmp_path: Path) -> None:
     lengths = []
     for given in (SMALL, options):
         target = Target(resolved=load([], (), {**given, "rollouts.max_response_tokens": 8}), saved=None)
-        lengths.append(compare_samplers(target, samplers("none"))["samplers"]["none"]["length"]["mean"])
+        lengths.append(compare_samplers(target, parse_samplers("none"))["samplers"]["none"]["length"]["mean"])
     assert lengths[0] != lengths[1]
 
 
@@ -86,7 +86,7 @@ def test_mismatch_prints_and_writes_json_and_page(
     ("words", "message"),
     [
         ("int4", "'int4'"),
-        ("int8:3", "int8 has no size"),
+        ("int8:3", "'int8' without a size"),
         ("stale:1.5", "whole number"),
         ("stale:0", "whole number"),
         ("top-p:1.2", "a probability"),
@@ -112,7 +112,7 @@ def test_a_run_whose_problems_came_from_python_asks_for_a_task(tmp_path: Path) -
         problems=problems, reward=lambda rollout: 0.0, **{**given, "training.steps": 1, "output.directory": str(tmp_path)}
     ).directory
     with pytest.raises(ValueError, match="problems in Python"):
-        compare_samplers(find(str(directory)), samplers("none"))
+        compare_samplers(find(str(directory)), parse_samplers("none"))
 
 
 def test_the_page_shows_every_sampler_and_escapes_names(measured: dict[str, Any]) -> None:

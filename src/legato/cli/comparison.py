@@ -1,4 +1,4 @@
-"""What `legato compare` prints: a line as each run starts and ends, then the tables."""
+"""Runs `legato compare` and prints a line as each run starts and ends, then the tables."""
 
 import re
 from collections.abc import Sequence
@@ -29,23 +29,23 @@ def compare_command(
     retry_failed: bool,
 ) -> int:
     definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
-    named = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
-    if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in named):
-        raise InputError(f"--gpus {gpus!r} is not allowed; numbers are, as in 0,1,2,3")
+    gpu_names = tuple(word.strip() for word in gpus.split(",")) if gpus else ()
+    if not all(re.fullmatch(r"[A-Za-z0-9-]+", word) for word in gpu_names):
+        raise InputError(f"expected numbers, as in 0,1,2,3, got {gpus!r} (--gpus)")
     console = Console(highlight=False)
-    compared = compare(
+    comparison = compare(
         definition,
         folder=out,
-        machine=Machine(parallel=parallel or max(1, len(named)), gpus=named),
+        machine=Machine(parallel=parallel or max(1, len(gpu_names)), gpus=gpu_names),
         retry_failed=retry_failed,
         say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
     )
-    for each in tables(compared.results):
+    for each in tables(comparison.results):
         console.print()
         show_table(console, each.title, each.headings, each.rows)
         console.print(Text(each.note, style="dim"))
     console.print()
-    for sentence in sentences(compared.results):
+    for sentence in sentences(comparison.results):
         console.print(Text(legible(sentence, one_line=True)))
-    console.print(Text(f"page       {compared.folder / 'compare.html'}"), soft_wrap=True)
-    return compared.exit_code
+    console.print(Text(f"page       {comparison.folder / 'compare.html'}"), soft_wrap=True)
+    return comparison.exit_code

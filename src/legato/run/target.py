@@ -36,7 +36,7 @@ class Target:
         """The policy as training would start with it, after the warm-up of a recipe, and the source of its problems."""
         if "problems" in self.given:
             raise InputError(
-                "this run was given its problems in Python, which its configuration does not hold; name a task with"
+                "this run was given its problems in Python, and its configuration does not hold them; name a task with"
                 " task.kind="
             )
         config = self.resolved.config
@@ -65,7 +65,7 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
         )
     if means_a_folder(name) and not path.expanduser().exists():
         raise InputError(
-            f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"
-            " needed"
+            f"expected a run directory, a recipe (.toml) or a model (a folder or a hub name), got {name}: there is no such"
+            " folder"
         )
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)
