@@ -148,10 +148,12 @@ def _reward_table(reward: Mapping[str, Any], layer: Layer, faults: list[str]) ->
     if reward.get("components"):
         if reward.get("kind"):
             places = f"{layer.origin(kind)} and {layer.origin(components)}"
-            faults.append(f"reward.kind and reward.components are both given ({places}); one of them is allowed")
+            faults.append(f"reward: expected reward.kind or reward.components, got both ({places}); drop one of them")
         return {**reward, "kind": None}
     if "kind" in reward and reward["kind"] in (None, False):
-        faults.append(f"reward.kind is off ({layer.origin(kind)}) and there are no reward.components; one of them is needed")
+        faults.append(
+            f"reward: expected reward.kind or reward.components, got neither ({layer.origin(kind)}); set one of them"
+        )
     return dict(reward)
 
 

@@ -405,8 +405,8 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
     for path, kind in kinds.items():
         if kind is not None and ":" in kind:
-            notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
-    notes += [f"the part {code.reference!r} is code of yours, SHA-256 {code.sha256[:12]}" for code in resolved.code]
+            notes.append(f"{path} = {kind!r} is your own code, imported from {os.getcwd()} or the Python path")
+    notes += [f"the part {code.reference!r} is your own code, SHA-256 {code.sha256[:12]}" for code in resolved.code]
     return notes
 
 
