@@ -1,4 +1,4 @@
-"""Mistakes in recipes and words: one message that says what, where, the value and what is allowed."""
+"""Mistakes in recipes and words: one message with the option, what is expected, the value and its place."""
 
 import math
 import tomllib
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]
 
 
-def says(told: str, *fragments: str) -> bool:
-    """Whether one line of a message holds all of these: path, value, place, what is allowed."""
-    return any(all(fragment in line for fragment in fragments) for line in told.splitlines())
+def has_line_with(text: str, *fragments: str) -> bool:
+    """Whether one line of the text contains all fragments."""
+    return any(all(fragment in line for fragment in fragments) for line in text.splitlines())
 
 
 def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[Any, Any] | None = None) -> str:
@@ -51,15 +51,15 @@ def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[An
         (b"#" * 1_000_001, ": expected a TOML file of at most 1000000 bytes, got a larger file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_unreadable_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(content)
-    told = refusal([path])
-    assert f"{path}{message}" in told
-    assert "\n" not in told
+    text = refusal([path])
+    assert f"{path}{message}" in text
+    assert "\n" not in text
 
 
-def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'}: expected a TOML file, got a path that does not exist"
     assert refusal([tmp_path]) == f"{tmp_path}: expected a TOML file, got a folder"
     assert refusal([Path("/dev/zero")]) == "/dev/zero: expected a TOML file, got something that is not a regular file"
@@ -150,15 +150,15 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
         ("[algorithm]\nadvantage = 3", "algorithm.advantage (FILE:2): advantage = 3 is not allowed; the name of a"),
     ],
 )
-def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, text: str, message: str | tuple[str, ...]) -> None:
+def test_a_mistake_in_a_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str | tuple[str, ...]) -> None:
     path = tmp_path / "a.toml"
     path.write_text(text)
-    told = refusal([path]).replace(str(path), "FILE")
-    assert says(told, *([message] if isinstance(message, str) else message))
+    refused = refusal([path]).replace(str(path), "FILE")
+    assert has_line_with(refused, *([message] if isinstance(message, str) else message))
 
 
 @pytest.mark.parametrize(("theirs", "ours"), NAMES_OF_TRL.items())
-def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours: str) -> None:
+def test_a_name_of_trl_suggests_an_option_that_exists(theirs: str, ours: str) -> None:
     assert f"did you mean {ours!r}?" in refusal([], (f"{theirs}=1",))
     if ours.startswith("algorithm."):
         assert f"{ours}=0.25" in load([], ["algorithm=grpo", f"{ours}=0.25"]).provenance[ours]
@@ -226,13 +226,13 @@ def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours:
         (["algorithm.advantage=pass-at-k", "rollouts.samples_per_prompt=3"], "needs groups of at least 4"),
     ],
 )
-def test_a_mistake_in_a_word_is_told(words: list[str], message: str | tuple[str, ...]) -> None:
-    assert says(refusal([], tuple(words)), *([message] if isinstance(message, str) else message))
+def test_a_mistake_in_a_word_is_refused(words: list[str], message: str | tuple[str, ...]) -> None:
+    assert has_line_with(refusal([], tuple(words)), *([message] if isinstance(message, str) else message))
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    told = refusal([], ("training.lr=x", "rollouts.top_k=-1", "task.digits=1", "algorithm.filters=3"))
-    assert [line.split(" ")[0].strip(":") for line in told.splitlines()] == [
+def test_all_mistakes_are_listed_in_one_error() -> None:
+    text = refusal([], ("training.lr=x", "rollouts.top_k=-1", "task.digits=1", "algorithm.filters=3"))
+    assert [line.split(" ")[0].strip(":") for line in text.splitlines()] == [
         "algorithm.filters",
         "task.digits",
         "rollouts.top_k",
@@ -254,17 +254,17 @@ def test_all_mistakes_are_told_at_once() -> None:
         ({"task.left_digits": 10**5000, "task.kind": "mine:Task", "training.seed": 10**5000}, "thousands of digits"),
     ],
 )
-def test_a_mistake_in_a_value_given_in_python_is_told(overrides: dict[Any, Any], message: str | tuple[str, ...]) -> None:
-    assert says(refusal([], overrides=overrides), *([message] if isinstance(message, str) else message))
+def test_a_mistake_in_a_python_value_is_refused(overrides: dict[Any, Any], message: str | tuple[str, ...]) -> None:
+    assert has_line_with(refusal([], overrides=overrides), *([message] if isinstance(message, str) else message))
 
 
-def test_a_value_that_holds_itself_is_told() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["a"] = endless
     assert "nested more than" in refusal([], overrides={"policy.chat_template_kwargs": endless})
 
 
-FAIR = {
+VALID = {
     "algorithm": st.sampled_from([name for name in algorithm_names() if name != "fspo"]),
     "algorithm.objective.penalties.kl.beta": st.floats(0, 1),
     "algorithm.objective.trust.clip.low": st.floats(0, 1) | st.just(math.inf),
@@ -290,12 +290,12 @@ FAIR = {
 
 
 @given(data=st.data())
-def test_what_is_written_down_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(sorted(FAIR)), unique=True, max_size=8))
-    words = [f"{path}={data.draw(FAIR[path])}" for path in chosen]
+def test_a_dumped_configuration_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(sorted(VALID)), unique=True, max_size=8))
+    words = [f"{path}={data.draw(VALID[path])}" for path in chosen]
     try:
         resolved = load([], words)
-    except ValueError as error:  # problems_per_epoch with gsm8k, a limit that a ratio has not: still told in words
+    except ValueError as error:  # problems_per_epoch with gsm8k, a limit of a ratio that has none: refused with its word
         assert "word " in str(error)
         return
     path = tmp_path_factory.mktemp("dumped") / "config.toml"
@@ -335,7 +335,7 @@ ODD_PATHS = st.sampled_from(
 
 
 @given(overrides=st.dictionaries(ODD_PATHS | st.text(max_size=6), ODD, max_size=5))
-def test_values_of_any_kind_are_taken_or_told(overrides: dict[str, Any]) -> None:
+def test_any_value_loads_or_is_refused(overrides: dict[str, Any]) -> None:
     try:
         assert dump(load([], (), overrides))
     except ValueError as error:
@@ -344,7 +344,7 @@ def test_values_of_any_kind_are_taken_or_told(overrides: dict[str, Any]) -> None
 
 @given(words=st.lists(st.builds("{}={}".format, ODD_PATHS | st.text(max_size=6), ODD) | st.text(max_size=9), max_size=5))
 @example(words=["reward.kind=format", "reward.pattern=x{99999999999999999999}"])
-def test_words_of_any_kind_are_taken_or_told(words: list[str]) -> None:
+def test_any_word_loads_or_is_refused(words: list[str]) -> None:
     try:
         assert tomllib.loads(dump(load([], words)))
     except ValueError as error:
@@ -355,7 +355,7 @@ TEXTS = [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.toml"))
 
 
 @given(data=st.data())
-def test_a_mutated_file_is_taken_or_told(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_mutated_file_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     text = bytearray(data.draw(st.sampled_from(TEXTS)))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))
