@@ -1,4 +1,4 @@
-"""What the doctor says of learning rates: none that failed, none that is higher where a run was lost."""
+"""The doctor's advice on learning rates: never one that failed, never a higher one for a lost run."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ def test_a_recovery_is_a_finding_with_its_evidence_and_factor(tmp_path: Path) ->
 
 
 def test_a_learning_rate_that_failed_is_not_recommended(tmp_path: Path) -> None:
-    """Stopped by the watch, or lost at the last step: what was in force then is a bound, with its number."""
+    """The rate of a run that was stopped by the watch or lost at its last step is an upper bound, and is named."""
     recovery = {"kind": "recovery", "step": 40, "from": 52, "rule": "drift", "lr_scale": 0.125, "words": "back to step 40."}
     ended = {"kind": "end", "reason": "stopped by the health watch: gone."}
     for name, records in (("stopped", [*course(), recovery, ended]), ("lost", [*course(sick_from=61), recovery])):
-        examination = examine(written(tmp_path / name, records, ["training.lr=0.02"], end=False)).found
-        diagnosis = next(each for each in examination if each.name == "recovered")
+        diagnoses = examine(written(tmp_path / name, records, ["training.lr=0.02"], end=False)).found
+        diagnosis = next(each for each in diagnoses if each.name == "recovered")
         assert "lost nevertheless" in diagnosis.says
         assert "training.lr = 0.00125 or less" in diagnosis.tries[0]
         assert numbers(diagnosis.tries[0])[:4] == [0.00125, 0.0025, 0.02, 0.125]
@@ -81,13 +81,13 @@ def test_a_run_that_was_lost_is_not_one_that_did_not_move(tmp_path: Path) -> Non
 
 
 def test_a_policy_that_lost_its_reward_is_advised_on_the_learning_rate(tmp_path: Path) -> None:
-    """A rate a hundred times too high: the reward is gone within a few steps, every group scores alike."""
+    """With a rate a hundred times too high the reward drops to 0 within a few steps and all groups score alike."""
     dead = {"reward/mean": 0.0, "accuracy/mean": 0.0, "reward/deviation": 0.0, "groups/zero_variance": 1.0}
     records = [each | {"reward/deviation": 0.3} | (dead if each["step"] > 4 else {}) for each in course()]
-    examination = examine(written(tmp_path, records)).found
-    diagnosis = next(each for each in examination if each.name == "nothing-to-learn")
+    diagnoses = examine(written(tmp_path, records)).found
+    diagnosis = next(each for each in diagnoses if each.name == "nothing-to-learn")
     assert any("training.lr" in line and "above 0 before" in line for line in diagnosis.tries)
     (reward,) = (line for line in diagnosis.evidence if line.startswith("reward/mean"))
     before, *since = numbers(reward)
     assert 0.4 <= before < 0.5 and since == [0, 0, 0]
-    assert not any("higher training.lr" in line for each in examination for line in each.tries)
+    assert not any("higher training.lr" in line for each in diagnoses for line in each.tries)

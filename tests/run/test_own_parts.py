@@ -240,7 +240,7 @@ def test_anything_can_be_registered_and_found_by_name_or_path(tmp_path: Path) ->
 
 
 def my_algorithm(name: str = "mine/own") -> Algorithm:
-    """Slots in a composition that nobody published, with a name that is no folder."""
+    """An unpublished combination of parts. Its name is not valid as a folder name."""
     base = legato.algorithm(
         "gspo",
         {

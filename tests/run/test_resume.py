@@ -1,4 +1,4 @@
-"""The same seed twice, and a run that was cut and resumed: equal to the bit. And that the comparison would see a fault."""
+"""Equal seeds and resumed runs give bitwise equal results, and the comparison would notice a fault."""
 
 import random
 import shutil

@@ -52,7 +52,7 @@ def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
         if table is None or table.several or table.optional:
             yield Option(
                 path=path,
-                kind="its own" if field.name in FREE else allowed(rule),
+                kind="its own" if field.name in FREE else allowed_values(rule),
                 default=_default(field),
                 says=field.metadata["says"],
                 resume=field.metadata["resume"],
@@ -73,7 +73,7 @@ def field_names(section: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cast(Any, section)) if field.name not in FREE]
 
 
-def allowed(rule: Rule) -> str:
+def allowed_values(rule: Rule) -> str:
     """The values that a rule allows, in words for TOML."""
     return f"{rule.allowed} or absent" if rule.optional else rule.allowed
 

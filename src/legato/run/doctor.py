@@ -116,12 +116,12 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _summarize(
-    title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
+    title: str, facts: Sequence[str], diagnoses: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
 ) -> Examination:
     return Examination(
         title=title,
         facts=tuple(facts),
-        found=tuple(rank(found)),
+        found=tuple(rank(diagnoses)),
         judged=len(rules_with_metrics(records)),
         tested=len(rules_with_enough_steps(records, warming)),
         steps=len(steps_of(records)),
@@ -143,13 +143,13 @@ def _examine_run(directory: RunDirectory) -> Examination:
         raise InputError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
     facts, diagnoses = _facts(records), list[Diagnosis]()
     warming, ignored, lr = 0, tuple[str, ...](), None
-    named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
+    names: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
     except InputError as error:
         facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
     else:
-        named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
+        names = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored, lr = training.warm_up_steps, inapplicable_rules(resolved.algorithm), training.lr
@@ -162,7 +162,7 @@ def _examine_run(directory: RunDirectory) -> Examination:
         checkpoints=directory.checkpoint_steps(),
         lr=lr,
     )
-    start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
+    start = {**names, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"
     return _summarize(title, facts, diagnoses, records, warming)
 

@@ -47,7 +47,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the target on the held-out problems of its task, or on all problems of a file."""
     config = target.resolved.config
-    missing = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
+    missing = [name for name in target.python_inputs if name == "reward" or (name == "problems" and file is None)]
     if missing:
         raise InputError(
             f"this run was given its {' and '.join(missing)} in Python, which its configuration does not hold; evaluate its"

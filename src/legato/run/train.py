@@ -28,7 +28,7 @@ from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.again import restart_advice
 from legato.run.execute import Execution, newest_model
-from legato.run.interrupt import AtOnce, Interrupt
+from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
@@ -162,7 +162,7 @@ def start(
             }
         )
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
-        with AtOnce() as interrupt:
+        with ImmediateInterrupt() as interrupt:
             try:
                 reference = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
