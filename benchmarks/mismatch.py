@@ -121,11 +121,11 @@ def train(policy: Any, sampler: str, way: str, seed: int, folder: Path) -> dict[
 def measure() -> dict[str, Any]:
     """The numbers of `legato mismatch` for the tiny recipe, without those that the page does not show."""
     from legato.records.lines import finite
-    from legato.run.mismatch import compare_samplers, samplers
+    from legato.run.mismatch import compare_samplers, parse_samplers
     from legato.run.target import find
 
     result: dict[str, Any] = finite(
-        compare_samplers(find(str(ROOT / "recipes" / "tiny.toml")), samplers(",".join(SAMPLERS)), prompts=64)
+        compare_samplers(find(str(ROOT / "recipes" / "tiny.toml")), parse_samplers(",".join(SAMPLERS)), prompts=64)
     )
     for each in result["samplers"].values():
         del each["by_length"], each["length"]

@@ -1,4 +1,4 @@
-"""Bad problems and places to write: exit code 2, one clear line that says where, and what was there stays as it was."""
+"""Bad problem files and output folders: exit code 2, one line with the place, and existing files stay unchanged."""
 
 import json
 import shutil
@@ -21,19 +21,19 @@ def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
     return Command(monkeypatch, capfd)
 
 
-def of_file(folder: Path, path: Path, options: dict[str, Any] | None = None) -> list[str]:
-    """A small run on a file of problems."""
+def arguments_for_file(folder: Path, path: Path, options: dict[str, Any] | None = None) -> list[str]:
+    """Arguments of a small run on a file of problems."""
     changes = {"task.kind": "jsonl", "task.path": str(path), "training.steps": 1, **(options or {})}
     return [word for word in words(folder / "runs", changes) if not word.startswith("task.left_digits")]
 
 
-def lines(path: Path, rows: list[Any]) -> Path:
+def write_lines(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
 def test_a_good_file_is_trained_on(legato: Command, tmp_path: Path) -> None:
-    code, _, error = legato("train", *of_file(tmp_path, lines(tmp_path / "good.jsonl", GOOD)))
+    code, _, error = legato("train", *arguments_for_file(tmp_path, write_lines(tmp_path / "good.jsonl", GOOD)))
     assert code == 0, error
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step-000001").is_dir()
 
@@ -54,29 +54,30 @@ BAD: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_file_is_refused_with_file_and_line(case: str, legato: Command, tmp_path: Path) -> None:
     rows, wanted = BAD[case]
-    said = refused(
-        legato("train", *of_file(tmp_path, lines(tmp_path / "bad.jsonl", rows))), *(w for w in wanted if w[0] != ":")
+    message = refused(
+        legato("train", *arguments_for_file(tmp_path, write_lines(tmp_path / "bad.jsonl", rows))),
+        *(w for w in wanted if w[0] != ":"),
     )
     for place in (w for w in wanted if w[0] == ":"):
-        assert place in said or f"line {place[1:]}" in said
+        assert place in message or f"line {place[1:]}" in message
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_not_there_is_refused(legato: Command, tmp_path: Path) -> None:
-    refused(legato("train", *of_file(tmp_path, tmp_path / "none.jsonl")), str(tmp_path / "none.jsonl"))
+def test_a_missing_file_is_refused(legato: Command, tmp_path: Path) -> None:
+    refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "none.jsonl")), str(tmp_path / "none.jsonl"))
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_no_text_is_refused(legato: Command, tmp_path: Path) -> None:
+def test_a_binary_file_is_refused(legato: Command, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_bytes(bytes(range(256)))
-    refused(legato("train", *of_file(tmp_path, tmp_path / "bad.jsonl")), "bad.jsonl")
+    refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "bad.jsonl")), "bad.jsonl")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_prompt_that_is_too_long_ends_the_run_where_that_is_asked_for(legato: Command, tmp_path: Path) -> None:
+def test_a_too_long_prompt_ends_the_run_if_too_long_is_error(legato: Command, tmp_path: Path) -> None:
     rows = [*GOOD, *({"prompt": f"{number}" + "1" * 400, "answer": "1"} for number in range(400))]
-    path = lines(tmp_path / "long.jsonl", rows)
-    code, _, error = legato("train", *of_file(tmp_path, path, {"policy.too_long": "error"}))
+    path = write_lines(tmp_path / "long.jsonl", rows)
+    code, _, error = legato("train", *arguments_for_file(tmp_path, path, {"policy.too_long": "error"}))
     assert code == 2
     refused((code, "", error.splitlines()[-1]), "policy.max_prompt_tokens = 16", "tokens", "policy.too_long")
 
@@ -84,15 +85,15 @@ def test_a_prompt_that_is_too_long_ends_the_run_where_that_is_asked_for(legato: 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted(tmp_path: Path) -> None:
     problems = [*GOOD, *({"prompt": f"{number}" + "1" * 400, "answer": "1"} for number in range(40))]
     run = small(tmp_path, {"task.left_digits": 1, "training.steps": 2}, problems=problems)
-    seen = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record["prompts/too_long"] for record in seen if record["kind"] == "step") > 0
+    records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["prompts/too_long"] for record in records if record["kind"] == "step") > 0
 
 
-# An evaluation must not be lost to a prompt either: held-out problems are prompts too
+# Prompts of held-out problems
 
 
 def test_a_held_out_prompt_that_is_too_long_does_not_enter_the_model(tmp_path: Path) -> None:
-    """max_prompt_tokens holds for held-out problems as for others: a longer one may not fit the context at all."""
+    """max_prompt_tokens also limits held-out problems: a longer prompt may not fit the context."""
     long = [{"prompt": f"{number}" + "1" * 40, "answer": "1"} for number in range(10)]
     options = {"task.held_out_share": 0.5, "training.steps": 1, "task.held_out": 50}
     run = small(tmp_path, options, problems=[*long, *GOOD])
@@ -107,19 +108,19 @@ def _problem(row: dict[str, str]) -> Problem:
     return Problem(prompt=row["prompt"], answer=row["answer"])
 
 
-# Where to write
+# Output folders
 
 
 def test_an_existing_run_is_never_overwritten(legato: Command, tmp_path: Path) -> None:
     run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    said = refused(legato("train", *words(tmp_path)), str(run), "never overwritten")
-    assert "legato resume" in said
-    assert "output.name" in said
+    message = refused(legato("train", *words(tmp_path)), str(run), "never overwritten")
+    assert "legato resume" in message
+    assert "output.name" in message
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_an_empty_folder_of_that_name_is_not_taken(legato: Command, tmp_path: Path) -> None:
+def test_an_empty_folder_of_that_name_is_refused(legato: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     refused(legato("train", *words(tmp_path)), "never overwritten")
     assert list((tmp_path / "run").iterdir()) == []
@@ -149,13 +150,13 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    told = legato("train", *words(tmp_path))
-    said = refused((told[0], told[1], told[2].splitlines()[-1]), "no room", "checkpoints")
-    assert "resume" in said
+    result = legato("train", *words(tmp_path))
+    message = refused((result[0], result[1], result[2].splitlines()[-1]), "no room", "checkpoints")
+    assert "resume" in message
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-# Runs that are not there
+# Missing runs
 
 
 @pytest.mark.parametrize("verb", ["resume", "report"])
@@ -166,66 +167,66 @@ def test_a_run_that_does_not_exist_is_refused(verb: str, legato: Command, tmp_pa
 
 
 _EXTRA = {"eval": (), "sample": ("2+3=",), "export": ("out",), "mismatch": ()}
-"""What each verb takes beside a target."""
+"""Arguments of each command after the target."""
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the hub is asked for; it has nothing."""
+def hub_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that were requested from the hub; every request fails."""
     names: list[str] = []
 
-    def nothing(name: str, **_: Any) -> None:
+    def refuse(name: str, **_: Any) -> None:
         names.append(name)
         raise OSError("not on the hub")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", nothing)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
     return names
 
 
 @pytest.mark.parametrize("verb", _EXTRA)
 def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(
-    verb: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+    verb: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for name in ("runs/none", "./none", "../none", str(tmp_path / "none"), "~/none", "mine/none", "a/b/c"):
         refused(legato(verb, name, *_EXTRA[verb]), name, "no such folder")
-    assert asked == [] and [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert hub_requests == [] and [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])
 def test_a_hub_name_is_looked_for_on_the_hub(
-    name: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+    name: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(legato("eval", name), f"policy.model = {name!r} (a hub name", "not on the hub")
-    assert asked == [name]
+    assert hub_requests == [name]
 
 
 def test_a_local_folder_of_an_owner_does_not_hide_other_hub_models(
-    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     """`legato export RUN Qwen/mine` must not make every other model of that owner unreachable."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen" / "mine").mkdir(parents=True)
     (tmp_path / "Qwen" / "mine" / "config.json").write_text("{}")
     refused(legato("eval", "Qwen/Qwen3-0.6B"), "(a hub name", "not on the hub")
-    assert asked == ["Qwen/Qwen3-0.6B"]
+    assert hub_requests == ["Qwen/Qwen3-0.6B"]
 
 
 def test_training_from_a_path_that_does_not_exist_is_refused(
-    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(legato("train", "policy.model=runs/none"), "policy.model = 'runs/none'")
-    assert asked == []
+    assert hub_requests == []
 
 
 def test_a_run_without_a_checkpoint_is_refused(legato: Command, tmp_path: Path) -> None:
     run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     shutil.rmtree(run / "checkpoints")
-    for told in (legato("resume", str(run)), legato("eval", str(run)), legato("export", str(run), str(tmp_path / "out"))):
-        refused(told, "checkpoint")
+    for result in (legato("resume", str(run)), legato("eval", str(run)), legato("export", str(run), str(tmp_path / "out"))):
+        refused(result, "checkpoint")
     assert not (tmp_path / "out").exists()
 
 

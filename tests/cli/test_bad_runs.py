@@ -23,7 +23,7 @@ def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model folder."""
+    """A complete model folder."""
     folder = tmp_path_factory.mktemp("model") / "whole"
     tokenizer = character_tokenizer()
     tiny_model(TinyShape(hidden=32, layers=1, heads=2), vocabulary=len(tokenizer), seed=0).save_pretrained(folder)
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(model: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the model folder for a test to damage."""
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     return copy
@@ -142,9 +142,9 @@ def _other_shape(folder: Path) -> None:
 def _missing_weight(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    found = load_file(folder / "model.safetensors")
-    found.pop("model.layers.0.mlp.up_proj.weight")
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _missing_shard(folder: Path) -> None:
@@ -156,9 +156,9 @@ def _missing_shard(folder: Path) -> None:
 def _not_finite(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    found = load_file(folder / "model.safetensors")
-    found["model.norm.weight"][0] = torch.nan
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _large_tokenizer(folder: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_model_folder_that_is_not_whole_is_refused(
     damage: Callable[[Path], None], legato: Command, broken: Path, tmp_path: Path
 ) -> None:
     damage(broken)
-    told = legato("train", *words(tmp_path / "runs", {"policy.model": str(broken), "training.steps": 1}))
-    refused(told, *BROKEN[damage])
+    result = legato("train", *words(tmp_path / "runs", {"policy.model": str(broken), "training.steps": 1}))
+    refused(result, *BROKEN[damage])
     assert not (tmp_path / "runs").exists()
     assert not (broken / "ran").exists()
 
@@ -214,7 +214,7 @@ def test_a_refusal_names_the_folder(legato: Command, tmp_path: Path) -> None:
     refused(legato("train", *words(tmp_path, {"policy.model": str(tmp_path / "none")})), str(tmp_path / "none"))
 
 
-def test_a_hub_name_that_cannot_be_had_is_refused(legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_name_is_refused(legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused(legato("train", *words(tmp_path / "runs", {"policy.model": "nobody/nothing"})), "nobody/nothing", "hub name")
@@ -253,12 +253,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_an_option_that_does_not_fit_is_refused(case: str, legato: Command, tmp_path: Path) -> None:
     changes, wanted = OPTIONS[case]
-    given = words(tmp_path / "runs", {"training.steps": 1, **changes})
-    refused(legato("train", *(word for word in given if not word.endswith("=null"))), *wanted)
+    arguments = words(tmp_path / "runs", {"training.steps": 1, **changes})
+    refused(legato("train", *(word for word in arguments if not word.endswith("=null"))), *wanted)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_recipe_that_is_not_there_is_refused(legato: Command, tmp_path: Path) -> None:
+def test_a_missing_recipe_is_refused(legato: Command, tmp_path: Path) -> None:
     refused(legato("train", str(tmp_path / "none.toml")), str(tmp_path / "none.toml"), "does not exist")
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while training and at its end."""
+"""The displays during training and the end screen."""
 
 import io
 import math
@@ -30,7 +30,7 @@ def terminal(width: int = 80, height: int = 24, encoding: str = "utf-8") -> tupl
     return Console(file=stream, force_terminal=True, width=width, height=height, highlight=False, color_system=None), stream
 
 
-def written(stream: io.TextIOWrapper) -> str:
+def text_of(stream: io.TextIOWrapper) -> str:
     assert isinstance(stream.buffer, io.BytesIO)
     return stream.buffer.getvalue().decode(stream.encoding)
 
@@ -45,7 +45,7 @@ def test_a_plain_step_is_one_line_with_everything() -> None:
     )
 
 
-def test_time_left_is_estimated_where_none_is_given() -> None:
+def test_time_left_is_estimated_if_none_is_given() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream)
     display.step(1, 4, METRICS, None, None)
@@ -63,7 +63,7 @@ def test_a_number_that_is_missing_or_not_finite_breaks_no_line() -> None:
     assert stream.getvalue() == "step 1/2  reward -\n"
 
 
-def test_a_warm_up_says_a_tenth_at_a_time() -> None:
+def test_a_warm_up_prints_every_tenth() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream)
     for step in range(1, 206):
@@ -73,14 +73,14 @@ def test_a_warm_up_says_a_tenth_at_a_time() -> None:
     assert lines[-1] == "warm-up 205/205  loss 1.000"
 
 
-def test_a_log_in_ascii_loses_no_run() -> None:
+def test_an_ascii_log_escapes_other_characters() -> None:
     _, stream = terminal(encoding="ascii")
     display = PlainDisplay(stream)
     display.start("née", ["∑ of parts"])
-    assert written(stream) == "n\\xe9e\n  \\u2211 of parts\n"
+    assert text_of(stream) == "n\\xe9e\n  \\u2211 of parts\n"
 
 
-def test_which_form_is_picked() -> None:
+def test_for_terminal_picks_the_display() -> None:
     console, _ = terminal()
     assert isinstance(for_terminal(console), LiveDisplay)
     assert isinstance(for_terminal(Console(file=io.StringIO())), PlainDisplay)
@@ -94,12 +94,12 @@ def test_the_live_panel_fits_any_width(width: int) -> None:
     display = LiveDisplay(console)
     display.step(12, 400, METRICS, EVALUATION, 80.0)
     console.print(display)
-    lines = written(stream).splitlines()
+    lines = text_of(stream).splitlines()
     assert max(map(len, lines)) <= width
     assert "training" in lines[0]
 
 
-def test_the_live_panel_shows_what_was_asked_for() -> None:
+def test_the_live_panel_shows_all_numbers_and_messages() -> None:
     console, stream = terminal(100)
     display = LiveDisplay(console)
     display.start("gspo on arithmetic", ["a note"])
@@ -108,7 +108,7 @@ def test_the_live_panel_shows_what_was_asked_for() -> None:
         display.step(step, 10, METRICS | {"accuracy/mean": step / 10}, EVALUATION if step == 2 else None, 80.0)
     display.message(f"saved {HOSTILE}")
     display.close()
-    text = written(stream)
+    text = text_of(stream)
     for words in (
         "gspo on arithmetic",
         "a note",
@@ -129,8 +129,8 @@ def test_the_live_panel_in_ascii() -> None:
     display = LiveDisplay(console)
     display.step(1, 2, METRICS, None, None)
     console.print(display)
-    assert "accuracy %" not in written(stream)
-    assert written(stream).splitlines()[-1].startswith("accuracy *") or "#" in written(stream).splitlines()[-1]
+    assert "accuracy %" not in text_of(stream)
+    assert text_of(stream).splitlines()[-1].startswith("accuracy *") or "#" in text_of(stream).splitlines()[-1]
 
 
 def test_closing_twice_or_unstarted_is_harmless() -> None:
@@ -138,7 +138,7 @@ def test_closing_twice_or_unstarted_is_harmless() -> None:
     display = LiveDisplay(console)
     display.close()
     display.close()
-    assert written(stream).strip() == ""
+    assert text_of(stream).strip() == ""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_sparkline_has_one_bar_a_value_until_there_are_too_many() -> None:
     assert sparkline([0.0, 1.0], 10, ascii_only=True) == ".%"
 
 
-def ended(reason: str | None = "target reached", *, measured: bool = True) -> Summary:
+def make_summary(reason: str | None = "target reached", *, measured: bool = True) -> Summary:
     before = (
         Evaluation(step=0, problems=200, sampled=wilson_interval(0.2, 200), greedy=wilson_interval(0.4, 200))
         if measured
@@ -193,19 +193,19 @@ def rollouts(text: str, accuracy: float) -> tuple[dict[str, object], ...]:
     return tuple({"prompt": f"{index}+1={HOSTILE}", "text": text, "accuracy": accuracy} for index in range(5))
 
 
-def test_the_end_is_one_screen_that_says_everything() -> None:
+def test_the_end_screen_fits_24_lines_and_shows_everything() -> None:
     console, stream = terminal(80)
     samples = Samples(before_step=1, after_step=400, before=rollouts(HOSTILE + "\n" * 50, 0.0), after=rollouts("12", 1.0))
     folder = Path("/a/very/long/folder/" + "x" * 80)
     end_screen(
-        ended(),
+        make_summary(),
         samples=samples,
         checkpoint=folder / "checkpoints/step-000400",
         report=folder / "report.html",
         next_command=f"legato sample {folder}",
         console=console,
     )
-    text = written(stream)
+    text = text_of(stream)
     lines = text.splitlines()
     assert len(lines) + 3 <= 24  # the three long paths take a second line each
     for words in (
@@ -225,30 +225,30 @@ def test_the_end_is_one_screen_that_says_everything() -> None:
     assert "[bold red" in lines[1]
 
 
-def test_the_end_on_a_narrow_terminal_cuts_no_number() -> None:
+def test_the_end_screen_on_a_narrow_terminal_cuts_no_number() -> None:
     console, stream = terminal(40)
-    end_screen(ended(), console=console)
-    rows = [line.split() for line in written(stream).splitlines() if line.startswith(("sampled", "greedy"))]
+    end_screen(make_summary(), console=console)
+    rows = [line.split() for line in text_of(stream).splitlines() if line.startswith(("sampled", "greedy"))]
     assert rows == [["sampled", "20.0", "%", "90.0", "%", "+70.0"], ["greedy", "40.0", "%", "95.0", "%", "+55.0"]]
 
 
-def test_the_end_without_measurements_or_samples_still_says_where_things_are() -> None:
+def test_the_end_screen_without_evaluations_still_shows_the_paths() -> None:
     console, stream = terminal(40)
-    end_screen(ended(None, measured=False), samples=None, report=Path("r.html"), console=console)
-    assert "No evaluation" in written(stream)
-    assert "r.html" in written(stream)
+    end_screen(make_summary(None, measured=False), samples=None, report=Path("r.html"), console=console)
+    assert "No evaluation" in text_of(stream)
+    assert "r.html" in text_of(stream)
 
 
-def test_samples_of_different_prompts_stand_in_rows_of_their_own() -> None:
+def test_samples_of_different_prompts_are_in_separate_rows() -> None:
     console, stream = terminal(80)
     before = ({"prompt": "1+1=", "text": "3", "accuracy": 0.0},)
     after = ({"prompt": "2+2=", "text": "4", "accuracy": 1.0},)
-    end_screen(ended(), samples=Samples(before_step=1, after_step=9, before=before, after=after), console=console)
-    rows = [line.split() for line in written(stream).splitlines() if "+" in line and "=" in line]
+    end_screen(make_summary(), samples=Samples(before_step=1, after_step=9, before=before, after=after), console=console)
+    rows = [line.split() for line in text_of(stream).splitlines() if "+" in line and "=" in line]
     assert rows == [["1+1=", "✗", "3"], ["2+2=", "✓", "4"]]
     console, stream = terminal(80)
-    end_screen(ended(), samples=Samples(before_step=1, after_step=None, before=before, after=()), console=console)
-    assert "1+1=" in written(stream)
+    end_screen(make_summary(), samples=Samples(before_step=1, after_step=None, before=before, after=()), console=console)
+    assert "1+1=" in text_of(stream)
 
 
 def test_the_display_loads_no_torch() -> None:

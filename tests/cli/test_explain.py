@@ -1,4 +1,4 @@
-"""The command line as a person uses it."""
+"""`legato explain` and `legato --help`."""
 
 import ast
 import resource
@@ -44,23 +44,23 @@ def test_the_explanation_of_gspo_is_its_snapshot(wide: pytest.CaptureFixture[str
 
 
 def test_two_algorithms_stand_side_by_side() -> None:
-    told = legato_command("explain", "gspo", "grpo")
-    assert told.returncode == 0
-    rows = [line for line in told.stdout.splitlines() if "objective.trust.clip.low" in line]
+    result = legato_command("explain", "gspo", "grpo")
+    assert result.returncode == 0
+    rows = [line for line in result.stdout.splitlines() if "objective.trust.clip.low" in line]
     assert len(rows) == 1
     assert "0.0003" in rows[0]
     assert "0.2" in rows[0]
 
 
 def test_a_change_is_shown_as_a_deviation() -> None:
-    told = legato_command("explain", "gspo", "--set", "objective.trust.clip.high=0.2")
-    assert "objective.trust.clip.high: 0.0004 -> 0.2" in told.stdout
-    assert "never clips" in told.stdout
+    result = legato_command("explain", "gspo", "--set", "objective.trust.clip.high=0.2")
+    assert "objective.trust.clip.high: 0.0004 -> 0.2" in result.stdout
+    assert "never clips" in result.stdout
 
 
 def test_all_algorithms_are_listed() -> None:
-    told = legato_command("explain")
-    assert all(name in told.stdout for name in algorithm_names())
+    result = legato_command("explain")
+    assert all(name in result.stdout for name in algorithm_names())
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_all_algorithms_are_listed() -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: tuple[str, ...], message: str) -> None:
-    told = legato_command(*words)
-    assert told.returncode == 2
-    assert message in told.stderr
-    assert len(told.stderr.strip().splitlines()) == 1
+    result = legato_command(*words)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_help_comes_at_once() -> None:
+def test_help_takes_less_than_half_a_second() -> None:
     """The promise is half a second on a quiet machine: the processor time of the best of three."""
 
-    def spent() -> float:
+    def cpu_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
     best = float("inf")
     for _ in range(3):
-        start = spent()
+        start = cpu_seconds()
         assert legato_command("--help").returncode == 0
-        best = min(best, spent() - start)
+        best = min(best, cpu_seconds() - start)
     assert best < 0.5
 
 
@@ -97,7 +97,7 @@ PARTS = [(kind, name) for kind in SLOTS for name in names(kind)]
 
 
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=[f"{kind}-{name}" for kind, name in PARTS])
-def test_what_is_suggested_for_a_part_puts_it_into_the_algorithm(
+def test_the_suggested_changes_put_the_part_into_the_algorithm(
     kind: str, name: str, wide: pytest.CaptureFixture[str]
 ) -> None:
     explain_one(name, [])

@@ -14,7 +14,7 @@ ROWS = [
 ]
 
 
-def printed(width: int) -> str:
+def print_table(width: int) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     show_table(console, "A title", HEADINGS, ROWS)
     assert isinstance(console.file, io.StringIO)
@@ -23,7 +23,7 @@ def printed(width: int) -> str:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_word_and_no_number_is_broken(width: int) -> None:
-    text = printed(width)
+    text = print_table(width)
     words = text.split()
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
     for cell in (*HEADINGS, *ROWS[0], *ROWS[1][:4]):
@@ -32,5 +32,5 @@ def test_no_word_and_no_number_is_broken(width: int) -> None:
 
 
 def test_columns_that_do_not_fit_stand_below_with_the_names_of_the_rows() -> None:
-    assert printed(200).count("grpo") == 1 and "gspo, training.lr=0.0001" in printed(200)
-    assert printed(40).count("grpo") > 1 and printed(40).count("A title") == 1
+    assert print_table(200).count("grpo") == 1 and "gspo, training.lr=0.0001" in print_table(200)
+    assert print_table(40).count("grpo") > 1 and print_table(40).count("A title") == 1

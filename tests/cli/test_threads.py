@@ -1,4 +1,4 @@
-"""Threads that wait for one another must not burn the cores that others need, and torch reads that when it is loaded."""
+"""The command line limits how long OpenMP threads spin, before torch is imported."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SAID = """
+PROGRAM = """
 import sys
 from legato.cli.main import app
 assert "torch" not in sys.modules
@@ -17,11 +17,13 @@ print(os.environ.get("GOMP_SPINCOUNT"))
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("variables", "spin_count"),
     [({}, "2000"), ({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")],
-    ids=["nothing said", "a policy", "a count"],
+    ids=["default", "a policy", "a count"],
 )
-def test_threads_spin_a_little_and_then_sleep_unless_told(given: dict[str, str], found: str) -> None:
+def test_threads_spin_shortly_unless_the_user_sets_a_policy(variables: dict[str, str], spin_count: str) -> None:
     clean = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    ran = subprocess.run([sys.executable, "-c", SAID], env={**clean, **given}, capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines()[-1] == found
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**clean, **variables}, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.splitlines()[-1] == spin_count

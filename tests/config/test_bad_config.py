@@ -1,4 +1,4 @@
-"""Mistakes in recipes and words: one message that says what, where, the value and what is allowed."""
+"""Mistakes in recipes and words: one message with the option, what is expected, the value and its place."""
 
 import math
 import tomllib
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]
 
 
-def says(told: str, *fragments: str) -> bool:
-    """Whether one line of a message holds all of these: path, value, place, what is allowed."""
-    return any(all(fragment in line for fragment in fragments) for line in told.splitlines())
+def has_line_with(text: str, *fragments: str) -> bool:
+    """Whether one line of the text contains all fragments."""
+    return any(all(fragment in line for fragment in fragments) for line in text.splitlines())
 
 
 def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[Any, Any] | None = None) -> str:
@@ -33,8 +33,8 @@ def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[An
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", ":1: the file holds no option"),
-        (b"# nothing\n", ":1: the file holds no option"),
+        (b"", ":1: expected options, got an empty file"),
+        (b"# nothing\n", ":1: expected options, got an empty file"),
         (b"\xef\xbb\xbf[training]\nlr = 1\n", ":1: the file is UTF-8 with a byte order mark; save it as plain UTF-8"),
         ("[training]\nlr = 1\n".encode("utf-16"), ":1: the file is UTF-16; save it as plain UTF-8"),
         ("[training]\nlr = 1\n".encode("utf-16-le"), ":1: a NUL byte"),
@@ -48,21 +48,21 @@ def refusal(sources: list[Path], words: tuple[str, ...] = (), overrides: dict[An
         (b"a." * 1000 + b"b = 1\n", " is nested more than 24 deep"),
         (b"x = 1" + b"0" * 5000, ":1: not TOML: Exceeds the limit"),
         (b"[training]\nseed = 0x" + b"f" * 5000, ":2)"),
-        (b"#" * 1_000_001, " is larger than 1000000 bytes"),
+        (b"#" * 1_000_001, ": expected a TOML file of at most 1000000 bytes, got a larger file"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_told_in_a_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_unreadable_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(content)
-    told = refusal([path])
-    assert f"{path}{message}" in told
-    assert "\n" not in told
+    text = refusal([path])
+    assert f"{path}{message}" in text
+    assert "\n" not in text
 
 
-def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
-    assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'} does not exist; a TOML file is needed"
-    assert refusal([tmp_path]) == f"{tmp_path} is a folder; a TOML file is needed"
-    assert refusal([Path("/dev/zero")]) == "/dev/zero is not a regular file; a TOML file is needed"
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    assert refusal([tmp_path / "no.toml"]) == f"{tmp_path / 'no.toml'}: expected a TOML file, got a path that does not exist"
+    assert refusal([tmp_path]) == f"{tmp_path}: expected a TOML file, got a folder"
+    assert refusal([Path("/dev/zero")]) == "/dev/zero: expected a TOML file, got something that is not a regular file"
     assert "cannot be read: " in refusal([Path("x" * 5000)])
     assert "cannot be read: " in refusal([Path("/etc/passwd/a.toml")])
 
@@ -119,7 +119,7 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
             "task.kind (FILE:2): unknown task 'revarsal'; did you mean 'reversal'? Known: arithmetic",
         ),
         ('[task]\nkind = "a b:c"', "task.kind (FILE:2): unknown task 'a b:c'"),
-        ('[task]\nkind = "jsonl"', "task (FILE:1): data 'jsonl' needs the option 'path'"),
+        ('[task]\nkind = "jsonl"', "task (FILE:1): expected the option 'path' of data 'jsonl', got nothing"),
         ("[task]\nkind = 3\nx = 1", ("task.kind:", "expected a text that is not empty", "got 3 (FILE:2)")),
         ("[task.second]\nx = 1", ("task.second.kind:", "expected a text that is not empty", "got nothing (FILE:1)")),
         ('[reward]\nkind = "nmber"', "reward.kind (FILE:2): unknown reward 'nmber'; did you mean 'number'?"),
@@ -127,12 +127,15 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
             '[reward]\nkind = "format"\npattern = "("',
             ("reward.pattern:", "expected a regular expression", "got '(' (FILE:3)"),
         ),
-        ('[reward]\nkind = "exact"\ncomponents.a.kind = "number"', "reward.kind and reward.components are both given"),
+        (
+            '[reward]\nkind = "exact"\ncomponents.a.kind = "number"',
+            "reward: expected reward.kind or reward.components, got both (FILE:2 and FILE:3)",
+        ),
         ("[reward.components.a]\nweight = 1", ("reward.components.a.kind:", "got nothing (FILE:1)")),
         ('[reward.components.a]\nkind = "exact"\nweight = nan', ("reward.components.a.weight:", "got nan (FILE:3)")),
         ('[reward]\ntolerance = 1\ncomponents.a.kind = "exact"', "reward.tolerance (FILE:2) does not exist"),
         ("[reward]\ncomponents.a = 3", ("reward.components.a:", "expected a table", "got 3 (FILE:2)")),
-        ("[reward]\nkind = false", "reward.kind is off (FILE:2) and there are no reward.components"),
+        ("[reward]\nkind = false", "reward: expected reward.kind or reward.components, got neither (FILE:2)"),
         ('algorithm = "gsp"', "algorithm.name (FILE:1): unknown algorithm 'gsp'; did you mean 'gspo'?"),
         ("algorithm = 3", ("algorithm.name:", "expected a name (gspo,", "got 3 (FILE:1)")),
         ("[algorithm]\ntrust.clip.low = 1", "override path 'trust.clip.low' does not exist; did you mean 'objective.trust"),
@@ -141,21 +144,21 @@ def test_a_path_that_is_no_file_is_told(tmp_path: Path) -> None:
             "[algorithm.objective.trust.clip]\nlow = nan",
             ("algorithm.objective.trust.clip.low (FILE:2)", "expected a number >= 0", "got nan"),
         ),
-        ("[algorithm.objective.penalties.kl]", "algorithm.objective.penalties.kl (FILE:1) is an empty table"),
-        ("[algorithm.settings.training]\nlr = 1", "algorithm.settings (FILE:1) is not set here"),
-        ('algorithm = "fspo"', "algorithm.objective.trust.log-clip.log_low must be given"),
+        ("[algorithm.objective.penalties.kl]", "algorithm.objective.penalties.kl: expected a slot or a field in the table"),
+        ("[algorithm.settings.training]\nlr = 1", "algorithm.settings (FILE:1) cannot be set here"),
+        ('algorithm = "fspo"', "algorithm.objective.trust.log-clip.log_low: expected a number, got none"),
         ("[algorithm]\nadvantage = 3", "algorithm.advantage (FILE:2): advantage = 3 is not allowed; the name of a"),
     ],
 )
-def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, text: str, message: str | tuple[str, ...]) -> None:
+def test_a_mistake_in_a_file_is_refused_with_its_line(tmp_path: Path, text: str, message: str | tuple[str, ...]) -> None:
     path = tmp_path / "a.toml"
     path.write_text(text)
-    told = refusal([path]).replace(str(path), "FILE")
-    assert says(told, *([message] if isinstance(message, str) else message))
+    refused = refusal([path]).replace(str(path), "FILE")
+    assert has_line_with(refused, *([message] if isinstance(message, str) else message))
 
 
 @pytest.mark.parametrize(("theirs", "ours"), NAMES_OF_TRL.items())
-def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours: str) -> None:
+def test_a_name_of_trl_suggests_an_option_that_exists(theirs: str, ours: str) -> None:
     assert f"did you mean {ours!r}?" in refusal([], (f"{theirs}=1",))
     if ours.startswith("algorithm."):
         assert f"{ours}=0.25" in load([], ["algorithm=grpo", f"{ours}=0.25"]).provenance[ours]
@@ -166,46 +169,70 @@ def test_a_name_of_trl_is_answered_with_an_option_that_exists(theirs: str, ours:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["training.lr"], "word 1, 'training.lr', is not an option; path=value is, as in training.lr=1e-6"),
+        (["training.lr"], "expected path=value, as in training.lr=1e-6, got 'training.lr' (word 1)"),
         (["training.seed=1", "training.lr=0"], ("training.lr:", "got 0 (word 2: training.lr=0)")),
         (["training.lr=1."], ("training.lr:", "expected a finite number > 0", "got '1.' (word 1: training.lr=1.)")),
         (["training.lr=null"], ("training.lr:", "got null (word 1: training.lr=null)")),
-        (["=1"], "the path '' (word 1: =1) is not a dotted path, as in training.lr"),
-        (["training..lr=1"], "the path 'training..lr' (word 1: training..lr=1) is not a dotted path"),
+        (["=1"], "expected a dotted path, as in training.lr, got '' (word 1: =1)"),
+        (["training..lr=1"], "expected a dotted path, as in training.lr, got 'training..lr' (word 1: training..lr=1)"),
         (["a." * 50 + "b=1"], "a path of 51 words"),
         (["policy.model=\udcff"], "'\\udcff' is not valid Unicode"),
-        (["training.prompts_per_step=3"], "is below training.updates_per_step = 4 (algorithm gspo); an update takes whole"),
-        (["training.final_lr_share=0.1"], "has no effect with training.schedule = 'constant' (default)"),
-        (["training.epsilon=0.2"], "is Adam's, which is at most 0.001; the clip of the ratio is algorithm.objective.trust"),
-        (["training.value_lr=0.1"], "has no effect: gspo trains no value head; ppo does"),
-        (["task.stages=2"], "task.stages = 2 (word 1: task.stages=2) needs task.second"),
+        (
+            ["training.prompts_per_step=3"],
+            (
+                "training.prompts_per_step: expected at least training.updates_per_step = 4 (algorithm gspo), got 3 (word 1",
+                "each update takes one whole group",
+            ),
+        ),
+        (
+            ["training.final_lr_share=0.1"],
+            "training.final_lr_share: expected 0 with training.schedule = 'constant' (default), got 0.1 (word 1",
+        ),
+        (
+            ["training.epsilon=0.2"],
+            ("training.epsilon: expected at most 0.001, got 0.2 (word 1", "set algorithm.objective.trust.clip.low"),
+        ),
+        (["training.value_lr=0.1"], ("training.value_lr: expected no value, got 0.1 (word 1", "gspo trains no value head")),
+        (["task.stages=2"], "task.second: expected a value with task.stages = 2 (word 1: task.stages=2), got none"),
         (["task.stages=3"], ("task.stages:", "expected a whole number >= 1 and <= 2", "got 3 (word 1")),
-        (["task.second.kind=sorting"], "task.second (word 1: task.second.kind=sorting) has no effect with task.stages = 1"),
-        (["algorithm=srpo", "task.second.kind=sorting"], "task.stages = 2 (algorithm srpo) needs task.second_after_steps"),
+        (
+            ["task.second.kind=sorting"],
+            "task.second: expected no value with task.stages = 1 (default), got one (word 1: task.second.kind=sorting)",
+        ),
+        (
+            ["algorithm=srpo", "task.second.kind=sorting"],
+            "task.second_after_steps: expected a value with task.stages = 2 (algorithm srpo), got none",
+        ),
         (
             ["algorithm=srpo", "task.second.kind=sorting", "task.second_after_steps=400"],
-            "(word 3: task.second_after_steps=400) is not below training.steps = 400 (default)",
+            "expected less than training.steps = 400 (default), got 400 (word 3: task.second_after_steps=400)",
         ),
-        (["task.kind=gsm8k", "task.problems_per_epoch=9"], "is for tasks made in code; an epoch of task.kind = 'gsm8k'"),
-        (["reward.components.a={kind='exact', judges=false}"], "none of them judges the answer"),
+        (
+            ["task.kind=gsm8k", "task.problems_per_epoch=9"],
+            ("task.problems_per_epoch: expected no value with task.kind = 'gsm8k'", "got 9 (word 2"),
+        ),
+        (
+            ["reward.components.a={kind='exact', judges=false}"],
+            "reward.components: expected one with judges = true, got none (word 1",
+        ),
         (["policy.tiny.heads=3"], ("policy.tiny.heads:", "hidden = 128", "got 3 (word 1: policy.tiny.heads=3)")),
         (
             ["policy.tiny.experts=1"],
             ("policy.tiny.experts_per_token:", "experts = 1", "got 2 (word 1: policy.tiny.experts=1)"),
         ),
         (["evaluation.greedy=false", "evaluation.target_greedy=1"], "needs evaluation.greedy = true"),
-        (["evaluation.every_steps=0", "evaluation.target=1"], "is never looked at with evaluation.every_steps = 0"),
-        (["output.name=a/b"], "output.name = 'a/b' (word 1: output.name=a/b) is not the name of a folder"),
+        (["evaluation.every_steps=0", "evaluation.target=1"], "evaluation.every_steps: expected at least 1, got 0 (word 1"),
+        (["output.name=a/b"], "output.name: expected the name of a folder, got 'a/b' (word 1: output.name=a/b)"),
         (["algorithm.advantage=pass-at-k", "rollouts.samples_per_prompt=3"], "needs groups of at least 4"),
     ],
 )
-def test_a_mistake_in_a_word_is_told(words: list[str], message: str | tuple[str, ...]) -> None:
-    assert says(refusal([], tuple(words)), *([message] if isinstance(message, str) else message))
+def test_a_mistake_in_a_word_is_refused(words: list[str], message: str | tuple[str, ...]) -> None:
+    assert has_line_with(refusal([], tuple(words)), *([message] if isinstance(message, str) else message))
 
 
-def test_all_mistakes_are_told_at_once() -> None:
-    told = refusal([], ("training.lr=x", "rollouts.top_k=-1", "task.digits=1", "algorithm.filters=3"))
-    assert [line.split(" ")[0].strip(":") for line in told.splitlines()] == [
+def test_all_mistakes_are_listed_in_one_error() -> None:
+    text = refusal([], ("training.lr=x", "rollouts.top_k=-1", "task.digits=1", "algorithm.filters=3"))
+    assert [line.split(" ")[0].strip(":") for line in text.splitlines()] == [
         "algorithm.filters",
         "task.digits",
         "rollouts.top_k",
@@ -218,7 +245,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     [
         ({"training.lr": math.nan}, ("training.lr:", "got nan (override 'training.lr')")),
         ({"training.lr": object}, ("training.lr:", "got <class 'object'>")),
-        ({"training": {3: 1}}, "the name 3 is not a string"),
+        ({"training": {3: 1}}, "expected a string as the name of an option, got 3"),
         ({"training": None}, ("training:", "expected a table", "got null")),
         ({"policy.chat_template_kwargs": {"a": object()}}, "expected a string, a number, true or false, a list or a table"),
         ({"policy.chat_template_kwargs": {"a": None}}, ("policy.chat_template_kwargs.a:", "got null")),
@@ -227,17 +254,17 @@ def test_all_mistakes_are_told_at_once() -> None:
         ({"task.left_digits": 10**5000, "task.kind": "mine:Task", "training.seed": 10**5000}, "thousands of digits"),
     ],
 )
-def test_a_mistake_in_a_value_given_in_python_is_told(overrides: dict[Any, Any], message: str | tuple[str, ...]) -> None:
-    assert says(refusal([], overrides=overrides), *([message] if isinstance(message, str) else message))
+def test_a_mistake_in_a_python_value_is_refused(overrides: dict[Any, Any], message: str | tuple[str, ...]) -> None:
+    assert has_line_with(refusal([], overrides=overrides), *([message] if isinstance(message, str) else message))
 
 
-def test_a_value_that_holds_itself_is_told() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["a"] = endless
     assert "nested more than" in refusal([], overrides={"policy.chat_template_kwargs": endless})
 
 
-FAIR = {
+VALID = {
     "algorithm": st.sampled_from([name for name in algorithm_names() if name != "fspo"]),
     "algorithm.objective.penalties.kl.beta": st.floats(0, 1),
     "algorithm.objective.trust.clip.low": st.floats(0, 1) | st.just(math.inf),
@@ -263,12 +290,12 @@ FAIR = {
 
 
 @given(data=st.data())
-def test_what_is_written_down_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.sampled_from(sorted(FAIR)), unique=True, max_size=8))
-    words = [f"{path}={data.draw(FAIR[path])}" for path in chosen]
+def test_a_dumped_configuration_loads_as_the_same(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(sorted(VALID)), unique=True, max_size=8))
+    words = [f"{path}={data.draw(VALID[path])}" for path in chosen]
     try:
         resolved = load([], words)
-    except ValueError as error:  # problems_per_epoch with gsm8k, a limit that a ratio has not: still told in words
+    except ValueError as error:  # problems_per_epoch with gsm8k, a limit of a ratio that has none: refused with its word
         assert "word " in str(error)
         return
     path = tmp_path_factory.mktemp("dumped") / "config.toml"
@@ -308,7 +335,7 @@ ODD_PATHS = st.sampled_from(
 
 
 @given(overrides=st.dictionaries(ODD_PATHS | st.text(max_size=6), ODD, max_size=5))
-def test_values_of_any_kind_are_taken_or_told(overrides: dict[str, Any]) -> None:
+def test_any_value_loads_or_is_refused(overrides: dict[str, Any]) -> None:
     try:
         assert dump(load([], (), overrides))
     except ValueError as error:
@@ -317,7 +344,7 @@ def test_values_of_any_kind_are_taken_or_told(overrides: dict[str, Any]) -> None
 
 @given(words=st.lists(st.builds("{}={}".format, ODD_PATHS | st.text(max_size=6), ODD) | st.text(max_size=9), max_size=5))
 @example(words=["reward.kind=format", "reward.pattern=x{99999999999999999999}"])
-def test_words_of_any_kind_are_taken_or_told(words: list[str]) -> None:
+def test_any_word_loads_or_is_refused(words: list[str]) -> None:
     try:
         assert tomllib.loads(dump(load([], words)))
     except ValueError as error:
@@ -328,7 +355,7 @@ TEXTS = [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.toml"))
 
 
 @given(data=st.data())
-def test_a_mutated_file_is_taken_or_told(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_mutated_file_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     text = bytearray(data.draw(st.sampled_from(TEXTS)))
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))

@@ -1,4 +1,4 @@
-"""The configuration of a run: where values come from, that it can be written down, and how it is documented."""
+"""The configuration of a run: the sources of values, dumping and loading, and its documentation."""
 
 import dataclasses
 from pathlib import Path
@@ -36,7 +36,7 @@ OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_loads_and_says_what_it_is(path: Path) -> None:
+def test_every_recipe_loads_and_its_header_has_command_and_machine(path: Path) -> None:
     resolved = load([path])
     header = path.read_text().split("\n\n")[0]
     assert f"legato train recipes/{path.name}" in header
@@ -52,7 +52,7 @@ def test_every_recipe_finds_the_held_out_problems_it_asks_for(path: Path) -> Non
         assert len(wire.source_of(config, wire.Given()).held_out(config.task.held_out)) == config.task.held_out
 
 
-def test_the_recipes_that_are_promised_are_there() -> None:
+def test_the_promised_recipes_exist() -> None:
     promised = {"tiny", "tiny-moe", "smollm2", "smollm2-moe", "qwen3-0.6b-gsm8k", "qwen3-1.7b-gsm8k", "qwen3-30b-a3b"}
     assert promised <= {path.stem for path in RECIPES}
 
@@ -89,29 +89,29 @@ def test_the_settings_of_the_algorithm_lie_between_the_defaults_and_the_files(tm
     assert load([path], ["algorithm=grpo"]).config.task.resampling == "none"
 
 
-def test_where_each_value_came_from_is_known(tmp_path: Path) -> None:
+def test_provenance_names_the_source_of_each_value(tmp_path: Path) -> None:
     path = file(
         tmp_path, "# a comment\n[training]\nlr = 1e-5\n\n[policy]\nlora = { rank = 8 }\n[algorithm.objective]\ntrust = []\n"
     )
     words = ["training.steps=7", "algorithm.objective.penalties.kl.beta=0.1", "algorithm.name=dr-grpo"]
-    found = load([path], words, {"output.name": "x"}).provenance
-    assert found["training.lr"] == f"{path}:3"
-    assert found["policy.lora.rank"] == f"{path}:6"
-    assert found["policy.lora.alpha"] == "default"
-    assert found["training.steps"] == "word 1: training.steps=7"
-    assert found["training.updates_per_step"] == "algorithm dr-grpo"
-    assert found["output.name"] == "override 'output.name'"
-    assert found["task.left_digits"] == "default"
-    assert found["algorithm.name"] == "word 3: algorithm.name=dr-grpo"
-    assert found["algorithm.objective.trust"] == f"{path}:8"
-    assert found["algorithm.objective.penalties.kl.beta"] == found["algorithm.objective.penalties"]
-    assert found["algorithm.objective.penalties.kl.beta"].startswith("word 2")
-    assert found["algorithm.objective.penalties.kl.limit"] == "default"
-    assert found["algorithm.advantage"] == "algorithm dr-grpo"
-    assert found["algorithm.aggregate.constant"] == "rollouts.max_response_tokens"
+    provenance = load([path], words, {"output.name": "x"}).provenance
+    assert provenance["training.lr"] == f"{path}:3"
+    assert provenance["policy.lora.rank"] == f"{path}:6"
+    assert provenance["policy.lora.alpha"] == "default"
+    assert provenance["training.steps"] == "word 1: training.steps=7"
+    assert provenance["training.updates_per_step"] == "algorithm dr-grpo"
+    assert provenance["output.name"] == "override 'output.name'"
+    assert provenance["task.left_digits"] == "default"
+    assert provenance["algorithm.name"] == "word 3: algorithm.name=dr-grpo"
+    assert provenance["algorithm.objective.trust"] == f"{path}:8"
+    assert provenance["algorithm.objective.penalties.kl.beta"] == provenance["algorithm.objective.penalties"]
+    assert provenance["algorithm.objective.penalties.kl.beta"].startswith("word 2")
+    assert provenance["algorithm.objective.penalties.kl.limit"] == "default"
+    assert provenance["algorithm.advantage"] == "algorithm dr-grpo"
+    assert provenance["algorithm.aggregate.constant"] == "rollouts.max_response_tokens"
 
 
-def test_a_slot_that_is_filled_anew_forgets_what_was_set_in_it(tmp_path: Path) -> None:
+def test_setting_a_slot_resets_the_fields_of_its_part(tmp_path: Path) -> None:
     path = file(tmp_path, "[algorithm.objective.trust.clip]\nlow = 0.01\n")
     assert load([path]).provenance["algorithm.objective.trust.clip.low"] == f"{path}:2"
     resolved = load([path], ['algorithm.objective.trust=["clip"]'])
@@ -119,7 +119,7 @@ def test_a_slot_that_is_filled_anew_forgets_what_was_set_in_it(tmp_path: Path) -
     assert resolved.provenance["algorithm.objective.trust.clip.low"] == "default"
 
 
-def test_what_is_absent_by_choice_is_written_as_false(tmp_path: Path) -> None:
+def test_an_option_that_is_switched_off_is_dumped_as_false(tmp_path: Path) -> None:
     resolved = load([], ["task.kind=jsonl", "task.path=a.jsonl", "task.answer=false"])
     assert resolved.config.task.options == {"path": "a.jsonl", "prompt": "prompt", "answer": None}
     assert load([file(tmp_path, dump(resolved))]).config == resolved.config
@@ -149,7 +149,7 @@ def test_what_is_absent_by_choice_is_written_as_false(tmp_path: Path) -> None:
         (["algorithm=grpo", "algorithm.objective.ratio.limit=null"], ["objective.ratio.limit = off (grpo: 20)"]),
     ],
 )
-def test_deviations_from_the_paper_are_told(tmp_path: Path, words: list[str], deviations: list[str]) -> None:
+def test_deviations_from_the_paper_are_listed(tmp_path: Path, words: list[str], deviations: list[str]) -> None:
     resolved = load([], words)
     assert list(resolved.deviations) == deviations
     assert load([file(tmp_path, dump(resolved))]).deviations == resolved.deviations
@@ -167,7 +167,7 @@ def test_a_part_and_its_fields_can_be_set_in_one_file(tmp_path: Path) -> None:
     assert algorithm == legato.algorithm("gspo", changes)
 
 
-def test_an_algorithm_made_in_python_stands_for_itself(tmp_path: Path) -> None:
+def test_an_algorithm_made_in_python_is_used_as_it_is(tmp_path: Path) -> None:
     value = legato.algorithm("gspo", {"objective.trust.clip.low": 2e-3, "settings.training.updates_per_step": 2})
     resolved = load([], ["algorithm.objective.trust.clip.high=0.5"], {"algorithm": value})
     assert resolved.algorithm.objective == legato.algorithm(value, {"objective.trust.clip.high": 0.5}).objective
@@ -188,7 +188,7 @@ def test_another_kind_brings_its_own_options(tmp_path: Path) -> None:
     assert load([path, both, third]).config.reward.components == {}
 
 
-def test_options_make_the_part() -> None:
+def test_options_construct_the_part() -> None:
     task = load([], ["task.left_digits=3"]).config.task
     assert kinds.make("task", task.kind, task.options) == lookup("task", "arithmetic")(left_digits=3)
     verdicts = f"{Path(__file__).parents[1]}/proof/verdicts.py"
@@ -223,14 +223,14 @@ def test_a_word_is_toml_or_a_bare_string(word: str, value: object) -> None:
     assert read_word(word) == ("a", value)
 
 
-def test_what_may_be_absent_is_switched_on_and_off() -> None:
+def test_optional_tables_are_switched_on_and_off() -> None:
     on = load([], ["policy.lora=true", "policy.warm_up={}", "evaluation.target=0.5"]).config
     assert (on.policy.lora, on.policy.warm_up, on.evaluation.target) == (Lora(), WarmUp(), 0.5)
     off = load([], ["policy.lora=true", "policy.lora=false", "evaluation.target=false"]).config
     assert (off.policy.lora, off.evaluation.target) == (None, None)
 
 
-def test_python_values_are_taken_as_toml_would_give_them() -> None:
+def test_python_values_are_converted_to_toml_types() -> None:
     numpy = pytest.importorskip("numpy")
     given_in_python = {
         "training": {"steps": numpy.int64(5), "betas": (0.5, 0.6)},
@@ -253,7 +253,7 @@ def test_every_option_is_documented() -> None:
     assert all(line.count(" | ") == 3 for line in page.splitlines() if line.startswith("| `"))
 
 
-def test_no_part_has_an_option_that_its_section_takes() -> None:
+def test_no_part_has_an_option_of_its_section() -> None:
     kinds.register_all()
     for family, section in (("task", schema.Task), ("reward", schema.Reward), ("reward", schema.Component)):
         taken = {field.name for field in dataclasses.fields(section)} - {"system_prompt"}
@@ -290,7 +290,7 @@ def test_the_locator_finds_every_key_of_any_file(tree: dict[str, object]) -> Non
     assert all(1 <= line <= text.count("\n") + 1 for line in lines.values())
 
 
-def test_the_locator_knows_the_whole_of_toml() -> None:
+def test_the_locator_handles_all_of_toml() -> None:
     text = (
         'a = """\nb = 1\n"""\nc = \'\'\'\n[x]\n\'\'\'  # d = 2\n[ t . "u.v" ]\n'
         "'e' = [1, # f = 3\n  ']', {g = 1, h.i = 2}]\n"

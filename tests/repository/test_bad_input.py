@@ -95,9 +95,9 @@ def test_counts_smaller_than_the_call_are_refused() -> None:
 def test_advantages_refuses_a_wrong_argument_by_name_and_value(
     name: str, changes: dict[str, object], words: list[str]
 ) -> None:
-    given = {"rewards": torch.tensor([1.0, 0.0]), "group": torch.tensor([0, 0])} | changes
+    arguments = {"rewards": torch.tensor([1.0, 0.0]), "group": torch.tensor([0, 0])} | changes
     with pytest.raises(ValueError) as refusal:
-        legato.advantages(name, **given)
+        legato.advantages(name, **arguments)
     assert [word for word in words if word not in str(refusal.value)] == []
 
 

@@ -18,13 +18,13 @@ NEEDS_A_HUB = ("qwen3-", "smollm2")
 
 
 def commands() -> list[str]:
-    found = []
+    lines = []
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in BLOCK.findall(page.read_text()):
-            found += [line.split("  #")[0].strip() for line in block.splitlines()]
+            lines += [line.split("  #")[0].strip() for line in block.splitlines()]
     for recipe in sorted((ROOT / "recipes").rglob("*.toml")):
-        found += re.findall(r"^# Command: (.*)$", recipe.read_text(), re.MULTILINE)
-    pieces = [piece.strip() for line in found for piece in line.split("&&")]
+        lines += re.findall(r"^# Command: (.*)$", recipe.read_text(), re.MULTILINE)
+    pieces = [piece.strip() for line in lines for piece in line.split("&&")]
     return sorted({piece for piece in pieces if re.match(r"(\.venv/bin/)?legato |make ", piece)})
 
 
@@ -76,5 +76,5 @@ def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path, monk
         words += [*SMALL, "--seeds", "0", "--out", str(tmp_path)]
     if words[0] == "lab":
         words += ["--no-png", "--out", str(tmp_path)]
-    done = subprocess.run(legato(*words), capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(legato(*words), capture_output=True, text=True, cwd=ROOT, check=False)
+    assert process.returncode == 0, process.stderr

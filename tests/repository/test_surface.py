@@ -90,30 +90,30 @@ MEMBERS = {
 }  # fmt: skip
 
 
-def test_the_exported_names_are_these() -> None:
+def test_the_exported_names_are_pinned() -> None:
     assert sorted(legato.__all__) == sorted([*SIGNATURES, *MEMBERS, "__version__"])
     assert dir(legato) == sorted(legato.__all__)
 
 
-def test_the_signatures_are_these() -> None:
+def test_the_signatures_are_pinned() -> None:
     for name, expected in SIGNATURES.items():
-        found, starred = [], False
+        parameters, starred = [], False
         for parameter in inspect.signature(getattr(legato, name)).parameters.values():
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
-                found.append("*")
+                parameters.append("*")
                 starred = True
             default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
-            found.append(parameter.name + default)
-        assert tuple(found) == expected, name
+            parameters.append(parameter.name + default)
+        assert tuple(parameters) == expected, name
 
 
-def test_the_members_of_the_public_types_are_these() -> None:
+def test_the_members_of_public_types_are_pinned() -> None:
     for name, expected in MEMBERS.items():
-        found = {member for member in dir(getattr(legato, name)) if not member.startswith("_")}
-        assert found == expected, name
+        members = {member for member in dir(getattr(legato, name)) if not member.startswith("_")}
+        assert members == expected, name
 
 
-def test_the_function_advantages_stands_above_the_room_of_that_name() -> None:
+def test_legato_advantages_is_the_function_not_the_package() -> None:
     from legato.advantages.group import GroupCentre
 
     assert inspect.isfunction(legato.advantages)

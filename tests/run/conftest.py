@@ -1,4 +1,4 @@
-"""What the tests of whole runs share."""
+"""Fixtures for the tests of whole runs."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.proof.runs import light
 
 @pytest.fixture(scope="module")
 def lightly() -> Iterator[None]:
-    """Whole runs without reports and flushes to the disk, for the tests of a file."""
+    """Make runs faster in all tests of a file: no reports, no flushes to the disk."""
     with light():
         yield

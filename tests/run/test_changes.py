@@ -1,4 +1,4 @@
-"""Resuming with changed keys: what is free, what needs a flag, what is refused; every option has its place."""
+"""Resuming with changed options: which are free, which need --allow-changes, which are refused."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def run(straight: Path, tmp_path: Path) -> Path:
     return cut(straight, tmp_path, 1)
 
 
-def test_every_option_has_its_place() -> None:
+def test_every_option_has_the_expected_resume_rule() -> None:
     for path in PATHS:
         below = path.startswith(("policy.tiny.", "policy.upcycle", "policy.lora", "policy.warm_up"))
         free = path in FREELY or path.startswith(("evaluation.", "health.", "output."))
@@ -77,7 +77,7 @@ def test_steps_that_change_the_learning_rate_need_the_flag(words: list[str]) -> 
     assert check(before, after, allowed=True)
 
 
-def test_a_warm_up_longer_than_the_run_is_shortened_and_told(tmp_path: Path) -> None:
+def test_a_warm_up_longer_than_the_run_is_shortened_with_a_note(tmp_path: Path) -> None:
     run = small(tmp_path, {"training.steps": 1, "training.updates_per_step": 4, "training.warm_up_updates": 40})
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     (note,) = [note for note in lines[0]["notes"] if "warm_up_updates" in note]
@@ -148,14 +148,14 @@ def test_all_faults_are_listed_in_one_error(legato: Command, run: Path) -> None:
     assert "Traceback" not in error
 
 
-def test_the_flag_of_the_command_line(legato: Command, run: Path) -> None:
+def test_the_command_line_takes_allow_changes(legato: Command, run: Path) -> None:
     refused(legato("resume", str(run), "training.lr=1.0"), "--allow-changes")
     code, _, error = legato("resume", str(run), "training.lr=1.0", "--allow-changes")
     assert code == 0, error
 
 
-def test_problems_that_changed_since_the_run_are_noticed(tmp_path: Path) -> None:
-    """Another file under the same name is another run: what was held out may have been trained on."""
+def test_changed_problems_are_noticed_on_resume(tmp_path: Path) -> None:
+    """A file with other problems under the same name: training may have used held-out problems."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(30)))
     options = {"task.kind": "jsonl", "task.path": str(data), "training.steps": 2, "task.left_digits": None}

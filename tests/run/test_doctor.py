@@ -1,4 +1,4 @@
-"""`legato doctor`: runs of ours, logs of TRL, settings that do not mean what they seem, and every way to ask wrongly."""
+"""`legato doctor`: our runs, logs of TRL, misleading settings, and bad input."""
 
 import csv
 import json
@@ -24,37 +24,37 @@ def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_collapse_is_explained_most_important_first(tmp_path: Path) -> None:
-    found = examine(written(tmp_path, course(sick_from=61)))
-    assert [LEVELS.index(each.level) for each in found.found] == sorted(
-        (LEVELS.index(each.level) for each in found.found), reverse=True
+    examination = examine(written(tmp_path, course(sick_from=61)))
+    assert [LEVELS.index(each.level) for each in examination.found] == sorted(
+        (LEVELS.index(each.level) for each in examination.found), reverse=True
     )
-    assert {"drift", "reward-lost", "collapse", "reward-fall"} <= {*names(found)}
-    drift = next(each for each in found.found if each.name == "drift")
+    assert {"drift", "reward-lost", "collapse", "reward-fall"} <= {*names(examination)}
+    drift = next(each for each in examination.found if each.name == "drift")
     assert drift.level == "alarm" and drift.first == 61 and "learning rate" in " ".join(drift.causes)
     (rate,) = (line for line in drift.evidence if line.startswith("optimizer/lr"))
     assert numbers(rate) == [0.0001, 0.0005, 0.0005, 0.0005]  # before, lowest and highest since, at the end
-    assert all(each.causes and each.tries and each.evidence for each in found.found)
+    assert all(each.causes and each.tries and each.evidence for each in examination.found)
 
 
 def test_a_healthy_run_has_nothing_that_stands_out(tmp_path: Path) -> None:
-    found = examine(written(tmp_path, course(), end=False))
-    assert found.found == ()
-    assert any("no end" in fact for fact in found.facts) and [100, 100] in map(numbers, found.facts)
+    examination = examine(written(tmp_path, course(), end=False))
+    assert examination.found == ()
+    assert any("no end" in fact for fact in examination.facts) and [100, 100] in map(numbers, examination.facts)
     assert not any("no end" in fact for fact in examine(written(tmp_path / "ended", course())).facts)
 
 
 def test_the_doctor_finds_what_the_watch_found(tmp_path: Path) -> None:
-    """The same rules on the same numbers, whatever was recorded of findings."""
+    """The doctor applies the rules to the metrics again, even if no finding was recorded."""
     from legato.health.watch import Watch
 
     records = course(sick_from=70)
     watch = Watch()
-    told = {finding.rule for record in records for finding in watch.observe(record["step"], record)}
+    watched = {finding.rule for record in records for finding in watch.observe(record["step"], record)}
     rules = set(names(examine(written(tmp_path, records)))) - {"held-out", "no-progress", "settings"}
-    assert told and rules == told
+    assert watched and rules == watched
 
 
-def test_the_steps_in_which_the_learning_rate_warms_up_are_not_taken_for_usual(tmp_path: Path) -> None:
+def test_steps_of_the_learning_rate_warm_up_are_no_baseline(tmp_path: Path) -> None:
     records = course()
     for record in records:
         record["ratio/sequence_std"] = 0.5 * min(1.0, record["step"] / 40) ** 4
@@ -62,22 +62,22 @@ def test_the_steps_in_which_the_learning_rate_warms_up_are_not_taken_for_usual(t
     assert "ratio-spread" not in names(examine(written(tmp_path / "with", records, ["training.warm_up_updates=160"])))
 
 
-def test_the_evidence_that_the_watch_kept_is_named(tmp_path: Path) -> None:
-    kept = {"kind": "finding", "rule": "drift", "level": "alarm", "step": 63, "evidence": "evidence/step-000063"}
-    found = examine(written(tmp_path, [*course(sick_from=61), kept]))
-    drift = next(each for each in found.found if each.name == "drift")
+def test_a_finding_names_the_evidence_folder_of_the_watch(tmp_path: Path) -> None:
+    alarm = {"kind": "finding", "rule": "drift", "level": "alarm", "step": 63, "evidence": "evidence/step-000063"}
+    examination = examine(written(tmp_path, [*course(sick_from=61), alarm]))
+    drift = next(each for each in examination.found if each.name == "drift")
     assert drift.evidence[-1].endswith(" evidence/step-000063")
 
 
-def test_a_held_out_collapse_is_a_finding_though_the_reward_is_up(tmp_path: Path) -> None:
-    measured = [
+def test_a_held_out_collapse_is_a_finding_although_the_reward_rises(tmp_path: Path) -> None:
+    evaluations = [
         {"kind": "evaluation", "step": step, "eval/accuracy_sampled": v, "eval/accuracy_sampled_low": v - 0.05}
         | {"eval/accuracy_sampled_high": v + 0.05}
         for step, v in ((0, 0.3), (50, 0.8), (100, 0.1))
     ]
-    found = examine(written(tmp_path, [*course(), *measured]))
-    assert names(found)[0] == "held-out" and "10.0%" in found.found[0].says
-    assert not any("export" in line for line in found.found[0].tries)  # no checkpoint was kept
+    examination = examine(written(tmp_path, [*course(), *evaluations]))
+    assert names(examination)[0] == "held-out" and "10.0%" in examination.found[0].says
+    assert not any("export" in line for line in examination.found[0].tries)  # no checkpoint was kept
     run = tmp_path / "run"
     for step in (0, 50, 100):
         RunDirectory.open(run).checkpoint_path(step).mkdir(parents=True)
@@ -98,24 +98,24 @@ def test_a_folder_that_holds_runs_lists_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["algorithm.objective.trust.clip.low=0.2", "algorithm.objective.trust.clip.high=0.2"], "never clips"),
         (["algorithm.aggregate=token-mean"], "by its length"),
         (["training.updates_per_step=1"], "every ratio is 1"),
     ],
 )
-def test_misleading_settings_are_warnings(words: list[str], said: str, tmp_path: Path) -> None:
-    found = examine(written(tmp_path, course(), words))
-    (told, *_) = (each for each in found.found if each.name == "settings")
-    assert said in told.says and told.level == "warning"
+def test_misleading_settings_are_warnings(words: list[str], sentence: str, tmp_path: Path) -> None:
+    examination = examine(written(tmp_path, course(), words))
+    (diagnosis, *_) = (each for each in examination.found if each.name == "settings")
+    assert sentence in diagnosis.says and diagnosis.level == "warning"
     assert "settings" not in names(examine(written(tmp_path / "published", course())))
 
 
 # Logs of TRL
 
 
-def trl(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_trl_log(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"step": r["step"], "reward": r["reward/mean"], "grad_norm": 1.0, "loss": 0.01, "learning_rate": r["optimizer/lr"]}
         | {"frac_reward_zero_std": 0.2, "entropy": 0.4, "completions/mean_length": 200.0, "clip_ratio/region_mean": 0.0}
@@ -123,32 +123,32 @@ def trl(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def state_file(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_trainer_state(folder: Path, rows: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": len(rows), "log_history": rows}))
     return folder
 
 
 def test_trainer_state_of_trl_is_read(tmp_path: Path) -> None:
-    rows = [*trl(course(sick_from=61)), {"step": 100, "train_runtime": 12.0}]
-    found = examine(state_file(tmp_path, rows))
-    assert "reward-lost" in names(found) and "clip-never" in names(found)
-    lost = next(each for each in found.found if each.name == "reward-lost")
+    rows = [*as_trl_log(course(sick_from=61)), {"step": 100, "train_runtime": 12.0}]
+    examination = examine(write_trainer_state(tmp_path, rows))
+    assert "reward-lost" in names(examination) and "clip-never" in names(examination)
+    lost = next(each for each in examination.found if each.name == "reward-lost")
     (rate,) = (line for line in lost.evidence if line.startswith("optimizer/lr"))
     assert numbers(rate)[0] == 0.0001
 
 
 def test_the_newest_checkpoint_of_a_folder_is_read(tmp_path: Path) -> None:
-    state_file(tmp_path / "checkpoint-20", trl(course(20)))
-    state_file(tmp_path / "checkpoint-100", trl(course(100)))
-    found = examine(tmp_path)
-    assert found.title.endswith("checkpoint-100/trainer_state.json")
+    write_trainer_state(tmp_path / "checkpoint-20", as_trl_log(course(20)))
+    write_trainer_state(tmp_path / "checkpoint-100", as_trl_log(course(100)))
+    examination = examine(tmp_path)
+    assert examination.title.endswith("checkpoint-100/trainer_state.json")
 
 
 def test_a_loss_that_is_not_a_number_is_a_finding(tmp_path: Path) -> None:
-    rows = trl(course())
+    rows = as_trl_log(course())
     rows[90]["loss"] = math.nan
-    assert names(examine(state_file(tmp_path, rows)))[0] == "not-finite"
+    assert names(examine(write_trainer_state(tmp_path, rows)))[0] == "not-finite"
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -162,23 +162,23 @@ def test_a_table_with_other_columns_is_read_through_a_mapping(kind: str, tmp_pat
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
-    found = examine(path, columns={"reward/mean": "score", "entropy/mean": "H"})
-    assert "reward-lost" in names(found) and numbers(found.facts[0]) == [100, 100]
+    examination = examine(path, columns={"reward/mean": "score", "entropy/mean": "H"})
+    assert "reward-lost" in names(examination) and numbers(examination.facts[0]) == [100, 100]
 
 
-def test_evaluations_and_lines_in_pieces_are_no_steps_of_their_own(tmp_path: Path) -> None:
-    """TRL logs an evaluation as a line of the step it comes after; rules that ask for steps in a row do not break on it."""
-    rows = trl(course())
+def test_evaluations_and_split_lines_do_not_count_as_steps(tmp_path: Path) -> None:
+    """TRL logs an evaluation as a line of the preceding step; it must not interrupt rules over consecutive steps."""
+    rows = as_trl_log(course())
     mixed: list[dict[str, Any]] = [{"step": 0, "eval_reward": 0.3, "eval_completions/mean_length": 200.0}]
     for row in rows:
         halves = ({"step": row["step"], "reward": row.pop("reward")}, row)
         mixed += [*halves, {"step": row["step"], "eval_reward": 0.4, "eval_completions/mean_length": 180.0}]
-    found = examine(state_file(tmp_path, mixed))
-    assert numbers(found.facts[0]) == [100, 100]
-    assert "clip-never" in names(found)
+    examination = examine(write_trainer_state(tmp_path, mixed))
+    assert numbers(examination.facts[0]) == [100, 100]
+    assert "clip-never" in names(examination)
 
 
-def test_a_step_that_was_logged_again_counts_once_as_it_was_last(tmp_path: Path) -> None:
+def test_a_step_that_is_logged_twice_counts_once_with_its_last_values(tmp_path: Path) -> None:
     rows = [{"step": step, "reward": 0.1} for step in range(1, 31)] + [
         {"step": step, "reward": 0.5} for step in range(11, 41)
     ]
@@ -193,24 +193,24 @@ def test_a_column_may_be_named_with_or_without_its_prefix(column: str, tmp_path:
     path = tmp_path / "log.jsonl"
     rows = [{"Step": 10 * r["step"], "train/score": r["reward/mean"]} for r in course(sick_from=61)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = examine(path, columns={"reward/mean": column})
-    assert "reward-lost" in names(found) and numbers(found.facts[0]) == [100, 1000]
+    examination = examine(path, columns={"reward/mean": column})
+    assert "reward-lost" in names(examination) and numbers(examination.facts[0]) == [100, 1000]
 
 
-def test_a_log_that_is_being_written_and_one_from_a_spreadsheet_are_read(tmp_path: Path) -> None:
-    going = tmp_path / "log.jsonl"
-    going.write_text("".join(json.dumps(row) + "\n" for row in trl(course(20))) + '{"step": 21, "rew')
-    assert numbers(examine(going).facts[0]) == [20, 20]
+def test_an_unfinished_log_and_a_spreadsheet_export_are_read(tmp_path: Path) -> None:
+    growing = tmp_path / "log.jsonl"
+    growing.write_text("".join(json.dumps(row) + "\n" for row in as_trl_log(course(20))) + '{"step": 21, "rew')
+    assert numbers(examine(growing).facts[0]) == [20, 20]
     sheet = tmp_path / "log.csv"
     sheet.write_text('\ufeffstep,note,reward\n7,"two\nlines",0.5\n', encoding="utf-8")
     assert numbers(examine(sheet).facts[0]) == [1, 7]
 
 
 def test_a_reward_that_is_not_a_number_is_left_out_of_the_facts(tmp_path: Path) -> None:
-    rows = trl(course(40))
+    rows = as_trl_log(course(40))
     rows[0]["reward"] = rows[39]["clip_ratio/region_mean"] = math.nan
-    found = examine(state_file(tmp_path, rows), ["num_iterations=1"])
-    assert "nan" not in " ".join([*found.facts, *(line for each in found.found for line in each.evidence)])
+    examination = examine(write_trainer_state(tmp_path, rows), ["num_iterations=1"])
+    assert "nan" not in " ".join([*examination.facts, *(line for each in examination.found for line in each.evidence)])
 
 
 def test_unread_columns_are_an_error_and_a_clean_verdict_counts_the_rules_it_used(legato: Command, tmp_path: Path) -> None:
@@ -226,34 +226,34 @@ def test_unread_columns_are_an_error_and_a_clean_verdict_counts_the_rules_it_use
     ("rows", "tested", "head"),
     [(1, 0, "too early"), (3, 1, "Nothing stands out"), (100, 5, "Nothing stands out")],
 )
-def test_a_verdict_claims_no_rule_that_needs_more_steps(
+def test_a_verdict_does_not_count_rules_that_need_more_steps(
     rows: int, tested: int, head: str, legato: Command, tmp_path: Path
 ) -> None:
-    """Responses cut off are told after three steps; the four rules of the entropy compare it with the usual."""
+    """The rule on truncated responses needs three steps; the four entropy rules compare with a baseline."""
     path = tmp_path / "m.csv"
     path.write_text("step,entropy,completions/clipped_ratio\n" + "".join(f"{n},0.3,0.1\n" for n in range(1, rows + 1)))
     code, out, _ = legato("doctor", str(path))
-    told = " ".join(out.split())
-    assert code == 0 and head in told and f"5 of {len(RULES)} rules" in told
+    text = " ".join(out.split())
+    assert code == 0 and head in text and f"5 of {len(RULES)} rules" in text
     # Rules without enough steps are counted apart, with the number of steps.
-    assert (f"{tested} of them" in told and f"({rows} step" in told) is (tested < 5)
-    found = examine(path)
-    assert (found.judged, found.tested, found.steps) == (5, tested, rows)
+    assert (f"{tested} of them" in text and f"({rows} step" in text) is (tested < 5)
+    examination = examine(path)
+    assert (examination.judged, examination.tested, examination.steps) == (5, tested, rows)
 
 
 def test_findings_on_a_log_of_every_fifth_step_name_logged_steps_and_options_of_trl(tmp_path: Path) -> None:
-    rows = [row | {"step": 5 * row["step"], "completions/clipped_ratio": 0.7} for row in trl(course(sick_from=61))]
-    found = examine(state_file(tmp_path, rows))
-    assert numbers(found.facts[0]) == [100, 500]
-    lost = next(each for each in found.found if each.name == "reward-lost")
-    told = [int(number) for number in re.findall(r"(?:step|from) (\d+)", lost.evidence[0])]
-    assert len(told) == 3 and all(number % 5 == 0 for number in told) and "rows" in lost.evidence[0]
+    rows = [row | {"step": 5 * row["step"], "completions/clipped_ratio": 0.7} for row in as_trl_log(course(sick_from=61))]
+    examination = examine(write_trainer_state(tmp_path, rows))
+    assert numbers(examination.facts[0]) == [100, 500]
+    lost = next(each for each in examination.found if each.name == "reward-lost")
+    steps = [int(number) for number in re.findall(r"(?:step|from) (\d+)", lost.evidence[0])]
+    assert len(steps) == 3 and all(number % 5 == 0 for number in steps) and "rows" in lost.evidence[0]
     assert "5 logged steps" in lost.says
-    cut = next(each for each in found.found if each.name == "truncated")
+    cut = next(each for each in examination.found if each.name == "truncated")
     assert "raise rollouts.max_response_tokens (TRL: max_completion_length)" in cut.tries
 
 
-def test_metrics_of_a_run_of_ours_are_the_run(tmp_path: Path) -> None:
+def test_the_metrics_file_of_a_run_is_examined_as_the_run(tmp_path: Path) -> None:
     run = written(tmp_path, course(sick_from=61))
     assert examine(run / "metrics.jsonl") == examine(run)
     copied = tmp_path / "copied.jsonl"
@@ -266,7 +266,7 @@ BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "parts"),
     [
         (
             [SEQUENCE, "loss_type=grpo", "steps_per_generation=4"],
@@ -281,17 +281,17 @@ BAND = ("epsilon=3e-4", "epsilon_high=4e-4")
         ([SEQUENCE, *BAND, "loss_type=grpo", "steps_per_generation=32", "gradient_accumulation_steps=8"], []),
     ],
 )
-def test_misleading_settings_of_trl_are_warnings(words: list[str], said: list[str], tmp_path: Path) -> None:
-    found = examine(state_file(tmp_path, trl(course())), words)
-    told = [each.says for each in found.found if each.name == "settings"]
-    assert len(told) == len(said) and all(any(part in sentence for sentence in told) for part in said)
+def test_misleading_settings_of_trl_are_warnings(words: list[str], parts: list[str], tmp_path: Path) -> None:
+    examination = examine(write_trainer_state(tmp_path, as_trl_log(course())), words)
+    sentences = [each.says for each in examination.found if each.name == "settings"]
+    assert len(sentences) == len(parts) and all(any(part in sentence for sentence in sentences) for part in parts)
 
 
 # The command
 
 
-def without_a_step(folder: Path) -> Path:
-    """The metrics of an interrupted run of ours, by themselves."""
+def metrics_without_a_step(folder: Path) -> Path:
+    """The metrics file of an interrupted run, without its run directory."""
     path = folder / "copied.jsonl"
     return (written(folder, []) / "metrics.jsonl").replace(path)
 
@@ -315,7 +315,7 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words", "said"),
+    ("make", "words", "message"),
     [
         (lambda folder: folder / "nowhere", [], "does not exist"),
         (lambda folder: folder, [], "is no run directory"),
@@ -324,21 +324,29 @@ def test_the_command_prints_and_writes(legato: Command, tmp_path: Path) -> None:
             [],
             "is a configuration",
         ),
-        (lambda folder: state_file(folder, []), [], "holds no step"),
+        (lambda folder: write_trainer_state(folder, []), [], "holds no step"),
         (lambda folder: written(folder, [{"kind": "warm-up", "step": 10, "loss": 2.0}]), [], "holds no step"),
-        (without_a_step, [], "holds no step"),
-        (lambda folder: state_file(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
-        (lambda folder: state_file(folder, trl(course(5))), ["epsilom=0.2"], "epsilon"),
-        (lambda folder: state_file(folder, trl(course(5))), ["epsilon=much"], "a number above 0"),
-        (lambda folder: state_file(folder, trl(course(5))), ["loss_type=drgrpo"], "did you mean 'dr_grpo'"),
-        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward=reward"], "no rule reads 'reward'"),
-        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean"], "KEY=COLUMN"),
-        (lambda folder: state_file(folder, trl(course(5))), ["--column", "reward/mean=prize"], "has no column 'prize'"),
+        (metrics_without_a_step, [], "holds no step"),
+        (lambda folder: write_trainer_state(folder, [{"step": 1, "colour": 3}]), [], "which are colour, step"),
+        (lambda folder: write_trainer_state(folder, as_trl_log(course(5))), ["epsilom=0.2"], "epsilon"),
+        (lambda folder: write_trainer_state(folder, as_trl_log(course(5))), ["epsilon=much"], "a number above 0"),
+        (lambda folder: write_trainer_state(folder, as_trl_log(course(5))), ["loss_type=drgrpo"], "did you mean 'dr_grpo'"),
+        (
+            lambda folder: write_trainer_state(folder, as_trl_log(course(5))),
+            ["--column", "reward=reward"],
+            "no rule reads 'reward'",
+        ),
+        (lambda folder: write_trainer_state(folder, as_trl_log(course(5))), ["--column", "reward/mean"], "KEY=COLUMN"),
+        (
+            lambda folder: write_trainer_state(folder, as_trl_log(course(5))),
+            ["--column", "reward/mean=prize"],
+            "has no column 'prize'",
+        ),
         (lambda folder: written(folder, course(5)), ["epsilon=0.2"], "--column"),
     ],
 )
-def test_bad_input_is_one_line(legato: Command, make: Any, words: list[str], said: str, tmp_path: Path) -> None:
-    refused(legato("doctor", str(make(tmp_path)), *words), said)
+def test_bad_input_is_one_line(legato: Command, make: Any, words: list[str], message: str, tmp_path: Path) -> None:
+    refused(legato("doctor", str(make(tmp_path)), *words), message)
 
 
 def test_a_file_that_is_not_json_is_one_line(legato: Command, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("lightly")
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_router_shift_is_trained_with_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
-    found = steps(small(tmp_path, {**MOE, **options, "training.steps": 2}).directory)
-    for record in found:
+    logged = steps(small(tmp_path, {**MOE, **options, "training.steps": 2}).directory)
+    for record in logged:
         assert record["update/applied"] == 1.0 and math.isfinite(record["gradient/norm"])
         assert record["router/shift_mean@0"] == pytest.approx(1.0, abs=1e-6)
         assert 0.0 < record["router/shift_mean@3"] < 1.0 and record["router/flip_mean@3"] > 0.0
@@ -61,14 +61,14 @@ def test_every_run_of_a_mixture_is_measured_without_an_option(tmp_path: Path) ->
 )
 def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, Any], tmp_path: Path) -> None:
     options = {**MOE, **{f"rollouts.mismatch.{key}": value for key, value in mismatch.items()}, "training.steps": 3}
-    found = {}
+    logged = {}
     for replay in ("off", "R3"):
-        given = {**options, "training.routing_replay": replay, "training.anchor": "recompute"}
-        found[replay] = steps(small(tmp_path / replay, given).directory)
+        settings = {**options, "training.routing_replay": replay, "training.anchor": "recompute"}
+        logged[replay] = steps(small(tmp_path / replay, settings).directory)
     # The same weights and the same engine: its first responses are the same; with its routes forced the trainer is not.
-    plain, replayed = found["off"][0], found["R3"][0]
+    plain, replayed = logged["off"][0], logged["R3"][0]
     assert plain["tokens/response"] == replayed["tokens/response"]
-    for record in found["R3"]:
+    for record in logged["R3"]:
         assert record["router/replay_missing"] == 0.0 and "router/mismatch_flip_mean" in record
     assert "router/replay_missing" not in plain
     if mismatch["kind"] == "perturbed":
@@ -76,7 +76,7 @@ def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, A
         assert replayed["mismatch/k3"] != plain["mismatch/k3"]
     if mismatch["kind"] == "stale":
         # Weights of an update or more ago choose other experts than the trainer's; those of now the same.
-        assert plain["router/mismatch_flip_mean"] == 0.0 < found["off"][-1]["router/mismatch_flip_mean"]
+        assert plain["router/mismatch_flip_mean"] == 0.0 < logged["off"][-1]["router/mismatch_flip_mean"]
 
 
 def test_rspo_on_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`legato resume RUN --step N`: back to an earlier checkpoint, what came after kept beside the run."""
+"""`legato resume RUN --step N`: goes back to an earlier checkpoint and keeps the later records in given-up/."""
 
 import shlex
 import shutil
@@ -53,18 +53,18 @@ def test_going_back_without_changes_ends_with_the_same_outcome(straight: Path, r
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_the_steps_given_up_are_kept_unchanged(straight: Path, run: Path) -> None:
+def test_abandoned_steps_are_kept_unchanged(straight: Path, run: Path) -> None:
     before, directory = files(straight), RunDirectory.open(straight)
     resume(run, step=2)
-    kept, memory = run / "given-up" / "step-000005", checkpoint.read_state(directory.checkpoint_path(2))
-    assert Lines(kept / "metrics.jsonl").after(0) == directory.metrics_file.after(memory["metrics_position"])
-    assert [each["step"] for each in Lines(kept / "metrics.jsonl").read() if each["kind"] == "step"] == [3, 4, 5]
-    moved = {name: data for name, data in files(kept).items() if not name.endswith(".jsonl")}
+    given_up, checkpoint_state = run / "given-up" / "step-000005", checkpoint.read_state(directory.checkpoint_path(2))
+    assert Lines(given_up / "metrics.jsonl").after(0) == directory.metrics_file.after(checkpoint_state["metrics_position"])
+    assert [each["step"] for each in Lines(given_up / "metrics.jsonl").read() if each["kind"] == "step"] == [3, 4, 5]
+    moved = {name: data for name, data in files(given_up).items() if not name.endswith(".jsonl")}
     later = ("checkpoints/step-00000", "rollouts/step-00000")
     assert moved == {name: before[name] for name in before if name.startswith(later) and int(name.split("step-")[1][:6]) > 2}
     assert moved
     for step in (3, 4, 5):
-        checkpoint.verify(kept / "checkpoints" / f"step-{step:06d}")
+        checkpoint.verify(given_up / "checkpoints" / f"step-{step:06d}")
 
 
 def test_a_change_after_going_back_applies_from_that_step(straight: Path, run: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_run_can_go_back_several_times(straight: Path, run: Path) -> None:
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(
+def test_a_missing_checkpoint_is_refused(
     run: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = Command(monkeypatch, capfd)
@@ -111,12 +111,12 @@ def test_the_command_goes_back(run: Path, monkeypatch: pytest.MonkeyPatch, capfd
 def test_a_run_that_dies_while_going_back_can_be_resumed(
     moves: int, straight: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[Path] = []
+    moved: list[Path] = []
 
     def move(path: Path, to: Path) -> None:
-        if len(done) == moves:
+        if len(moved) == moves:
             raise MemoryError
-        done.append(path)
+        moved.append(path)
         path.rename(to)
 
     with monkeypatch.context() as patch:
@@ -127,32 +127,34 @@ def test_a_run_that_dies_while_going_back_can_be_resumed(
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_a_checkpoint_from_before_a_kill_needs_nothing_moved(straight: Path, run: Path) -> None:
+def test_going_back_to_the_newest_checkpoint_moves_nothing(straight: Path, run: Path) -> None:
     resume(run, step=5)
     assert not (run / "given-up").exists()
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_evidence_stays_with_the_lines_that_speak_of_it(run: Path) -> None:
-    """A recovery from step 4 back to step 2 is part of what the checkpoint of step 3 knows; a later alarm is not."""
+def test_evidence_stays_with_the_lines_that_mention_it(run: Path) -> None:
+    """The recovery from step 4 to step 2 happened before the checkpoint of step 3; the later alarm did not."""
     directory = RunDirectory.open(run)
     for name in ("step-000004", "step-000005-2"):
         (run / "evidence" / name).mkdir(parents=True)
         (run / "evidence" / name / "finding.json").write_text(name)
     directory.health.append({"kind": "recovery", "step": 2, "from": 4, "evidence": "evidence/step-000004"})
-    memory = checkpoint.read_state(directory.checkpoint_path(3)) | {"health": {"position": directory.health.position()}}
+    checkpoint_state = checkpoint.read_state(directory.checkpoint_path(3)) | {
+        "health": {"position": directory.health.position()}
+    }
     directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
-    kept = give_up(directory, 3, positions_at(directory, memory))
-    assert kept is not None
+    given_up = give_up(directory, 3, positions_at(directory, checkpoint_state))
+    assert given_up is not None
     assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
-    assert (kept / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"
-    assert [each["kind"] for each in Lines(kept / "health.jsonl").read()] == ["finding"]
+    assert (given_up / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"
+    assert [each["kind"] for each in Lines(given_up / "health.jsonl").read()] == ["finding"]
 
 
 def test_printed_commands_can_be_typed_as_they_are(tmp_path: Path) -> None:
     config = load([], ["output.name=lr=1e-4 b"])
-    told = restart_advice(tmp_path / "my runs" / "lr=1e-4 b", config, ())
-    words = shlex.split(told.partition("begin again with ")[2])
+    advice = restart_advice(tmp_path / "my runs" / "lr=1e-4 b", config, ())
+    words = shlex.split(advice.partition("begin again with ")[2])
     assert words == ["legato", "train", f"{tmp_path}/my runs/lr=1e-4 b/config.toml", "output.name=lr=1e-4 b-2"]
 
 

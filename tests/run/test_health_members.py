@@ -31,10 +31,10 @@ def without_reports() -> Iterator[None]:
     ids=["ratios beside those of siblings", "tokens left out by entropy", "several epochs"],
 )
 def test_ratios_outside_the_band_by_design_raise_no_anchor_alarm(options: dict[str, Any], tmp_path: Path) -> None:
-    given = {"training.steps": 3, "evaluation.every_steps": 0, "training.prompts_per_step": 8}
-    ended = small(tmp_path, {**given, **options}, reward=early)
-    found = RunDirectory.open(ended.directory).health.read()
-    assert "anchor-off" not in [each["rule"] for each in found]
+    settings = {"training.steps": 3, "evaluation.every_steps": 0, "training.prompts_per_step": 8}
+    ended = small(tmp_path, {**settings, **options}, reward=early)
+    findings = RunDirectory.open(ended.directory).health.read()
+    assert "anchor-off" not in [each["rule"] for each in findings]
     assert "anchor-off" not in [each.name for each in examine(ended.directory).found]
 
 

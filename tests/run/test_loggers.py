@@ -1,4 +1,4 @@
-"""Loggers of others: told early when they cannot start, switched off when they fail, never the end of a run."""
+"""TensorBoard and W&B: an error before training if they cannot start, switched off if they fail later."""
 
 import math
 import sys
@@ -42,23 +42,23 @@ class FakeRun:
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(run=FakeRun(), given={}, refuses=False)
+    fake = SimpleNamespace(run=FakeRun(), arguments={}, refuses=False)
 
-    def init(**given: Any) -> FakeRun:
-        if found.refuses:
+    def init(**arguments: Any) -> FakeRun:
+        if fake.refuses:
             raise RuntimeError("api_key not configured")
-        found.given = given
-        return found.run
+        fake.arguments = arguments
+        return fake.run
 
     module = ModuleType("wandb")
     module.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    return found
+    return fake
 
 
-def wandb_logger(folder: Path, said: list[str]) -> Logger:
+def wandb_logger(folder: Path, messages: list[str]) -> Logger:
     return WandbLogger(
-        project="p", name="n", tags=("a", "b"), config={"training": {"lr": 1e-3}}, folder=folder, say=said.append
+        project="p", name="n", tags=("a", "b"), config={"training": {"lr": 1e-3}}, folder=folder, say=messages.append
     )
 
 
@@ -73,14 +73,14 @@ def test_only_finite_numbers_are_logged() -> None:
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
-    said: list[str] = []
-    logger = TensorBoardLogger(tmp_path / "events", say=said.append)
+    messages: list[str] = []
+    logger = TensorBoardLogger(tmp_path / "events", say=messages.append)
     logger.log(1, METRICS)
     logger.log(2, METRICS)
     logger.close()
-    found = scalars_of(tmp_path / "events")
-    assert found == {key: [(1, value), (2, value)] for key, value in scalars(METRICS).items()}
-    assert said == []
+    logged = scalars_of(tmp_path / "events")
+    assert logged == {key: [(1, value), (2, value)] for key, value in scalars(METRICS).items()}
+    assert messages == []
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_back_replaces_the_steps_it_gave_up(tmp_path: Path) -> None:
-    """As a recovery of the health watch does; an evaluation is logged at the step it comes after."""
+    """A recovery of the health watch goes back; an evaluation is logged at the preceding step."""
     logger = TensorBoardLogger(tmp_path, say=print)
     for step, value in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 5.0)):
         logger.log(step, {"reward/mean": value})
         logger.log(step, {"eval/accuracy_sampled": value})
     logger.close()
-    found = scalars_of(tmp_path)
-    assert found["reward/mean"] == found["eval/accuracy_sampled"] == [(1, 1.0), (2, 5.0)]
+    logged = scalars_of(tmp_path)
+    assert logged["reward/mean"] == logged["eval/accuracy_sampled"] == [(1, 1.0), (2, 5.0)]
 
 
 @pytest.mark.parametrize("missing", ["torch.utils.tensorboard", "wandb"])
@@ -123,11 +123,11 @@ def test_a_tensorboard_folder_that_is_not_writable_is_refused_before_training(tm
 
 
 def test_wandb_gets_project_name_tags_config_and_numbers(tmp_path: Path, service: SimpleNamespace) -> None:
-    said: list[str] = []
-    logger = wandb_logger(tmp_path, said)
+    messages: list[str] = []
+    logger = wandb_logger(tmp_path, messages)
     logger.log(3, METRICS)
     logger.close()
-    assert service.given == {
+    assert service.arguments == {
         "project": "p",
         "name": "n",
         "tags": ["a", "b"],
@@ -136,7 +136,7 @@ def test_wandb_gets_project_name_tags_config_and_numbers(tmp_path: Path, service
     }
     assert service.run.logged == [(scalars(METRICS), 3)] and service.run.axis == ("*", "step")
     assert service.run.finished == 1
-    assert said == []
+    assert messages == []
 
 
 def test_wandb_that_does_not_start_is_an_error_before_training(tmp_path: Path, service: SimpleNamespace) -> None:
@@ -146,15 +146,15 @@ def test_wandb_that_does_not_start_is_an_error_before_training(tmp_path: Path, s
 
 
 def test_a_failure_is_reported_once_and_switches_the_logger_off(tmp_path: Path, service: SimpleNamespace) -> None:
-    said: list[str] = []
-    logger = wandb_logger(tmp_path, said)
+    messages: list[str] = []
+    logger = wandb_logger(tmp_path, messages)
     logger.log(1, METRICS)
     service.run.fails = True
     logger.log(2, METRICS)
     service.run.fails = False
     logger.log(3, METRICS)
     logger.close()
-    assert len(said) == 1
-    assert "W&B" in said[0] and "switched off" in said[0]
-    assert "ConnectionError: gone" in said[0]
+    assert len(messages) == 1
+    assert "W&B" in messages[0] and "switched off" in messages[0]
+    assert "ConnectionError: gone" in messages[0]
     assert [step for _, step in service.run.logged] == [1]

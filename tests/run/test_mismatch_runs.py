@@ -25,30 +25,30 @@ def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in records(run) if record["kind"] == kind]
 
 
-def test_an_unsafe_anchor_ends_the_run_with_the_numbers_and_the_way_round(
+def test_an_unsafe_anchor_ends_the_run_and_names_the_ways_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    told = Command(monkeypatch, capfd)("train", *words(tmp_path, {**DIFFERS, "training.anchor": "sampler"}))
-    said = refused(told, "training.anchor = 'sampler'", "3.0e-04", "1.0e-04")
-    assert "training.accept_unsafe_anchor=true" in said and "training.anchor=auto" in said
+    result = Command(monkeypatch, capfd)("train", *words(tmp_path, {**DIFFERS, "training.anchor": "sampler"}))
+    message = refused(result, "training.anchor = 'sampler'", "3.0e-04", "1.0e-04")
+    assert "training.accept_unsafe_anchor=true" in message and "training.anchor=auto" in message
     (probe,), (end,) = of_kind(tmp_path / "run", "probe"), of_kind(tmp_path / "run", "end")
-    assert probe["noise/engine_ratio"] > 1e-4 and end["reason"] in said
+    assert probe["noise/engine_ratio"] > 1e-4 and end["reason"] in message
     assert not of_kind(tmp_path / "run", "step")
 
 
-def test_the_override_goes_on_and_warns(tmp_path: Path) -> None:
-    told = Listener()
-    run = small(tmp_path, {**DIFFERS, "training.anchor": "sampler", "training.accept_unsafe_anchor": True}, watcher=told)
-    assert run.exit_code == 0 and "warning: " in told.said
+def test_accept_unsafe_anchor_continues_with_a_warning(tmp_path: Path) -> None:
+    listener = Listener()
+    run = small(tmp_path, {**DIFFERS, "training.anchor": "sampler", "training.accept_unsafe_anchor": True}, watcher=listener)
+    assert run.exit_code == 0 and "warning: " in listener.said
     assert all(step["mismatch/max"] == 0 for step in of_kind(run.directory, "step"))
 
 
-def test_auto_recomputes_where_the_engine_differs(tmp_path: Path) -> None:
-    told = Listener()
-    run = small(tmp_path, DIFFERS, watcher=told)
+def test_the_auto_anchor_recomputes_if_the_engine_differs(tmp_path: Path) -> None:
+    listener = Listener()
+    run = small(tmp_path, DIFFERS, watcher=listener)
     (probe,) = of_kind(run.directory, "probe")
-    assert "recomputed" in told.said and "warning: " not in told.said and probe["noise/engine_ratio"] > 1e-4
+    assert "recomputed" in listener.said and "warning: " not in listener.said and probe["noise/engine_ratio"] > 1e-4
     assert all(step["mismatch/max"] > 1e-5 for step in of_kind(run.directory, "step"))
 
 
@@ -80,18 +80,18 @@ def test_a_refused_run_with_a_checkpoint_goes_on_when_the_anchor_is_accepted(tmp
 
 
 @pytest.mark.parametrize("kind", ["stale", "perturbed"])
-def test_accuracy_is_the_policys_own_whatever_samples(kind: str, tmp_path: Path) -> None:
+def test_accuracy_is_measured_on_the_policy_whatever_the_sampler(kind: str, tmp_path: Path) -> None:
     options = {**DIFFERS, "rollouts.mismatch.kind": kind, "task.held_out": 16}
     if kind == "perturbed":
         options["rollouts.mismatch.size"] = 2.0
     run = small(tmp_path, options)
     last = of_kind(run.directory, "evaluation")[-1]
     as_trained = ["rollouts.mismatch.kind=none", "rollouts.mismatch.size=false"]
-    found = {row.name: row.value for row in evaluate(find(str(run.directory), as_trained)).rows}
-    assert found["avg@1"] == last["eval/accuracy_sampled"] and found["greedy"] == last["eval/accuracy_greedy"]
+    accuracies = {row.name: row.value for row in evaluate(find(str(run.directory), as_trained)).rows}
+    assert accuracies["avg@1"] == last["eval/accuracy_sampled"] and accuracies["greedy"] == last["eval/accuracy_greedy"]
 
 
-def test_copies_are_counted_when_memory_is_estimated() -> None:
+def test_the_memory_estimate_counts_the_copies_of_a_mismatched_sampler() -> None:
     def parameters(**mismatch: Any) -> int:
         resolved = load([], (), {**SMALL, **{f"rollouts.mismatch.{name}": value for name, value in mismatch.items()}})
         return demand_of(resolved, policy_of(resolved, Given())).parameters
@@ -102,6 +102,6 @@ def test_copies_are_counted_when_memory_is_estimated() -> None:
 
 
 @pytest.mark.parametrize(("option", "kind"), [("size=0.1", "stale"), ("updates=3", "perturbed"), ("size=0.1", "none")])
-def test_an_option_of_another_kind_is_refused(option: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]} = .*{kind}"):
+def test_a_mismatch_option_of_another_kind_is_refused(option: str, kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"rollouts\.mismatch\.{option.split('=')[0]}: .*{kind}"):
         load([], [f"rollouts.mismatch.kind={kind}", f"rollouts.mismatch.{option}"])

@@ -11,7 +11,7 @@ import torch
 
 from legato.config.load import load
 from legato.pages.mismatch import page, short, strips
-from legato.run.mismatch import KINDS, Sampler, compare_samplers, samplers
+from legato.run.mismatch import KINDS, Sampler, compare_samplers, parse_samplers
 from legato.run.target import Target, find
 from tests.proof import verdicts
 from tests.proof.command import Command, refused
@@ -27,41 +27,43 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(run: Path) -> dict[str, Any]:
-    return compare_samplers(find(str(run)), samplers(",".join(KINDS)), prompts=6)
+def comparison(run: Path) -> dict[str, Any]:
+    return compare_samplers(find(str(run)), parse_samplers(",".join(KINDS)), prompts=6)
 
 
-def test_every_kind_is_measured_and_none_is_exact(measured: dict[str, Any]) -> None:
-    found = measured["samplers"]
-    assert list(found) == [
+def test_every_kind_is_measured_and_none_is_exact(comparison: dict[str, Any]) -> None:
+    samplers = comparison["samplers"]
+    assert list(samplers) == [
         *("none", "bf16", "fp16", "int8", "kv-bf16", "kv-int8", "perturbed:0.001", "stale:4", "top-p:0.95")
     ]
-    assert found["none"]["floor"]["safe"] is True and found["none"]["token_size"]["greatest"] < 1e-5
-    for name, each in found.items():
+    assert samplers["none"]["floor"]["safe"] is True and samplers["none"]["token_size"]["greatest"] < 1e-5
+    for name, each in samplers.items():
         assert each["responses"] == 24, name
         if name not in ("none", "top-p:0.95"):
             assert each["token_size"]["greatest"] > 1e-5, name
-    assert found["stale:4"]["floor"]["safe"] is False and found["bf16"]["floor"]["max"] > found["fp16"]["floor"]["max"]
-    kept = found["top-p:0.95"]
-    assert kept["token_gap"]["mean"] < -1e-3 and kept["floor"]["safe"] is True
+    assert (
+        samplers["stale:4"]["floor"]["safe"] is False and samplers["bf16"]["floor"]["max"] > samplers["fp16"]["floor"]["max"]
+    )
+    truncated = samplers["top-p:0.95"]
+    assert truncated["token_gap"]["mean"] < -1e-3 and truncated["floor"]["safe"] is True
 
 
-def test_the_policy_is_put_back_after_a_stale_sampler(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_are_restored_after_a_stale_sampler(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = find(str(run))
     policy = target.policy()
     before = {name: weight.detach().clone() for name, weight in policy.parameters().items()}
     monkeypatch.setattr(Target, "policy", lambda self: policy)
-    found = compare_samplers(target, [Sampler(kind="stale", size=2), Sampler(kind="none")], prompts=4)
+    result = compare_samplers(target, [Sampler(kind="stale", size=2), Sampler(kind="none")], prompts=4)
     assert all(torch.equal(weight, before[name]) for name, weight in policy.parameters().items())
-    assert found["samplers"]["stale:2"]["floor"]["max"] > 1e-3 > 1e-5 > found["samplers"]["none"]["floor"]["max"]
+    assert result["samplers"]["stale:2"]["floor"]["max"] > 1e-3 > 1e-5 > result["samplers"]["none"]["floor"]["max"]
 
 
 def test_a_recipe_is_warmed_up_first(tmp_path: Path) -> None:
     options = {**SMALL, "policy.warm_up": {"steps": 12, "examples_per_step": 32}}
     lengths = []
-    for given in (SMALL, options):
-        target = Target(resolved=load([], (), {**given, "rollouts.max_response_tokens": 8}), saved=None)
-        lengths.append(compare_samplers(target, samplers("none"))["samplers"]["none"]["length"]["mean"])
+    for settings in (SMALL, options):
+        target = Target(resolved=load([], (), {**settings, "rollouts.max_response_tokens": 8}), saved=None)
+        lengths.append(compare_samplers(target, parse_samplers("none"))["samplers"]["none"]["length"]["mean"])
     assert lengths[0] != lengths[1]
 
 
@@ -70,12 +72,12 @@ def test_mismatch_prints_and_writes_json_and_page(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     legato = Command(monkeypatch, capfd)
-    code, said, _ = legato(
+    code, out, _ = legato(
         "mismatch", str(run), "--kinds", "none,int8", "--prompts", "4", "--output", str(tmp_path / "new/folder")
     )
     assert code == 0
     for word in ('none: anchor = "sampler" is safe', "int8: anchor", "geo rejection", "ESS/N", "mismatch.html"):
-        assert word in said
+        assert word in out
     result = json.loads((tmp_path / "new/folder/mismatch.json").read_text())
     assert list(result["samplers"]) == ["none", "int8"] and result["algorithm"] == "gspo"
     text = (tmp_path / "new/folder/mismatch.html").read_text()
@@ -86,7 +88,7 @@ def test_mismatch_prints_and_writes_json_and_page(
     ("words", "message"),
     [
         ("int4", "'int4'"),
-        ("int8:3", "int8 has no size"),
+        ("int8:3", "'int8' without a size"),
         ("stale:1.5", "whole number"),
         ("stale:0", "whole number"),
         ("top-p:1.2", "a probability"),
@@ -99,30 +101,30 @@ def test_mismatch_prints_and_writes_json_and_page(
 def test_an_unknown_sampler_is_refused(
     words: str, message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told = Command(monkeypatch, capfd)("mismatch", str(run), "--kinds", words, "--output", str(tmp_path / "x"))
-    refused(told, message)
+    result = Command(monkeypatch, capfd)("mismatch", str(run), "--kinds", words, "--output", str(tmp_path / "x"))
+    refused(result, message)
 
 
 def test_a_run_whose_problems_came_from_python_asks_for_a_task(tmp_path: Path) -> None:
     problems = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
-    given = {path: value for path, value in SMALL.items() if not path.startswith("task.left")}
+    options = {path: value for path, value in SMALL.items() if not path.startswith("task.left")}
     from legato.run.train import train
 
     directory = train(
-        problems=problems, reward=lambda rollout: 0.0, **{**given, "training.steps": 1, "output.directory": str(tmp_path)}
+        problems=problems, reward=lambda rollout: 0.0, **{**options, "training.steps": 1, "output.directory": str(tmp_path)}
     ).directory
     with pytest.raises(ValueError, match="problems in Python"):
-        compare_samplers(find(str(directory)), samplers("none"))
+        compare_samplers(find(str(directory)), parse_samplers("none"))
 
 
-def test_the_page_shows_every_sampler_and_escapes_names(measured: dict[str, Any]) -> None:
-    text = page({**measured, "model": "<b>odd</b>"})
+def test_the_page_shows_every_sampler_and_escapes_names(comparison: dict[str, Any]) -> None:
+    text = page({**comparison, "model": "<b>odd</b>"})
     assert "<b>odd" not in text and "&lt;b&gt;odd" in text
-    assert all(text.count(f">{name}<") >= 4 for name in measured["samplers"])
+    assert all(text.count(f">{name}<") >= 4 for name in comparison["samplers"])
     assert not re.search(r"nan|inf(?!o)", text.split("</style>")[1])
 
 
-def test_strips_stand_where_their_numbers_are() -> None:
+def test_strips_are_drawn_at_their_numbers() -> None:
     sizes = {
         "a": {"p05": 1e-4, "p50": 1e-3, "p95": 1e-2, "greatest": 1e-2},
         "b": {"p05": 0.0, "p50": 0.0, "p95": 0.0, "greatest": 0.0},
@@ -134,10 +136,10 @@ def test_strips_stand_where_their_numbers_are() -> None:
 
 
 def test_numbers_are_short() -> None:
-    found: list[Callable[[], str]] = [
+    renderers: list[Callable[[], str]] = [
         lambda: short(0.0),
         lambda: short(None),
         lambda: short(float("nan")),
         lambda: short(1.23456e-5),
     ]
-    assert [each() for each in found] == ["0", "-", "-", "1.2e-05"]
+    assert [each() for each in renderers] == ["0", "-", "-", "1.2e-05"]

@@ -1,4 +1,4 @@
-"""Every option that is accepted has an effect, and it is the one that is declared."""
+"""Every option has the effect that its declaration says."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,30 +12,30 @@ from tests.proof.effects import EFFECTS, Bench
 
 OPTIONS = {option.path: option for option in options()}
 
-UNSEEN = {
+UNTESTED = {
     "rollouts.engine": "there is one engine so far; another name is refused",
     "training.optimizer": "'adamw-8bit' needs bitsandbytes and a GPU; without them it is refused",
 }
-"""Options whose effect cannot be looked at on a machine without a GPU and a network, and why."""
+"""Options whose effect cannot be tested without a GPU and a network -> why."""
 
 
 pytestmark = pytest.mark.usefixtures("lightly")
 
 
-def test_every_option_is_looked_at() -> None:
+def test_every_option_has_a_test_of_its_effect() -> None:
     assert effects_of_problems and effects_of_training and effects_of_experts and effects_of_health
-    assert {*EFFECTS, *UNSEEN} == {*OPTIONS}
-    assert not {*EFFECTS} & {*UNSEEN}
+    assert {*EFFECTS, *UNTESTED} == {*OPTIONS}
+    assert not {*EFFECTS} & {*UNTESTED}
 
 
-SHOWN = {shows: [path for path in EFFECTS if EFFECTS[path] is shows] for shows in EFFECTS.values()}
+SHOWN = {effect: [path for path in EFFECTS if EFFECTS[path] is effect] for effect in EFFECTS.values()}
 
 
-@pytest.mark.parametrize("shows", SHOWN, ids=lambda shows: ",".join(SHOWN[shows]))
+@pytest.mark.parametrize("effect", SHOWN, ids=lambda effect: ",".join(SHOWN[effect]))
 def test_an_option_does_what_it_says(
-    shows: Callable[[Bench], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    effect: Callable[[Bench], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shows(Bench(folder=tmp_path, patch=monkeypatch))
+    effect(Bench(folder=tmp_path, patch=monkeypatch))
 
 
 def test_unknown_engines_and_optimizers_are_refused() -> None:

@@ -15,9 +15,9 @@ from tests.proof.runs import SMALL, light, small
 def origin(folder: Path, **options: Any) -> dict[str, Any]:
     with light():
         run = small(folder, {"training.steps": 1, "evaluation.every_steps": 0, **options})
-    found = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "origin"]
-    assert len(found) == 1
-    return found[0]
+    origins = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "origin"]
+    assert len(origins) == 1
+    return origins[0]
 
 
 def test_algorithms_start_alike_and_seeds_do_not(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def test_an_own_clip_is_tightened_by_a_recovery() -> None:
 def test_a_recovery_narrows_the_band_of_an_own_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A rule that is certain to hold at a known step, as the learning rate rises.
     monkeypatch.setattr(actions, "Watch", partial(actions.Watch, (ILL,)))
-    asked = {"health.action": "recover", "health.lr_factor": 0.25, "health.clip_factor": 0.5}
-    directory = run(tmp_path, **RISING, **asked, **{"training.probe_every_steps": 1})
+    options = {"health.action": "recover", "health.lr_factor": 0.25, "health.clip_factor": 0.5}
+    directory = run(tmp_path, **RISING, **options, **{"training.probe_every_steps": 1})
     probes = [each for each in records(directory) if each["kind"] == "probe"]
     bounds = [probe["bounds"]["my-clip"]["upper"] for probe in probes]
     assert bounds[0] == pytest.approx(math.log1p(4e-4)) and bounds[-1] == pytest.approx(math.log1p(2e-4))
@@ -239,8 +239,8 @@ def test_anything_can_be_registered_and_found_by_name_or_path(tmp_path: Path) ->
 # Algorithms made in Python
 
 
-def made(name: str = "mine/own") -> Algorithm:
-    """Slots in a composition that nobody published, with a name that is no folder."""
+def my_algorithm(name: str = "mine/own") -> Algorithm:
+    """An unpublished combination of parts. Its name is not valid as a folder name."""
     base = legato.algorithm(
         "gspo",
         {
@@ -254,11 +254,11 @@ def made(name: str = "mine/own") -> Algorithm:
 
 def test_an_algorithm_made_in_python_runs_resumes_exports_and_evaluates(tmp_path: Path) -> None:
     options = {"reward.kind": EARLY, "output.name": None}
-    whole = small(tmp_path / "whole", options, algorithm=made()).directory
+    whole = small(tmp_path / "whole", options, algorithm=my_algorithm()).directory
     assert whole.name == "arithmetic-mine-own-seed0-1"
     start = records(whole)[0]
     assert start["algorithm"] == "mine/own" and "no published form" in start["deviations"][0]
-    assert load([whole / "config.toml"]).algorithm == made()
+    assert load([whole / "config.toml"]).algorithm == my_algorithm()
     part_of_it = cut(whole, tmp_path / "cut" / whole.name, 2)
     resume(part_of_it)
     assert differences(outcome(whole), outcome(part_of_it)) == []
@@ -277,9 +277,9 @@ def test_a_changed_published_algorithm_lists_its_deviations(tmp_path: Path) -> N
 def test_the_settings_of_an_own_algorithm_become_those_of_the_run(tmp_path: Path) -> None:
     value = Algorithm(
         name="mine",
-        advantage=made().advantage,
-        objective=made().objective,
-        aggregate=made().aggregate,
+        advantage=my_algorithm().advantage,
+        objective=my_algorithm().objective,
+        aggregate=my_algorithm().aggregate,
         settings={"training.updates_per_step": 3},
     )
     resolved = load([], [], {"algorithm": value})

@@ -1,4 +1,4 @@
-"""`legato.train(...)` from Python: problems, rewards of every form, modules, callbacks, and what a run gives back."""
+"""`legato.train(...)` from Python: problems, rewards of every form, modules, callbacks, and the result of a run."""
 
 import asyncio
 import math
@@ -38,26 +38,26 @@ def test_the_public_name_is_this_function(tmp_path: Path) -> None:
 
 
 def test_problems_may_be_mappings_whose_other_keys_are_fields(tmp_path: Path) -> None:
-    seen: list[Problem] = []
+    problems: list[Problem] = []
 
     def reward(rollout: Rollout) -> float:
-        seen.append(rollout.problem)
+        problems.append(rollout.problem)
         return odd(rollout)
 
     run = small(tmp_path, ONE, problems=PROBLEMS, reward=reward)
     assert run.exit_code == 0
-    assert {problem.prompt for problem in seen} <= {row["prompt"] for row in PROBLEMS}
-    assert all(problem.answer == str(int(problem.prompt.split("+")[0]) + 1) for problem in seen)
-    assert {problem.fields["level"] for problem in seen} <= {0, 1, 2}
+    assert {problem.prompt for problem in problems} <= {row["prompt"] for row in PROBLEMS}
+    assert all(problem.answer == str(int(problem.prompt.split("+")[0]) + 1) for problem in problems)
+    assert {problem.fields["level"] for problem in problems} <= {0, 1, 2}
 
 
 def test_problems_may_be_problems(tmp_path: Path) -> None:
-    given = [Problem(prompt=row["prompt"], answer=str(row["answer"])) for row in PROBLEMS]
-    assert small(tmp_path, ONE, problems=given).exit_code == 0
+    problems = [Problem(prompt=row["prompt"], answer=str(row["answer"])) for row in PROBLEMS]
+    assert small(tmp_path, ONE, problems=problems).exit_code == 0
 
 
-def asked(folder: Path, **arguments: Any) -> None:
-    """The door as people meet it: nothing looks at what they hand in but the door itself."""
+def train_unchecked(folder: Path, **arguments: Any) -> None:
+    """Call `train` without the type checks of the tests, as a user would."""
     options = {**SMALL, **ONE, "training.prompts_per_step": 40, "output.directory": str(folder / "runs")}
     unchecked("run/train.py").train(**arguments, **options)
 
@@ -77,29 +77,29 @@ def asked(folder: Path, **arguments: Any) -> None:
 )
 def test_malformed_problems_are_refused_before_the_run_begins(problems: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        asked(tmp_path, problems=problems, reward=odd)
+        train_unchecked(tmp_path, problems=problems, reward=odd)
     assert not (tmp_path / "runs").exists()
 
 
 # Rewards
 
 
-def detailed(rollout: Rollout) -> dict[str, float]:
+def reward_in_parts(rollout: Rollout) -> dict[str, float]:
     return {"parity": odd(rollout), "length": len(rollout.text) / 10}
 
 
 @batched
-def together(rollouts: Sequence[Rollout]) -> list[float]:
+def batch_reward(rollouts: Sequence[Rollout]) -> list[float]:
     return [odd(rollout) for rollout in rollouts]
 
 
-async def later(rollout: Rollout) -> float:
+async def async_reward(rollout: Rollout) -> float:
     await asyncio.sleep(random.Random(str(rollout.tokens)).random() / 1000)
     return odd(rollout)
 
 
 @batched
-async def together_later(rollouts: Sequence[Rollout]) -> list[float]:
+async def async_batch_reward(rollouts: Sequence[Rollout]) -> list[float]:
     await asyncio.sleep(0)
     return [odd(rollout) for rollout in rollouts]
 
@@ -109,7 +109,9 @@ class Judge:
         return odd(rollout)
 
 
-@pytest.mark.parametrize("reward", [together, later, together_later, Judge()], ids=["batch", "async", "both", "object"])
+@pytest.mark.parametrize(
+    "reward", [batch_reward, async_reward, async_batch_reward, Judge()], ids=["batch", "async", "both", "object"]
+)
 def test_a_reward_of_any_form_gives_the_same_run(reward: Any, tmp_path: Path) -> None:
     plain = small(tmp_path / "plain", ONE, problems=PROBLEMS, reward=odd).directory
     other = small(tmp_path / "other", ONE, problems=PROBLEMS, reward=reward).directory
@@ -119,13 +121,13 @@ def test_a_reward_of_any_form_gives_the_same_run(reward: Any, tmp_path: Path) ->
 
 
 def test_a_reward_in_parts_is_their_sum_and_each_part_is_shown(tmp_path: Path) -> None:
-    record = steps(small(tmp_path, ONE, reward=detailed).directory)[0]
-    parts = [record["reward/detailed/parity"], record["reward/detailed/length"]]
+    record = steps(small(tmp_path, ONE, reward=reward_in_parts).directory)[0]
+    parts = [record["reward/reward_in_parts/parity"], record["reward/reward_in_parts/length"]]
     assert record["reward/mean"] == pytest.approx(sum(parts))
 
 
 class Fails:
-    """Fails for every third response, in a way of its own."""
+    """A reward that fails for every third response, as `how` says."""
 
     def __init__(self, how: Any) -> None:
         self.how, self.calls, self.unscored = how, 0, 0
@@ -182,17 +184,17 @@ def test_a_reward_that_always_fails_changes_no_weight(tmp_path: Path) -> None:
     record = steps(run)[0]
     assert (record["rollouts/unscorable"], record["update/applied"]) == (1, 0)
     assert record["reward/mean"] is None
-    one, other = (outcome_of(run, step) for step in (1, 2))
+    one, other = (weights_at(run, step) for step in (1, 2))
     assert one == other
 
 
-def outcome_of(run: Path, step: int) -> dict[str, str]:
+def weights_at(run: Path, step: int) -> dict[str, str]:
     return tensors(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
 
 
 def test_a_reward_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
-        asked(tmp_path, reward=3)
+        train_unchecked(tmp_path, reward=3)
     assert not (tmp_path / "runs").exists()
 
 
@@ -200,7 +202,7 @@ def test_a_reward_may_be_named(tmp_path: Path) -> None:
     assert "reward/exact" in steps(small(tmp_path, ONE, reward="exact").directory)[0]
 
 
-def test_rewards_that_change_what_is_global_do_not_change_the_rollouts(tmp_path: Path) -> None:
+def test_rewards_that_reseed_global_generators_do_not_change_the_rollouts(tmp_path: Path) -> None:
     def rude(rollout: Rollout) -> float:
         random.seed(0)
         torch.manual_seed(0)
@@ -215,7 +217,7 @@ def test_rewards_that_change_what_is_global_do_not_change_the_rollouts(tmp_path:
     assert set(names) <= {"trainer.json/generators", "random.safetensors"}
 
 
-# Models, callbacks and what comes back
+# Models, callbacks and the result
 
 
 def test_a_module_with_its_tokenizer_is_trained_in_place(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_the_callback_sees_every_step(tmp_path: Path) -> None:
     assert [report.metrics["reward/mean"] for report in reports] == [s["reward/mean"] for s in steps(run.directory)]
 
 
-def test_a_run_says_where_it_is_and_how_it_ended(tmp_path: Path) -> None:
+def test_a_run_returns_its_paths_and_how_it_ended(tmp_path: Path) -> None:
     run = small(tmp_path, {"training.steps": 2}, reward=odd, algorithm="grpo")
     assert run.directory == tmp_path / "run"
     assert run.model_folder == tmp_path / "run" / "checkpoints" / "step-000002" / "model"
@@ -271,7 +273,7 @@ def test_the_environment_file_holds_no_variable_of_the_environment(tmp_path: Pat
     assert not [path for path in run.rglob("*") if path.is_file() and b"hf_secret_of_mine" in path.read_bytes()]
 
 
-def test_a_run_made_in_python_is_resumed_with_what_it_was_given(tmp_path: Path) -> None:
+def test_a_run_from_python_resumes_with_the_same_inputs(tmp_path: Path) -> None:
     straight = small(tmp_path / "straight", {"training.steps": 3}, problems=PROBLEMS, reward=odd).directory
 
     def stop(report: Any) -> None:
@@ -286,13 +288,13 @@ def test_a_run_made_in_python_is_resumed_with_what_it_was_given(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("missing", ["problems", "reward", "model"])
-def test_a_run_made_in_python_is_not_resumed_with_something_else(missing: str, tmp_path: Path) -> None:
-    """What was given in Python is not in the recipe: to go on with the recipe's would be another run."""
+def test_a_run_from_python_does_not_resume_without_its_inputs(missing: str, tmp_path: Path) -> None:
+    """Inputs given in Python are not in the recipe; the inputs of the recipe would make another run."""
     tokenizer = character_tokenizer()
     module = tiny_model(TinyShape(hidden=32, layers=1, heads=2), vocabulary=len(tokenizer), seed=3)
-    given: dict[str, Any] = {"problems": {"problems": PROBLEMS}, "reward": {"reward": odd}, "model": {}}[missing]
+    arguments: dict[str, Any] = {"problems": {"problems": PROBLEMS}, "reward": {"reward": odd}, "model": {}}[missing]
     if missing == "model":
-        given = {"model": module, "tokenizer": tokenizer, "algorithm": "grpo", "problems": None}
-    run = small(tmp_path, {**ONE, "algorithm.objective.penalties.kl.beta": 0.1}, **given).directory
+        arguments = {"model": module, "tokenizer": tokenizer, "algorithm": "grpo", "problems": None}
+    run = small(tmp_path, {**ONE, "algorithm.objective.penalties.kl.beta": 0.1}, **arguments).directory
     with pytest.raises(ValueError, match=missing):
         resume(run, ["training.steps=2"])

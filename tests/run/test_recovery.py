@@ -1,4 +1,4 @@
-"""Recoveries and stops where something else goes wrong: kills, broken states, checkpoints that must not be lost."""
+"""Recoveries and stops when something else fails too: kills, broken states, checkpoints that must not be lost."""
 
 import json
 import signal
@@ -20,8 +20,8 @@ from legato.run.wire import Given
 from legato.training.report import StepReport
 from legato.training.step import Trainer
 from tests.proof.runs import cut, differences, light, outcome, state
-from tests.run.test_health import ILL, RECOVER, early, of_kind, run, seen_before
-from tests.run.test_signals import at
+from tests.run.test_health import ILL, RECOVER, early, of_kind, record_state_before_recovery, run
+from tests.run.test_signals import send_signals_at
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,12 +36,12 @@ RECOVERING = ["health.action=recover", "health.lr_factor=0.25"]
 
 
 class Kill(BaseException):
-    """The end of a process, without a chance to do anything."""
+    """Stands for a killed process: nothing catches this."""
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recovery to the only checkpoint that is left then."""
+    """A run with a recovery to the only checkpoint that is left."""
     return Path(run(tmp_path_factory.mktemp("straight"), {**RECOVER, "output.keep_last": 1}).directory)
 
 
@@ -55,27 +55,27 @@ def before(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return place
 
 
-def between_the_renames(patch: pytest.MonkeyPatch) -> None:
-    """The old checkpoint has given up its name and the new one has not got it yet."""
+def kill_between_the_renames(patch: pytest.MonkeyPatch) -> None:
+    """Die after the old checkpoint lost its name and before the new one has it."""
     rename = Path.rename
 
-    def renamed(path: Path, target: Path) -> Path:
+    def rename_or_die(path: Path, target: Path) -> Path:
         if path.name.endswith(".partial") and (path.parent / f".{target.name}.before.partial").exists():
             raise Kill
         return rename(path, target)
 
-    patch.setattr(Path, "rename", renamed)
+    patch.setattr(Path, "rename", rename_or_die)
 
 
 KILLS = {
     "after the metrics": before(recovery, "restore"),
     "before it is saved": before(execute.Execution, "save_again"),
-    "between the renames": between_the_renames,
+    "between the renames": kill_between_the_renames,
 }
 
 
 @pytest.mark.parametrize("place", KILLS)
-def test_a_run_killed_in_the_middle_of_a_recovery_ends_as_if_it_was_not(
+def test_a_run_killed_during_a_recovery_ends_like_an_unkilled_run(
     place: str, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -84,66 +84,68 @@ def test_a_run_killed_in_the_middle_of_a_recovery_ends_as_if_it_was_not(
             run(tmp_path, {**RECOVER, "output.keep_last": 1})
     if place == "between the renames":
         with pytest.raises(ValueError, match="no whole checkpoint"):
-            # A reader beside the run (sample, export) leaves alone what the run is about to rename.
+            # Readers (sample, export) ignore checkpoints that the run is about to rename.
             recovery.checkpoint.latest(tmp_path / "run" / "checkpoints")
     resume(tmp_path / "run", given=GIVEN)
     assert differences(outcome(straight), outcome(tmp_path / "run")) == []
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
-def test_back_to_the_beginning_is_a_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first checkpoint has no moments; those of the run that went wrong are not carried into it."""
-    seen = seen_before(monkeypatch)
+def test_a_recovery_to_step_0_starts_with_fresh_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first checkpoint has no moments; the moments of the failed run are dropped."""
+    states = record_state_before_recovery(monkeypatch)
     ended = run(tmp_path, {**RECOVER, "output.checkpoint_every_steps": 100, "output.keep_last": 100})
     assert of_kind(ended.directory, "recovery")[0]["step"] == 0
     after = state(ended.directory / "checkpoints" / "step-000000")
     for name in ("optimizer.safetensors", "model/model.safetensors", "random.safetensors"):
-        assert after[name] == seen["before"][name], name
+        assert after[name] == states["before"][name], name
 
 
-def test_the_best_checkpoint_outlives_a_recovery_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_survives_a_recovery_to_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = {0: 0.1, 4: 0.9}
     monkeypatch.setattr(
-        execute, "accuracy_metrics", lambda kind, found: {f"eval/accuracy_{kind}": scores.get(trainers[-1].steps_done, 0.2)}
+        execute,
+        "accuracy_metrics",
+        lambda kind, answers: {f"eval/accuracy_{kind}": scores.get(trainers[-1].steps_done, 0.2)},
     )
     trainers: list[Trainer] = []
-    made = Trainer.__init__
+    initialize = Trainer.__init__
 
-    def noted(trainer: Trainer, **parts: Any) -> None:
+    def record_trainer(trainer: Trainer, **parts: Any) -> None:
         trainers.append(trainer)
-        made(trainer, **parts)
+        initialize(trainer, **parts)
 
-    monkeypatch.setattr(Trainer, "__init__", noted)
+    monkeypatch.setattr(Trainer, "__init__", record_trainer)
     ended = run(tmp_path, {**RECOVER, "evaluation.every_steps": 2})
-    (done,) = of_kind(ended.directory, "recovery")
-    assert done["step"] == 1 and done["best"] == "checkpoints/given-up-step-000004"
-    assert (ended.directory / done["best"] / "model" / "model.safetensors").is_file()
+    (entry,) = of_kind(ended.directory, "recovery")
+    assert entry["step"] == 1 and entry["best"] == "checkpoints/given-up-step-000004"
+    assert (ended.directory / entry["best"] / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("action", ["stop", "pause"])
 def test_a_checkpoint_saved_at_an_alarm_does_not_push_out_healthy_ones(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there: list[int] = []
-    monkeypatch.setattr(execute.Health, "pause", lambda health, *_: there.extend(health.directory.checkpoint_steps()))
+    steps: list[int] = []
+    monkeypatch.setattr(execute.Health, "pause", lambda health, *_: steps.extend(health.directory.checkpoint_steps()))
     ended = run(tmp_path, {"health.action": action, "output.keep_last": 1})
-    there = there or RunDirectory.open(ended.directory).checkpoint_steps()
-    assert there[-1] == 7 and there[0] <= 2
+    steps = steps or RunDirectory.open(ended.directory).checkpoint_steps()
+    assert steps[-1] == 7 and steps[0] <= 2
 
 
 @pytest.mark.parametrize("action", ["stop", "pause"])
-def test_a_state_that_cannot_be_saved_is_no_other_exit_code(
+def test_a_state_that_cannot_be_saved_keeps_the_exit_code(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Trainer.step
 
-    def poisoned(trainer: Trainer, *rest: Any) -> Any:
+    def step_then_poison(trainer: Trainer, *rest: Any) -> Any:
         report = step(trainer, *rest)
         if report.step == 7:
             next(iter(trainer.policy.parameters().values())).data.view(-1)[0] = torch.nan
         return report
 
-    monkeypatch.setattr(Trainer, "step", poisoned)
+    monkeypatch.setattr(Trainer, "step", step_then_poison)
     ended = run(tmp_path, {"health.action": action})
     assert ended.exit_code == 3 and "not finite" in ended.reason and "the state is saved" not in ended.reason
     assert of_kind(ended.directory, "end")[-1]["step"] == 7
@@ -155,12 +157,12 @@ def test_the_evidence_of_a_resumed_run_has_the_steps_before_it(tmp_path: Path) -
     again = cut(ended.directory, tmp_path, 5)
     resume(again, given=GIVEN)
     files = [folder / "evidence" / "step-000007" / "metrics.jsonl" for folder in (ended.directory, again)]
-    told = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files]
-    assert told[0] == told[1] == [1, 2, 3, 4, 5, 6, 7]
+    steps = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files]
+    assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_evidence_is_json_and_waits_on_the_host(tmp_path: Path) -> None:
-    """JSON has no NaN, which is what an alarm is often about; and a device has no room for steps gone by."""
+def test_evidence_is_valid_json_and_its_tensors_move_to_the_cpu(tmp_path: Path) -> None:
+    """JSON has no NaN, although alarms are often about NaN. Tensors of past steps must not stay on the device."""
 
     moved: list[bool] = []
 
@@ -183,17 +185,17 @@ def test_evidence_is_json_and_waits_on_the_host(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_holds_may_be_ignored_from_a_resume_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checkpoint remembers of it is not asked for when the next one is saved."""
-    named = replace(ILL, name="drift")
-    monkeypatch.setattr(watch.Watch.__init__, "__defaults__", ((named,),))
+    """The state of an ignored rule in the checkpoint does not break the next save."""
+    rule = replace(ILL, name="drift")
+    monkeypatch.setattr(watch.Watch.__init__, "__defaults__", ((rule,),))
     ended = run(tmp_path, {})
     assert of_kind(ended.directory, "finding")
     words = ["health.action=recover", "health.ignored=['drift']", "training.steps=11"]
     assert resume(ended.directory, words, given=GIVEN).exit_code == 0
 
 
-def test_a_checkpoint_that_was_in_alarm_itself_is_no_place_to_go_back_to(tmp_path: Path) -> None:
-    """The run said so and went on; whoever resumes it to recover must not spend every recovery on where it fell to."""
+def test_a_recovery_never_goes_back_to_a_checkpoint_in_alarm(tmp_path: Path) -> None:
+    """A run that only printed the alarm and is resumed with recoveries must not spend them on checkpoints in alarm."""
     ended = run(tmp_path, {"output.keep_last": 2, "training.steps": 12})
     assert RunDirectory.open(ended.directory).checkpoint_steps() == [11, 12]
     again = resume(ended.directory, ["training.steps=15", *RECOVERING], given=GIVEN, allow_changes=True)
@@ -211,8 +213,10 @@ def test_a_run_resumed_after_an_alarm_goes_back_to_before_the_first_sign(tmp_pat
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_a_pause_that_a_person_has_answered_is_over(answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that is restarted by a machine waits for somebody who has been there."""
+def test_an_answered_pause_is_not_repeated_after_a_resume(
+    answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run that is restarted by a machine would wait again for a person who already answered."""
     paused: list[int] = []
 
     def pause(health: Health, *_: Any) -> None:
@@ -223,7 +227,7 @@ def test_a_pause_that_a_person_has_answered_is_over(answered: bool, tmp_path: Pa
 
     monkeypatch.setattr(execute.Health, "pause", pause)
     if answered:
-        folder = run(tmp_path, {"health.action": "pause"}, callback=at(8, signal.SIGINT)).directory
+        folder = run(tmp_path, {"health.action": "pause"}, callback=send_signals_at(8, signal.SIGINT)).directory
     else:
         with pytest.raises(Kill):
             run(tmp_path, {"health.action": "pause"})

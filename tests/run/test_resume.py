@@ -1,4 +1,4 @@
-"""The same seed twice, and a run that was cut and resumed: equal to the bit. And that the comparison would see a fault."""
+"""Equal seeds and resumed runs give bitwise equal results, and the comparison would notice a fault."""
 
 import random
 import shutil
@@ -101,13 +101,13 @@ pytestmark = pytest.mark.usefixtures("lightly")
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Each kind of run, from its first step to its last, made once."""
+    """A function that gives the uninterrupted run of a kind; each kind runs once."""
 
     @cache
-    def made(kind: str) -> Path:
+    def run_kind(kind: str) -> Path:
         return small(tmp_path_factory.mktemp(kind), KINDS[kind]).directory
 
-    return made
+    return run_kind
 
 
 def last_step(run: Path) -> int:
@@ -148,7 +148,7 @@ def test_the_stored_recipe_repeats_the_run(straight: Callable[[str], Path], tmp_
     assert differences(outcome(straight("gspo")), outcome(again)) == []
 
 
-def test_how_often_is_evaluated_saved_and_written_changes_no_weight(straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_intervals_of_evaluations_and_records_change_no_weight(straight: Callable[[str], Path], tmp_path: Path) -> None:
     rarely = {"evaluation.every_steps": 0, "output.checkpoint_every_steps": 0, "output.rollouts_every_steps": 0}
     other = small(tmp_path, {**KINDS["gspo"], **rarely}).directory
     one, two = outcome(straight("gspo")), outcome(other)
@@ -270,78 +270,85 @@ def test_metrics_torn_by_a_crash_are_written_again(straight: Callable[[str], Pat
     assert differences(outcome(straight("gspo")), outcome(run)) == []
 
 
-# Negative controls: what is saved is needed, and the comparison sees that it is missing
+# Negative controls: every saved component is needed, and the comparison notices if one is missing
 
 
-def forget(*path: str, value: Any) -> Callable[[Path], None]:
-    def change(memory: dict[str, Any]) -> None:
+def reset_value(*path: str, value: Any) -> Callable[[Path], None]:
+    def change(state: dict[str, Any]) -> None:
         for key in path[:-1]:
-            memory = memory[key]
-        assert path[-1] in memory
-        assert memory[path[-1]] != value, "the saved value is what a fresh run has: nothing is proven"
-        memory[path[-1]] = value
+            state = state[key]
+        assert path[-1] in state
+        assert state[path[-1]] != value, "a fresh run has the same value: the test would prove nothing"
+        state[path[-1]] = value
 
     return lambda checkpoint: alter_memory(checkpoint, change)
 
 
-def forget_tensors(file: str, prefix: str) -> Callable[[Path], None]:
-    def change(found: dict[str, torch.Tensor]) -> None:
-        names = [name for name in found if name.startswith(prefix)]
+def reset_tensors(file: str, prefix: str) -> Callable[[Path], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        names = [name for name in tensors if name.startswith(prefix)]
         assert names
         for name in names:
-            found[name] = torch.zeros_like(found[name])
+            tensors[name] = torch.zeros_like(tensors[name])
 
     return lambda checkpoint: alter_tensors(checkpoint, file, change)
 
 
-def generator(name: str) -> Callable[[Path], None]:
-    def numpy(memory: dict[str, Any]) -> None:
-        memory["generators"]["numpy"][1] = memory["generators"]["numpy"][1][::-1]
+def reset_generator(name: str) -> Callable[[Path], None]:
+    def reverse_numpy(state: dict[str, Any]) -> None:
+        state["generators"]["numpy"][1] = state["generators"]["numpy"][1][::-1]
 
-    def of_torch(found: dict[str, torch.Tensor]) -> None:
-        found["torch"] = torch.Generator().manual_seed(5).get_state()
+    def reset_torch(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["torch"] = torch.Generator().manual_seed(5).get_state()
 
     if name == "torch":
-        return lambda checkpoint: alter_tensors(checkpoint, "random.safetensors", of_torch)
-    return lambda checkpoint: alter_memory(checkpoint, numpy)
+        return lambda checkpoint: alter_tensors(checkpoint, "random.safetensors", reset_torch)
+    return lambda checkpoint: alter_memory(checkpoint, reverse_numpy)
 
 
-def base_in_place_of_reference(checkpoint: Path) -> None:
+def delete_reference(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint.parents[1] / "reference")
 
 
 CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "first moments": ("gspo", forget_tensors("optimizer.safetensors", "exp_avg|")),
-    "second moments": ("gspo", forget_tensors("optimizer.safetensors", "exp_avg_sq|")),
-    "steps of adam": ("gspo", forget_tensors("optimizer.safetensors", "step|")),
-    "updates": ("gspo", forget("optimizer", "updates", value=0)),
-    "steps done": ("gspo", forget("trainer", "steps_done", value=0)),
-    "skipped": ("gspo", forget("trainer", "skipped", value={})),
-    "anchor choice": ("adaptive", forget("trainer", "anchor_choice", value="recompute")),
-    "cursor": ("gspo", forget("trainer", "collector", "cursor", value=0)),
-    "policy version": ("gspo", forget("trainer", "collector", "version", value=0)),
-    "solved": ("srpo", forget("trainer", "collector", "solved", value=[])),
-    "part state": ("adaptive", forget("trainer", "state", value={"adaptive-entropy": {"coefficient": 0.0, "active": 0.0}})),
+    "first moments": ("gspo", reset_tensors("optimizer.safetensors", "exp_avg|")),
+    "second moments": ("gspo", reset_tensors("optimizer.safetensors", "exp_avg_sq|")),
+    "steps of adam": ("gspo", reset_tensors("optimizer.safetensors", "step|")),
+    "updates": ("gspo", reset_value("optimizer", "updates", value=0)),
+    "steps done": ("gspo", reset_value("trainer", "steps_done", value=0)),
+    "skipped": ("gspo", reset_value("trainer", "skipped", value={})),
+    "anchor choice": ("adaptive", reset_value("trainer", "anchor_choice", value="recompute")),
+    "cursor": ("gspo", reset_value("trainer", "collector", "cursor", value=0)),
+    "policy version": ("gspo", reset_value("trainer", "collector", "version", value=0)),
+    "solved": ("srpo", reset_value("trainer", "collector", "solved", value=[])),
+    "part state": (
+        "adaptive",
+        reset_value("trainer", "state", value={"adaptive-entropy": {"coefficient": 0.0, "active": 0.0}}),
+    ),
     "band": (
         "band",
-        forget("trainer", "state", value={"auto-clip": {"log_low": 3e-4, "log_high": 4e-4, "noise": 0.0, "updates": 4.0}}),
+        reset_value(
+            "trainer", "state", value={"auto-clip": {"log_low": 3e-4, "log_high": 4e-4, "noise": 0.0, "updates": 4.0}}
+        ),
     ),
-    "updates of a random part": ("random-part", forget("optimizer", "updates", value=0)),
-    "best": ("gspo", forget("best", value=None)),
-    "value head": ("ppo", forget_tensors("value_head.safetensors", "")),
-    "masters": ("half-precision", forget_tensors("optimizer.safetensors", "master|")),
-    "adapters": ("lora", forget_tensors("model/adapter_model.safetensors", "")),
-    "weights": ("gspo", forget_tensors("model/model.safetensors", "")),
-    "reference": ("grpo-kl", base_in_place_of_reference),
-    "numpy's generator": ("generators", generator("numpy")),
-    "torch's generator": ("generators", generator("torch")),
-    "past weights": ("stale", forget_tensors("sampler.safetensors", "")),
-    "probed": ("perturbed", forget("trainer", "probed", value=False)),
+    "updates of a random part": ("random-part", reset_value("optimizer", "updates", value=0)),
+    "best": ("gspo", reset_value("best", value=None)),
+    "value head": ("ppo", reset_tensors("value_head.safetensors", "")),
+    "masters": ("half-precision", reset_tensors("optimizer.safetensors", "master|")),
+    "adapters": ("lora", reset_tensors("model/adapter_model.safetensors", "")),
+    "weights": ("gspo", reset_tensors("model/model.safetensors", "")),
+    "reference": ("grpo-kl", delete_reference),
+    "numpy's generator": ("generators", reset_generator("numpy")),
+    "torch's generator": ("generators", reset_generator("torch")),
+    "past weights": ("stale", reset_tensors("sampler.safetensors", "")),
+    "probed": ("perturbed", reset_value("trainer", "probed", value=False)),
 }
 
 
 @pytest.mark.parametrize("component", CONTROLS)
-def test_a_component_that_is_lost_is_missed(component: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_comparison_notices_every_lost_component(
+    component: str, straight: Callable[[str], Path], tmp_path: Path
+) -> None:
     kind, lose = CONTROLS[component]
     run = cut(straight(kind), tmp_path, 2)
     lose(run / "checkpoints/step-000002")

@@ -1,4 +1,4 @@
-"""What happens while a checkpoint is written: crashes, full disks, states that must not be saved, and which ones stay."""
+"""Writing checkpoints: crashes, full disks, states that must not be saved, and which checkpoints are kept."""
 
 import errno
 import os
@@ -24,10 +24,10 @@ EARLY = f"{verdicts.__file__}:early"
 
 
 class Crash(BaseException):
-    """The process is gone: nothing catches this."""
+    """Stands for a killed process: nothing catches this."""
 
 
-def full(*_: Any) -> OSError:
+def disk_full(*_: Any) -> OSError:
     return OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -99,7 +99,7 @@ PLACES: list[Patch] = [in_save_file, in_the_model, in_rename, in_fsync, in_the_m
 
 
 @contextmanager
-def failing(run: Path, place: Patch, error: BaseException) -> Iterator[None]:
+def resume_with_failing_save(run: Path, place: Patch, error: BaseException) -> Iterator[None]:
     """Resume until the save after step 2, which fails."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -113,7 +113,7 @@ def failing(run: Path, place: Patch, error: BaseException) -> Iterator[None]:
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight: Path, tmp_path: Path) -> None:
     run = cut(straight, tmp_path, 1)
-    with pytest.raises(Crash), failing(run, place, Crash()):
+    with pytest.raises(Crash), resume_with_failing_save(run, place, Crash()):
         pass
     assert RunDirectory.open(run).checkpoint_steps() == [1]
     folder, warnings = checkpoint.latest(run / "checkpoints")
@@ -126,7 +126,7 @@ def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(place: Patch, straight: Path, tmp_path: Path) -> None:
     run = cut(straight, tmp_path, 1)
-    with pytest.raises(ValueError, match="No space left") as raised, failing(run, place, full()):
+    with pytest.raises(ValueError, match="No space left") as raised, resume_with_failing_save(run, place, disk_full()):
         pass
     assert "\n" not in str(raised.value)
     assert "step-000002" in str(raised.value)
@@ -141,7 +141,7 @@ def test_a_full_disk_for_metrics_is_an_error(straight: Path, tmp_path: Path, mon
 
     def fails(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
         if path.name == "metrics.jsonl" and "a" in mode:
-            raise full()
+            raise disk_full()
         return opened(path, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", fails)
@@ -167,7 +167,7 @@ def test_too_little_disk_space_is_refused_before_a_checkpoint_is_written(
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_a_crash_at_any_flush_leaves_the_old_one_or_the_new_one_whole(
+def test_a_crash_at_any_flush_leaves_the_old_or_the_new_checkpoint_complete(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved = load([straight / "config.toml"])
@@ -175,82 +175,82 @@ def test_a_crash_at_any_flush_leaves_the_old_one_or_the_new_one_whole(
     source = wire.source_of(resolved.config, wire.Given())
     collector = wire.collector_of(resolved.config, policy, source, wire.reward_of(resolved.config, wire.Given()))
     trainer = wire.trainer_of(resolved, policy, collector, None)
-    place = tmp_path / "checkpoints"
-    shutil.copytree(straight / "checkpoints" / "step-000001", place / "step-000001")
+    checkpoints = tmp_path / "checkpoints"
+    shutil.copytree(straight / "checkpoints" / "step-000001", checkpoints / "step-000001")
     flush, calls = os.fsync, [0]
 
-    def counted(descriptor: int) -> None:
+    def flush_or_crash(descriptor: int) -> None:
         calls[0] += 1
         if calls[0] == die_at:
             raise Crash
         flush(descriptor)
 
-    monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr(os, "fsync", flush_or_crash)
     die_at = 0
-    checkpoint.save(place / "step-000002", policy, trainer.optimizer, {})
+    checkpoint.save(checkpoints / "step-000002", policy, trainer.optimizer, {})
     total = calls[0]
     # Every file, the folders they are in, and the folder of checkpoints after the rename.
-    assert total >= len([path for path in (place / "step-000002").rglob("*") if path.is_file()]) + 2
+    assert total >= len([path for path in (checkpoints / "step-000002").rglob("*") if path.is_file()]) + 2
     for number in range(1, total + 1):
-        shutil.rmtree(place / "step-000002", ignore_errors=True)
+        shutil.rmtree(checkpoints / "step-000002", ignore_errors=True)
         die_at, calls[0] = number, 0
         with pytest.raises(Crash):
-            checkpoint.save(place / "step-000002", policy, trainer.optimizer, {})
-        folder, warnings = checkpoint.latest(place)
+            checkpoint.save(checkpoints / "step-000002", policy, trainer.optimizer, {})
+        folder, warnings = checkpoint.latest(checkpoints)
         assert warnings == []
         # Only the last flush comes after the rename.
         assert folder.name == ("step-000002" if number == total else "step-000001")
 
 
 def test_the_last_evaluation_leaves_the_rollouts_of_the_last_step(tmp_path: Path) -> None:
-    """Whether it comes with the step or after it: evaluated now and then, or at the end alone."""
-    found = {}
+    """Whether the evaluation belongs to the step or comes after it, at the end only."""
+    rollouts = {}
     for every in (0, 2):
         run = small(tmp_path / str(every), {"training.steps": 2, "reward.kind": EARLY, "evaluation.every_steps": every})
-        found[every] = RunDirectory.open(run.directory).read_rollouts(2)
-    assert found[0] == found[2]
-    trained = [each for each in found[0] if not each.get("held_out")]
-    assert len(trained) == 16 and all("details" in each for each in trained) and len(found[0]) == 16 + 4
+        rollouts[every] = RunDirectory.open(run.directory).read_rollouts(2)
+    assert rollouts[0] == rollouts[2]
+    trained = [each for each in rollouts[0] if not each.get("held_out")]
+    assert len(trained) == 16 and all("details" in each for each in trained) and len(rollouts[0]) == 16 + 4
 
 
 # States that must not be saved
 
 
-def poisoned(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Trainer], None]) -> None:
-    """After step 2 something is not finite."""
+def poison_after_step_2(monkeypatch: pytest.MonkeyPatch, poison: Callable[[Trainer], None]) -> None:
+    """Make the state not finite after step 2."""
     step = Trainer.step
 
-    def stepped(trainer: Trainer, *rest: Any) -> Any:
+    def step_then_poison(trainer: Trainer, *rest: Any) -> Any:
         report = step(trainer, *rest)
         if report.step == 2:
             poison(trainer)
         return report
 
-    monkeypatch.setattr(Trainer, "step", stepped)
+    monkeypatch.setattr(Trainer, "step", step_then_poison)
 
 
 @torch.no_grad()
-def a_weight(trainer: Trainer) -> None:
+def poison_weight(trainer: Trainer) -> None:
     next(iter(trainer.policy.parameters().values())).view(-1)[0] = torch.nan
 
 
 @torch.no_grad()
-def a_moment(trainer: Trainer) -> None:
+def poison_moment(trainer: Trainer) -> None:
     next(iter(trainer.optimizer.inner.state.values()))["exp_avg"].view(-1)[0] = torch.inf
 
 
-@pytest.mark.parametrize("poison", [a_weight, a_moment])
+@pytest.mark.parametrize("poison", [poison_weight, poison_moment])
 def test_a_state_that_is_not_finite_is_not_saved(
     poison: Callable[[Trainer], None], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cut(straight, tmp_path, 1)
-    poisoned(monkeypatch, poison)
+    poison_after_step_2(monkeypatch, poison)
     with pytest.raises(ValueError, match="not finite"):
         resume(run, ["training.steps=2", "evaluation.every_steps=0"])
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
 
 
-# Which ones stay
+# Which checkpoints are kept
 
 
 def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -262,29 +262,29 @@ def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept_while_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worse = iter([0.0, 0.5, 0.9, 0.1, 0.2, 0.9, 0.3])
+    accuracies = iter([0.0, 0.5, 0.9, 0.1, 0.2, 0.9, 0.3])
 
-    def measured(name: str, answered: Any) -> dict[str, float]:
-        return {f"eval/accuracy_{name}": next(worse)} if name == "sampled" else {}
+    def fake_accuracy(name: str, answered: Any) -> dict[str, float]:
+        return {f"eval/accuracy_{name}": next(accuracies)} if name == "sampled" else {}
 
-    monkeypatch.setattr("legato.run.execute.accuracy_metrics", measured)
+    monkeypatch.setattr("legato.run.execute.accuracy_metrics", fake_accuracy)
     options = {"training.steps": 6, "evaluation.every_steps": 1, "evaluation.greedy": False, "output.keep_last": 1}
     run = small(tmp_path, options).directory
     assert RunDirectory.open(run).checkpoint_steps() == [2, 6]
-    worse = iter([0.4, 0.95, 0.5])
+    accuracies = iter([0.4, 0.95, 0.5])
     resume(run, ["training.steps=9"])
     assert RunDirectory.open(run).checkpoint_steps() == [8, 9]
 
 
 def test_one_whole_checkpoint_exists_at_any_time(tmp_path: Path) -> None:
-    seen = []
+    names = []
 
-    def look(report: Any) -> None:
+    def record_newest(report: Any) -> None:
         if report.step > 1:
-            seen.append(checkpoint.latest(tmp_path / "run" / "checkpoints")[0].name)
+            names.append(checkpoint.latest(tmp_path / "run" / "checkpoints")[0].name)
 
-    small(tmp_path, {"output.keep_last": 1, "evaluation.every_steps": 0}, callback=look)
-    assert seen == ["step-000001", "step-000002", "step-000003"]
+    small(tmp_path, {"output.keep_last": 1, "evaluation.every_steps": 0}, callback=record_newest)
+    assert names == ["step-000001", "step-000002", "step-000003"]
 
 
 def test_a_checkpoint_deleted_by_someone_else_stops_nothing(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_checkpoint_deleted_by_someone_else_stops_nothing(tmp_path: Path) -> N
 
 
 def test_damaged_checkpoints_do_not_push_out_whole_ones(straight: Path, tmp_path: Path) -> None:
-    """Two newer ones are damaged: what is saved next must not be what is deleted next."""
+    """Two newer checkpoints are damaged; the next saved checkpoint must not be deleted instead of them."""
     run = cut(straight, tmp_path, 1)
     for step in (8, 9):
         shutil.copytree(run / "checkpoints" / "step-000001", run / "checkpoints" / f"step-{step:06d}")
@@ -316,12 +316,12 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(straight: Path, tmp_path
     assert checkpoint.latest(run / "checkpoints")[0].name == "step-000002"
 
 
-def test_checkpoints_that_are_not_asked_for_are_not_written(tmp_path: Path) -> None:
+def test_checkpoint_every_steps_0_writes_only_the_last_checkpoint(tmp_path: Path) -> None:
     run = small(tmp_path, {"output.checkpoint_every_steps": 0, "evaluation.every_steps": 0}).directory
     assert RunDirectory.open(run).checkpoint_steps() == [4]
 
 
-def test_every_checkpoint_along_the_way_is_that_of_a_run_which_ended_there(straight: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_equals_that_of_a_run_which_ends_at_its_step(straight: Path, tmp_path: Path) -> None:
     options = {"training.steps": 2, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
     ended = small(tmp_path, options).directory
     one, other = (state(run / "checkpoints" / "step-000002") for run in (straight, ended))

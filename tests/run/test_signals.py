@@ -45,16 +45,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGATO_TEST_SLEEP", "0")
 
 
-def equal(one: Path, other: Path) -> list[str]:
-    """What differs: a save more is no difference, nor is the note of it, nor what others drew from global generators."""
-    found = differences(outcome(one, checkpoints=False), outcome(other, checkpoints=False))
-    return [name for name in found if name not in ("trainer.json/generators", "random.safetensors")]
+def differences_beyond_saves(one: Path, other: Path) -> list[str]:
+    """Names of differing outcomes. An extra checkpoint and the state of global generators do not count."""
+    names = differences(outcome(one, checkpoints=False), outcome(other, checkpoints=False))
+    return [name for name in names if name not in ("trainer.json/generators", "random.safetensors")]
 
 
-# In this process
+# Signals in this process
 
 
-def at(step: int, *signals: signal.Signals) -> Callable[[Any], None]:
+def send_signals_at(step: int, *signals: signal.Signals) -> Callable[[Any], None]:
     def send(report: Any) -> None:
         if report.step == step:
             for number in signals:
@@ -71,7 +71,7 @@ def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
 ) -> None:
     listener = Listener()
     before = signal.getsignal(number)
-    run = small(tmp_path, OPTIONS, callback=at(step, number), watcher=listener)
+    run = small(tmp_path, OPTIONS, callback=send_signals_at(step, number), watcher=listener)
     assert run.exit_code == code
     assert number.name in run.reason
     assert any(message.startswith(number.name) for message in listener.messages)
@@ -79,7 +79,7 @@ def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
     assert RunDirectory.open(run.directory).checkpoint_steps()[-1] == step
     assert signal.getsignal(number) == before
     assert resume(run.directory).exit_code == 0
-    assert equal(straight, run.directory) == []
+    assert differences_beyond_saves(straight, run.directory) == []
 
 
 def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
     assert run.exit_code == 143
     assert RunDirectory.open(run.directory).checkpoint_steps() == [0]
     resume(run.directory, given=wire.Given(reward=reward))
-    assert equal(uncut, run.directory) == []
+    assert differences_beyond_saves(uncut, run.directory) == []
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,20 @@ def test_a_second_signal_stops_at_once(
 ) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as raised:
-        small(tmp_path, OPTIONS, callback=at(3, *signals))
+        small(tmp_path, OPTIONS, callback=send_signals_at(3, *signals))
     assert raised.value.code == code
     assert RunDirectory.open(tmp_path / "run").checkpoint_steps() == [2]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     resume(tmp_path / "run")
-    assert equal(straight, tmp_path / "run") == []
+    assert differences_beyond_saves(straight, tmp_path / "run") == []
 
 
-def test_signals_again_and_again_change_nothing(straight: Path, tmp_path: Path) -> None:
-    run = small(tmp_path, OPTIONS, callback=at(1, signal.SIGINT)).directory
+def test_a_run_that_is_interrupted_many_times_ends_the_same(straight: Path, tmp_path: Path) -> None:
+    run = small(tmp_path, OPTIONS, callback=send_signals_at(1, signal.SIGINT)).directory
     for step in (2, 3, 5, 6):
-        assert resume(run, callback=at(step, signal.SIGINT)).exit_code == 130
+        assert resume(run, callback=send_signals_at(step, signal.SIGINT)).exit_code == 130
     resume(run)
-    assert equal(straight, run) == []
+    assert differences_beyond_saves(straight, run) == []
 
 
 def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
@@ -134,13 +134,13 @@ def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
         resume(straight)
 
 
-def test_a_lock_file_that_was_left_behind_is_no_lock(tmp_path: Path) -> None:
+def test_a_leftover_lock_file_does_not_lock(tmp_path: Path) -> None:
     run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     (run / ".lock").write_text("99999999\n")
     assert resume(run, ["training.steps=2"]).exit_code == 0
 
 
-# Processes of their own
+# Signals to other processes
 
 
 class Process:
@@ -164,15 +164,15 @@ class Process:
         for _ in range(600):
             if path.exists() and text in path.read_text():
                 return
-            assert self.inner.poll() is None, self.said
+            assert self.inner.poll() is None, self.printed
             time.sleep(0.05)
-        raise AssertionError(f"{text} never came:\n{self.said}")
+        raise AssertionError(f"{text} never came:\n{self.printed}")
 
     def end(self) -> int:
         return self.inner.wait(timeout=60)
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         self.output.flush()
         return (self.folder / "output").read_text()
 
@@ -198,16 +198,14 @@ def test_an_interrupted_process_prints_the_command_that_resumes(process: Callabl
     this.wait_for('"kind":"step","step":3')
     this.inner.send_signal(signal.SIGINT)
     assert this.end() == 130
-    assert any(line.startswith("SIGINT") for line in this.said.splitlines())
-    assert f"legato resume {this.run}" in this.said
-    assert "Traceback" not in this.said
+    assert any(line.startswith("SIGINT") for line in this.printed.splitlines())
+    assert f"legato resume {this.run}" in this.printed
+    assert "Traceback" not in this.printed
     resume(this.run)
-    assert equal(straight, this.run) == []
+    assert differences_beyond_saves(straight, this.run) == []
 
 
-def test_a_process_that_runs_keeps_others_out_and_one_that_was_killed_does_not(
-    process: Callable[..., Process], straight: Path
-) -> None:
+def test_a_running_process_holds_the_lock_and_a_killed_one_does_not(process: Callable[..., Process], straight: Path) -> None:
     this = process("0.1")
     this.wait_for('"kind":"checkpoint","step":2')
     with pytest.raises(ValueError, match=rf"{this.run}.*in use"):
@@ -217,7 +215,7 @@ def test_a_process_that_runs_keeps_others_out_and_one_that_was_killed_does_not(
     this.end()
     assert RunDirectory.open(this.run).checkpoint_steps() in ([2], [2, 4])
     resume(this.run)
-    assert equal(straight, this.run) == []
+    assert differences_beyond_saves(straight, this.run) == []
 
 
 def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: Callable[..., Process]) -> None:
@@ -231,7 +229,7 @@ def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: C
     this.inner.send_signal(signal.SIGTERM)
     assert this.end() == 143
     assert time.monotonic() - started < 3
-    assert "Traceback" not in this.said
+    assert "Traceback" not in this.printed
     assert RunDirectory.open(this.run).checkpoint_steps() == []
 
 
@@ -239,14 +237,14 @@ def test_a_process_that_gets_a_second_signal_does_not_finish_its_step(process: C
 def test_a_process_interrupted_during_warm_up_prints_the_command_that_begins_again(
     number: signal.Signals, code: int, process: Callable[..., Process]
 ) -> None:
-    """There is no state to save yet: it leaves at once, and so does whoever tries to resume it."""
+    """There is no state to save yet: the process ends at once, and a resume is refused."""
     this = process("0", **{"policy.warm_up.steps": 100000, "policy.warm_up.examples_per_step": 4})
     this.wait_for('"kind":"warm-up"')
     this.inner.send_signal(number)
     assert this.end() == code
-    again, last = f"legato train {this.run}/config.toml output.name=run-2", this.said.splitlines()[-1]
+    again, last = f"legato train {this.run}/config.toml output.name=run-2", this.printed.splitlines()[-1]
     assert number.name in last and "warm-up" in last and last.endswith(again)
-    assert "Traceback" not in this.said and "legato resume" not in this.said
+    assert "Traceback" not in this.printed and "legato resume" not in this.printed
     assert number.name in RunDirectory.open(this.run).metrics()[-1]["reason"]
     with pytest.raises(ValueError, match=r"no whole checkpoint.*" + re.escape(again)):
         resume(this.run)
@@ -262,9 +260,9 @@ def test_the_printed_command_begins_the_run_again(named: bool, tmp_path: Path) -
                 sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
     options = {**OPTIONS, "policy.warm_up.steps": 2, "training.steps": 1}
-    given = [word for word in words(tmp_path, options) if named or not word.startswith("output.name=")]
+    arguments = [word for word in words(tmp_path, options) if named or not word.startswith("output.name=")]
     before = signal.getsignal(signal.SIGTERM)
-    run = start(load([], given), wire.Given(), Impatient())
+    run = start(load([], arguments), wire.Given(), Impatient())
     assert (run.exit_code, run.model_folder) == (143, None) and signal.getsignal(signal.SIGTERM) == before
     again = run.reason.partition("begin again with legato train ")[2].split()
     assert len(again) == 1 + named

@@ -59,7 +59,7 @@ def test_a_dumped_config_with_an_environment_loads_as_the_same(tmp_path_factory:
 
 
 def test_the_reward_of_an_environment_needs_one() -> None:
-    with pytest.raises(InputError, match=r"needs task\.environment"):
+    with pytest.raises(InputError, match=r"task\.environment: expected an environment, got none"):
         load([], ["reward.kind=environment"])
     with pytest.raises(InputError, match=r"reward\.components\.a\.kind = 'environment'"):
         load([], ["reward.components={a = {kind = 'environment'}}"])

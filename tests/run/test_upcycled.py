@@ -1,4 +1,4 @@
-"""Runs of a mixture made of a dense model: from a folder to a better mixture, and to a folder again."""
+"""Upcycled runs: a dense model folder becomes a mixture of experts, trains, and is exported."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.proof.runs import Listener, light, records, small, steps
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model as people have it: a folder."""
+    """The folder of a dense model."""
     folder = tmp_path_factory.mktemp("dense")
     tokenizer = character_tokenizer()
     config = LlamaConfig(
@@ -47,7 +47,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def early(rollout: Rollout) -> float:
-    """Something a random model gets right now and then."""
+    """A reward that a random model sometimes gets."""
     return float(rollout.text < "5")
 
 
@@ -64,14 +64,14 @@ def test_a_dense_folder_becomes_a_mixture_that_learns(llama: Path, tmp_path: Pat
         run = small(tmp_path, {**OPTIONS, "policy.model": str(llama)}, reward=early, watcher=listener)
     (note,) = (line for line in listener.said.splitlines() if "LlamaForCausalLM" in line)
     assert "MixtralForCausalLM" in note and numbers(note)[:2] == [4, 2]  # experts a layer, experts a token
-    told = [message for message in listener.messages if "the warm-up experts are" in message]
-    apart = [float(message.split("experts are ")[1].split("%")[0]) for message in told]
-    assert [message.split()[0] for message in told] == ["before", "after"]
-    assert apart[0] == 0 and apart[1] > 1
-    assert [record["text"] for record in records(run.directory) if record["kind"] == "note"] == told
-    found = steps(run.directory)
-    assert len(found) == 2
-    assert all(record["gradient/norm"] > 0 for record in found)
+    notes = [message for message in listener.messages if "the warm-up experts are" in message]
+    divergences = [float(message.split("experts are ")[1].split("%")[0]) for message in notes]
+    assert [message.split()[0] for message in notes] == ["before", "after"]
+    assert divergences[0] == 0 and divergences[1] > 1
+    assert [record["text"] for record in records(run.directory) if record["kind"] == "note"] == notes
+    logged = steps(run.directory)
+    assert len(logged) == 2
+    assert all(record["gradient/norm"] > 0 for record in logged)
     directory = RunDirectory.open(run.directory)
     kinds = {json.loads((directory.checkpoint_path(s) / "model/config.json").read_text())["model_type"] for s in (0, 1, 2)}
     assert kinds == {"mixtral"}
@@ -113,7 +113,7 @@ def test_the_mixture_of_a_recipe_is_exported_before_it_is_trained(llama: Path, t
     assert mixture.config.num_local_experts == 3
 
 
-def test_without_upcycling_nothing_is_said_of_experts(tmp_path: Path) -> None:
+def test_a_run_without_upcycling_shows_no_note_about_experts(tmp_path: Path) -> None:
     listener = Listener()
     with light():
         small(tmp_path, {"policy.warm_up": OPTIONS["policy.warm_up"], "training.steps": 1}, watcher=listener)
@@ -121,10 +121,10 @@ def test_without_upcycling_nothing_is_said_of_experts(tmp_path: Path) -> None:
 
 
 def test_more_experts_a_token_than_a_layer_has_are_refused() -> None:
-    for words, told in (
+    for words, fragments in (
         (["policy.upcycle.experts=4", "policy.upcycle.experts_per_token=5"], ["experts = 4", "5", "word 1", "word 2"]),
         (["policy.upcycle.experts_per_token=1"], [">= 2", "1", "word 1"]),
     ):
         with pytest.raises(InputError, match=r"policy\.upcycle\.experts_per_token") as refusal:
             load([], words)
-        assert [each for each in told if each not in str(refusal.value)] == []
+        assert [each for each in fragments if each not in str(refusal.value)] == []

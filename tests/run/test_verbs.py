@@ -48,34 +48,34 @@ def model(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # eval
 
 
-def test_eval_of_a_run_is_what_the_run_measured_itself(run: Path) -> None:
+def test_eval_of_a_run_equals_its_own_last_evaluation(run: Path) -> None:
     last = [record for record in records(run) if record["kind"] == "evaluation"][-1]
-    found = {row.name: row for row in evaluate(find(str(run))).rows}
-    assert found["greedy"].value == last["eval/accuracy_greedy"]
-    assert found["avg@1"].value == last["eval/accuracy_sampled"]
+    rows = {row.name: row for row in evaluate(find(str(run))).rows}
+    assert rows["greedy"].value == last["eval/accuracy_greedy"]
+    assert rows["avg@1"].value == last["eval/accuracy_sampled"]
 
 
 def test_eval_measures_avg_and_pass_with_intervals(run: Path) -> None:
-    found = evaluate(find(str(run), [f"reward.kind={verdicts.__file__}:odd"]), samples=4, problems=5)
-    rows = {row.name: row for row in found.rows}
-    assert (found.problems, found.samples, len(found.answered)) == (5, 4, 5)
+    result = evaluate(find(str(run), [f"reward.kind={verdicts.__file__}:odd"]), samples=4, problems=5)
+    rows = {row.name: row for row in result.rows}
+    assert (result.problems, result.samples, len(result.answered)) == (5, 4, 5)
     assert list(rows) == ["greedy", "avg@4", "pass@2", "pass@4"]
-    assert all(0 <= row.low <= row.value <= row.high <= 1 for row in found.rows)
-    right = [[float(answer.rollout.tokens.sum() % 2) for answer in row] for row in found.answered]
+    assert all(0 <= row.low <= row.value <= row.high <= 1 for row in result.rows)
+    right = [[float(answer.rollout.tokens.sum() % 2) for answer in row] for row in result.answered]
     assert rows["avg@4"].value == pytest.approx(sum(map(sum, right)) / 20)
     assert rows["pass@4"].value == pytest.approx(sum(any(row) for row in right) / 5)
     pairs = [1 - (1 if (n := 4 - sum(row)) >= 2 and n == 4 else n * (n - 1) / 12) for row in right]
     assert rows["pass@2"].value == pytest.approx(sum(pairs) / 5)
 
 
-def test_eval_twice_is_the_same(run: Path) -> None:
+def test_eval_repeats_exactly(run: Path) -> None:
     one, other = (evaluate(find(str(run)), samples=2) for _ in range(2))
     assert one.rows == other.rows
 
 
 def test_eval_at_temperature_0_is_greedy(run: Path) -> None:
-    found = {row.name: row.value for row in evaluate(find(str(run)), samples=1, temperature=0.0).rows}
-    assert found["avg@1"] == found["greedy"]
+    accuracies = {row.name: row.value for row in evaluate(find(str(run)), samples=1, temperature=0.0).rows}
+    assert accuracies["avg@1"] == accuracies["greedy"]
 
 
 def test_eval_of_a_file_and_of_a_model(legato: Command, model: Path, tmp_path: Path) -> None:
@@ -84,27 +84,27 @@ def test_eval_of_a_file_and_of_a_model(legato: Command, model: Path, tmp_path: P
     code, out, error = legato("eval", str(model), "--file", str(file), "--samples", "2", "--output", str(output))
     assert code == 0, error
     assert "7 problems" in out and "pass@2" in out and "greedy" in out
-    written = json.loads(output.read_text())
-    assert (written["problems"], written["samples"]) == (7, 2)
-    assert set(written["measures"]) == {"greedy", "avg@2", "pass@2"}
-    assert set(written["measures"]["greedy"]) == {"value", "low", "high"}
+    result = json.loads(output.read_text())
+    assert (result["problems"], result["samples"]) == (7, 2)
+    assert set(result["measures"]) == {"greedy", "avg@2", "pass@2"}
+    assert set(result["measures"]["greedy"]) == {"value", "low", "high"}
 
 
 def test_eval_of_a_file_counts_right_answers(run: Path, tmp_path: Path) -> None:
     """The answers are what the model says, so that all of them are right."""
-    said = {each.prompt: each.responses[0].text for each in sample(find(str(run)), ["1+1=", "2+2="], temperature=0)}
+    texts = {each.prompt: each.responses[0].text for each in sample(find(str(run)), ["1+1=", "2+2="], temperature=0)}
     file = tmp_path / "problems.jsonl"
-    rows = [{"prompt": prompt, "answer": text or "-"} for prompt, text in said.items()]
+    rows = [{"prompt": prompt, "answer": text or "-"} for prompt, text in texts.items()]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = find(str(run), ["reward.kind=exact"])
-    expected = sum(bool(text) for text in said.values()) / 2
+    expected = sum(bool(text) for text in texts.values()) / 2
     assert evaluate(target, samples=0, file=file).rows[0].value == expected
 
 
 def test_eval_of_a_recipe_measures_the_untrained_model(legato: Command, run: Path) -> None:
     first = next(record for record in records(run) if record["kind"] == "evaluation")
-    found = {row.name: row.value for row in evaluate(find(str(run / "config.toml"))).rows}
-    assert found["greedy"] == first["eval/accuracy_greedy"]
+    accuracies = {row.name: row.value for row in evaluate(find(str(run / "config.toml"))).rows}
+    assert accuracies["greedy"] == first["eval/accuracy_greedy"]
 
 
 @pytest.mark.parametrize("words", [["--samples", "-1"], ["--problems", "0"], ["--temperature", "-1"]])
@@ -150,9 +150,9 @@ def test_sample_is_greedy_at_temperature_0_and_repeats(run: Path) -> None:
     assert len({response.text for response in one.responses}) > 1
 
 
-def test_sample_keeps_to_the_limit(run: Path) -> None:
-    found = next(iter(sample(find(str(run)), ["1+1="], samples=4, max_response_tokens=1)))
-    assert all(len(response.tokens) == 1 for response in found.responses)
+def test_sample_keeps_to_max_response_tokens(run: Path) -> None:
+    sampled = next(iter(sample(find(str(run)), ["1+1="], samples=4, max_response_tokens=1)))
+    assert all(len(response.tokens) == 1 for response in sampled.responses)
 
 
 def test_a_prompt_file_that_does_not_exist_is_refused(legato: Command, run: Path, tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def logits(folder: Path, **more: str) -> torch.Tensor:
         return model(torch.tensor([tokens])).logits
 
 
-def trained(run: Path) -> torch.Tensor:
-    """The logits of the policy as the run has it."""
+def trained_logits(run: Path) -> torch.Tensor:
+    """The logits of the policy of a run."""
     policy = find(str(run)).policy()
     tokens = policy.tokenizer("12+3=")["input_ids"]
     with torch.no_grad():
@@ -182,14 +182,14 @@ def trained(run: Path) -> torch.Tensor:
 
 
 def test_an_exported_model_gives_the_same_logits(run: Path, model: Path) -> None:
-    assert torch.equal(logits(model), trained(run))
+    assert torch.equal(logits(model), trained_logits(run))
     assert not torch.equal(logits(model), logits(run / "checkpoints" / "step-000001" / "model"))
 
 
 def test_adapters_are_merged_into_the_weights(adapted: Path, tmp_path: Path) -> None:
     export(find(str(adapted)), tmp_path / "merged")
     assert not list((tmp_path / "merged").glob("adapter*"))
-    assert torch.allclose(logits(tmp_path / "merged"), trained(adapted), atol=1e-5)
+    assert torch.allclose(logits(tmp_path / "merged"), trained_logits(adapted), atol=1e-5)
     fresh = find(str(adapted / "config.toml")).policy().body
     with torch.no_grad():
         tokens = find(str(adapted)).policy().tokenizer("12+3=")["input_ids"]
@@ -204,10 +204,10 @@ def test_adapters_may_stay_adapters(adapted: Path, tmp_path: Path) -> None:
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert not list((tmp_path / "adapter").glob("model*.safetensors"))
     fresh = find(str(adapted / "config.toml"), ["policy.lora=false"]).policy()
-    found = PeftModel.from_pretrained(fresh.model, str(tmp_path / "adapter")).eval()
+    adapted_model = PeftModel.from_pretrained(fresh.model, str(tmp_path / "adapter")).eval()
     tokens = fresh.tokenizer("12+3=")["input_ids"]
     with torch.no_grad():
-        assert torch.allclose(found(input_ids=torch.tensor([tokens])).logits, trained(adapted), atol=1e-5)
+        assert torch.allclose(adapted_model(input_ids=torch.tensor([tokens])).logits, trained_logits(adapted), atol=1e-5)
 
 
 def test_an_earlier_checkpoint_can_be_exported(legato: Command, run: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_an_earlier_checkpoint_can_be_exported(legato: Command, run: Path, tmp_p
     assert not (tmp_path / "none").exists()
 
 
-def test_a_folder_that_holds_anything_is_not_written_into(legato: Command, run: Path, tmp_path: Path) -> None:
+def test_export_refuses_a_folder_with_content(legato: Command, run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     refused(legato("export", str(run), str(tmp_path / "mine")), str(tmp_path / "mine"), "never overwritten")

@@ -19,7 +19,7 @@ WORDS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 SOLVED = [{"question": f"What is {n}+1?", "answer": f"It is one more.\n#### {n + 1}"} for n in range(40)]
 BOXED = [{"problem": f"What is {n}+1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(40)]
 
-MADE: dict[str, tuple[dict[str, Any], list[str]]] = {
+TASKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "arithmetic": ({"left_digits": 1}, ["number", "exact"]),
     "reversal": ({"length": 3}, ["exact", "number"]),
     "sorting": ({"count": 2}, ["exact"]),
@@ -27,13 +27,13 @@ MADE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "letter-counting": ({"length": 4}, ["number", "exact"]),
     "countdown": ({"count": 2}, ["countdown"]),
 }
-CASES = [(kind, options, reward) for kind, (options, rewards) in MADE.items() for reward in rewards]
+CASES = [(kind, options, reward) for kind, (options, rewards) in TASKS.items() for reward in rewards]
 
 
 pytestmark = pytest.mark.usefixtures("lightly")
 
 
-def one_step(folder: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+def train_one_step(folder: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     base = {path: value for path, value in SMALL.items() if not path.startswith("task.")}
     changes = {
         "task.held_out": 2,
@@ -50,14 +50,14 @@ def one_step(folder: Path, options: dict[str, Any], **arguments: Any) -> dict[st
 
 @pytest.mark.parametrize(("kind", "options", "reward"), CASES, ids=[f"{kind}-{reward}" for kind, _, reward in CASES])
 def test_a_task_made_in_code_is_trained_on(kind: str, options: dict[str, Any], reward: str, tmp_path: Path) -> None:
-    named = {"task.kind": kind, "reward.kind": reward, **{f"task.{name}": value for name, value in options.items()}}
-    record = one_step(tmp_path, named)
+    settings = {"task.kind": kind, "reward.kind": reward, **{f"task.{name}": value for name, value in options.items()}}
+    record = train_one_step(tmp_path, settings)
     assert record["rollouts/unscorable"] == 0
     assert record[f"reward/{reward}"] is not None
     assert record["update/applied"] == 1
 
 
-def written(path: Path, rows: list[dict[str, str]]) -> str:
+def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -67,15 +67,15 @@ def written(path: Path, rows: list[dict[str, str]]) -> str:
     [("jsonl", WORDS, "number"), ("jsonl", WORDS, "exact"), ("gsm8k", SOLVED, "number"), ("math", BOXED, "exact")],
 )
 def test_a_file_of_problems_is_trained_on(kind: str, rows: list[dict[str, str]], reward: str, tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", rows)
-    record = one_step(tmp_path / "runs", {"task.kind": kind, "task.path": path, "reward.kind": reward})
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    record = train_one_step(tmp_path / "runs", {"task.kind": kind, "task.path": path, "reward.kind": reward})
     assert record["rollouts/unscorable"] == 0
 
 
 def test_columns_of_a_file_may_have_other_names(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", [{"q": row["prompt"], "a": row["answer"], "level": "1"} for row in WORDS])
+    path = write_rows(tmp_path / "rows.jsonl", [{"q": row["prompt"], "a": row["answer"], "level": "1"} for row in WORDS])
     options = {"task.kind": "jsonl", "task.path": path, "task.prompt": "q", "task.answer": "a"}
-    assert one_step(tmp_path / "runs", options)["update/applied"] == 1
+    assert train_one_step(tmp_path / "runs", options)["update/applied"] == 1
 
 
 def test_a_parquet_file_is_trained_on(tmp_path: Path) -> None:
@@ -83,20 +83,20 @@ def test_a_parquet_file_is_trained_on(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(WORDS), tmp_path / "rows.parquet")
     options = {"task.kind": "parquet", "task.path": str(tmp_path / "rows.parquet")}
-    assert one_step(tmp_path / "runs", options)["update/applied"] == 1
+    assert train_one_step(tmp_path / "runs", options)["update/applied"] == 1
 
 
 def test_math_verify_judges_a_run(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
-    path = written(tmp_path / "rows.jsonl", BOXED)
-    record = one_step(tmp_path / "runs", {"task.kind": "math", "task.path": path, "reward.kind": "math-verify"})
+    path = write_rows(tmp_path / "rows.jsonl", BOXED)
+    record = train_one_step(tmp_path / "runs", {"task.kind": "math", "task.path": path, "reward.kind": "math-verify"})
     assert record["rollouts/unscorable"] == 0
 
 
 def test_a_data_set_of_reasoning_gym_is_trained_on(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     options = {"task.kind": "reasoning-gym", "task.dataset": "basic_arithmetic", "reward.kind": "reasoning-gym"}
-    record = one_step(tmp_path, options)
+    record = train_one_step(tmp_path, options)
     assert record["rollouts/unscorable"] == 0
 
 
@@ -106,11 +106,11 @@ def test_shaping_is_added_to_an_answer(tmp_path: Path) -> None:
         "form": {"kind": "format", "judges": False, "weight": 0.1},
         "size": {"kind": "length", "judges": False, "weight": 0.1},
     }
-    record = one_step(tmp_path, {"reward.kind": None, "reward.components": components})
+    record = train_one_step(tmp_path, {"reward.kind": None, "reward.components": components})
     assert {"reward/answer", "reward/form", "reward/size"} <= set(record)
 
 
-def test_a_task_of_ones_own_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_task_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "from legato.core.rollout import Problem\n"
         "class Doubling:\n"
@@ -120,20 +120,20 @@ def test_a_task_of_ones_own_is_trained_on(tmp_path: Path, monkeypatch: pytest.Mo
     )
     (tmp_path / "tasks_of_mine.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert one_step(tmp_path / "runs", {"task.kind": "tasks_of_mine:Doubling"})["update/applied"] == 1
+    assert train_one_step(tmp_path / "runs", {"task.kind": "tasks_of_mine:Doubling"})["update/applied"] == 1
 
 
-def test_no_kind_of_task_and_no_reward_is_left_out() -> None:
+def test_every_task_and_every_reward_is_tested_here() -> None:
     register_all()
-    assert {*names("task")} == {*MADE, "reasoning-gym"}
+    assert {*names("task")} == {*TASKS, "reasoning-gym"}
     # `dataset` needs the network; what it makes of rows is in tests/tasks/test_data.py.
     assert {*names("data")} == {"jsonl", "parquet", "gsm8k", "math", "dataset"}
-    used = {reward for _, rewards in MADE.values() for reward in rewards}
+    used = {reward for _, rewards in TASKS.values() for reward in rewards}
     assert {*names("reward")} == {*used, "environment", "math-verify", "reasoning-gym", "format", "length"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_resolves_and_what_it_resolves_to_does_too(path: Path, tmp_path: Path) -> None:
+def test_a_dumped_recipe_loads_as_the_same_configuration(path: Path, tmp_path: Path) -> None:
     resolved = load([path])
     (tmp_path / "again.toml").write_text(dump(resolved))
     again = load([tmp_path / "again.toml"])

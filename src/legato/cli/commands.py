@@ -1,4 +1,4 @@
-"""The verbs that need a model, and what they print. Imported only when such a verb runs."""
+"""The commands that need a model, with their output. Imported only when such a command runs."""
 
 import json
 import shlex
@@ -33,7 +33,9 @@ from legato.run.train import Run, resume, start
 def train_command(arguments: Sequence[str]) -> int:
     files, words = split_words(arguments)
     if not arguments:
-        raise InputError("give a recipe or options, as in: legato train recipes/tiny.toml training.seed=1")
+        raise InputError(
+            "expected a recipe or options, got nothing; for instance: legato train recipes/tiny.toml training.seed=1"
+        )
     run = start(load([Path(file) for file in files], words), wire.Given(), for_terminal())
     _print_ending(run)
     return run.exit_code

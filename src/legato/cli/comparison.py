@@ -1,4 +1,4 @@
-"""What `legato compare` prints: a line as each run starts and ends, then the tables."""
+"""Runs `legato compare` and prints a line as each run starts and ends, then the tables."""
 
 import re
 from collections.abc import Sequence
@@ -30,22 +30,22 @@ def compare_command(
 ) -> int:
     definition = from_arguments(arguments, arms=arms, seeds=seeds, sweep=sweep, unequal=unequal)
     console = Console(highlight=False)
-    compared = compare(
+    comparison = compare(
         definition,
         folder=out,
         machine=chosen_machine(parallel, gpus),
         retry_failed=retry_failed,
         say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
     )
-    for each in tables(compared.results):
+    for each in tables(comparison.results):
         console.print()
         show_table(console, each.title, each.headings, each.rows)
         console.print(Text(each.note, style="dim"))
     console.print()
-    for sentence in sentences(compared.results):
+    for sentence in sentences(comparison.results):
         console.print(Text(legible(sentence, one_line=True)))
-    console.print(Text(f"page       {compared.folder / 'compare.html'}"), soft_wrap=True)
-    return compared.exit_code
+    console.print(Text(f"page       {comparison.folder / 'compare.html'}"), soft_wrap=True)
+    return comparison.exit_code
 
 
 def chosen_machine(parallel: int, gpus: str) -> Machine:

@@ -1,4 +1,4 @@
-"""What `legato doctor` prints."""
+"""Prints the findings of `legato doctor`."""
 
 import json
 from collections.abc import Sequence
@@ -23,27 +23,27 @@ def doctor_command(target: Path, words: Sequence[str], *, columns: Sequence[str]
     for column in columns:
         key, sign, name = column.partition("=")
         if not sign or not key or not name:
-            raise InputError(f"--column {column!r}: KEY=COLUMN is needed, as in --column reward/mean=my_reward")
+            raise InputError(f"expected KEY=COLUMN, got {column!r} (--column); for instance --column reward/mean=my_reward")
         mapping[key] = name
-    examined = examine(target, words, mapping)
+    examination = examine(target, words, mapping)
     console = Console(highlight=False)
-    console.print(Text(_plain(examined.title), style="bold"))
-    for fact in examined.facts:
+    console.print(Text(_plain(examination.title), style="bold"))
+    for fact in examination.facts:
         console.print(Text(f"  {_plain(fact)}", style="dim"))
-    if not examined.found:
-        told = f"{examined.judged} of {examined.rules} rules of the health watch had their numbers"
-        if examined.tested < examined.judged:
-            told += (
-                f", {examined.tested} of them on steps enough ({count(examined.steps, 'step')}: rules that ask for several,"
-                " or compare with what is usual, need more)"
+    if not examination.found:
+        checked = f"{examination.judged} of {examination.rules} rules of the health watch had their numbers"
+        if examination.tested < examination.judged:
+            checked += (
+                f", {examination.tested} of them with enough steps ({count(examination.steps, 'step')}; rules that look at"
+                " several steps or compare with the usual need more)"
             )
-        head = "Nothing stands out" if examined.tested else "It is too early to tell"
-        console.print(Text(f"\n{head}: {told}, and none held. docs/health.md lists them."))
-    for number, each in enumerate(examined.found, start=1):
+        head = "Nothing stands out" if examination.tested else "It is too early to tell"
+        console.print(Text(f"\n{head}: {checked}, and none held. docs/health.md lists them."))
+    for number, each in enumerate(examination.found, start=1):
         _show(console, number, each)
     if output is not None:
         try:
-            output.write_text(json.dumps(asdict(examined), indent=1) + "\n")
+            output.write_text(json.dumps(asdict(examination), indent=1) + "\n")
         except OSError as error:
             raise InputError(f"--output {output} cannot be written: {error.strerror}") from None
 

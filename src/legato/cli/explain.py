@@ -1,4 +1,4 @@
-"""`legato explain`: an algorithm or a part as a person would want it told."""
+"""`legato explain`: prints the formula, values, inputs and cautions of an algorithm or a part."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ SLOTS = {
     "advantage": "advantage",
     "filter": "filters",
 }
-"""Kinds of parts that stand in an algorithm, and where."""
+"""Kind of a part -> the slot of an algorithm that holds it."""
 
 LEGEND = (
     "N responses, L_i tokens of response i; new, old: log-probs under the policy and the anchor; lw_it = new_it - old_it;"
@@ -40,23 +40,25 @@ console = Console(highlight=False)
 
 
 def explain_all() -> None:
-    """All algorithms, then all parts, a line each."""
+    """Print all algorithms, then all parts, one line each."""
     table = _grid("name", "ratio", "trust region", "aggregate")
     for name in algorithm_names():
-        found = entry(name)
-        star = "" if found.verified else " *"
-        table.add_row(name + star, ratio_words(found.value), trust_words(found.value), found.value.aggregate.name)
+        published = entry(name)
+        star = "" if published.verified else " *"
+        table.add_row(
+            name + star, ratio_words(published.value), trust_words(published.value), published.value.aggregate.name
+        )
     console.print(table)
     console.print("* not verified in every constant.\n")
     table = _grid("slot", "parts that can stand in it")
     for kind, slot in SLOTS.items():
         table.add_row(slot, ", ".join(names(kind)))
     console.print(table)
-    console.print("\nlegato explain NAME tells an algorithm or a part; two names compare; --set PATH=VALUE changes one.")
+    console.print("\nlegato explain NAME explains an algorithm or a part; two names compare; --set PATH=VALUE changes one.")
 
 
 def explain_one(name: str, changes: Sequence[str]) -> None:
-    """One algorithm in full, or every part of that name, or the part of the user's at an import path."""
+    """Print one algorithm in full, every part of that name, or the user's own part at an import path."""
     if is_import_path(name):
         _print_part(part_at(name), name)
         return
@@ -68,17 +70,17 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
     if name not in algorithm_names():
         known = dict.fromkeys([*algorithm_names(), *(each for kind in SLOTS for each in names(kind))])
         raise InputError(f"unknown algorithm or part {name!r}; {nearest(name, known)}")
-    found, value = _override(name, changes)
-    console.print(f"[bold]{name}[/bold]  {escape(found.title)}  [dim]{escape(found.paper)}[/dim]\n")
-    _print_formula(found)
-    if value != found.value:
-        console.print("    [dim](the named algorithm's; what was changed is listed below)[/dim]")
-    if found.remarks:
-        console.print(f"\n{escape(found.remarks)}")
+    published, value = _override(name, changes)
+    console.print(f"[bold]{name}[/bold]  {escape(published.title)}  [dim]{escape(published.paper)}[/dim]\n")
+    _print_formula(published)
+    if value != published.value:
+        console.print("    [dim](as published; the changes are listed below)[/dim]")
+    if published.remarks:
+        console.print(f"\n{escape(published.remarks)}")
     console.print(f"\n[dim]{escape(LEGEND)}[/dim]\n")
     console.print(_parts_table(value))
     console.print(f"\n[bold]Reads[/bold] {', '.join(inputs(value))}")
-    _print_deviations(found.value, value)
+    _print_deviations(published.value, value)
     console.print("\n[bold]Beware[/bold]")
     _print_list(cautions(value))
     other = "gspo" if value.objective.ratio.level == "sequence" else "grpo"
@@ -86,14 +88,14 @@ def explain_one(name: str, changes: Sequence[str]) -> None:
     _print_differences([value, entry(other).value], title=f"Differs from {other} in")
 
 
-def explain_several(wanted: Sequence[str], changes: Sequence[str]) -> None:
-    """Several algorithms side by side: formulas, then only what differs."""
+def explain_several(algorithms: Sequence[str], changes: Sequence[str]) -> None:
+    """Print several algorithms side by side: their formulas, then only their differences."""
     values = []
-    for name in dict.fromkeys(wanted):
-        found, value = _override(name, changes)
+    for name in dict.fromkeys(algorithms):
+        published, value = _override(name, changes)
         values.append(value)
-        console.print(f"[bold]{name}[/bold]  {escape(found.title)}")
-        _print_formula(found)
+        console.print(f"[bold]{name}[/bold]  {escape(published.title)}")
+        _print_formula(published)
         console.print()
     _print_differences(values, title="Where they differ")
     console.print("\n[bold]Beware[/bold]")
@@ -118,12 +120,12 @@ def _grid(*headers: str) -> Table:
 
 
 def _override(name: str, changes: Sequence[str]) -> tuple[Entry, Algorithm]:
-    found = entry(name)
-    return found, algorithm(name, dict(_parse(change) for change in changes))
+    published = entry(name)
+    return published, algorithm(name, dict(_parse(change) for change in changes))
 
 
 def _parse(change: str) -> tuple[str, Any]:
-    """`path=value`, read as the words of a run are."""
+    """Parse `path=value` like the words of a run."""
     return read_word(change, "--set")
 
 
@@ -152,16 +154,16 @@ def _parts_table(value: Algorithm) -> Table:
                 f"    {field.name}", _format_value(getattr(part, field.name)), escape(field.metadata.get("says", ""))
             )
     for path, setting in value.settings.items():
-        table.add_row(f"[bold]settings.{path}[/bold]", str(setting), "for a run; a loop of your own does as it likes")
+        table.add_row(f"[bold]settings.{path}[/bold]", str(setting), "read by runs; ignored in a loop of your own")
     return table
 
 
 def _print_part(part: type[Part], reference: str) -> None:
-    console.print(f"[bold]{part.name}[/bold]  stands in {SLOTS[part.kind]}" + escape(_home(part, reference)))
+    console.print(f"[bold]{part.name}[/bold]  stands in {SLOTS[part.kind]}" + escape(_file_and_hash(part, reference)))
     console.print(f"{escape(' '.join((part.__doc__ or '').split()))}\n")
     table = _grid("field", "default", "allowed", "")
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        # A class of the user's may declare a field as any dataclass does, without a rule and a sentence.
+        # A user's own class may declare plain dataclass fields, without a rule and a sentence.
         allowed = field.metadata["rule"].expected if "rule" in field.metadata else "anything"
         table.add_row(field.name, _format_value(field.default), allowed, escape(field.metadata.get("says", "")))
     if table.row_count:
@@ -170,14 +172,14 @@ def _print_part(part: type[Part], reference: str) -> None:
     console.print(f'\nlegato.algorithm("gspo", {{{changes}}})', markup=False, soft_wrap=True)
 
 
-def _home(part: type[Part], reference: str) -> str:
-    """The file of a part of the user's, with its hash."""
+def _file_and_hash(part: type[Part], reference: str) -> str:
+    """The file of a user's own part, with its hash; empty for our parts."""
     code = code_at("part", reference) if is_import_path(reference) else None
     return "" if code is None else f"; {code.file}, SHA-256 {code.sha256[:12]}"
 
 
 def suggestion(part: type[Part], reference: str) -> dict[str, Any]:
-    """Changes of gspo that put a part into its slot and set one of its fields: the fewest that gspo accepts."""
+    """The fewest changes of gspo that put a part into its slot and set one of its fields."""
     slot = SLOTS[part.kind]
     single = slot in ONE
     path = slot if single else f"{slot}.{part.name}"
@@ -185,7 +187,7 @@ def suggestion(part: type[Part], reference: str) -> dict[str, Any]:
     field = {} if first is None else {f"{path}.{first.name}": first.default}
     alone: dict[str, Any] = {slot: reference if single else [reference], **field}
     beside = {**field} if field and not single and not is_import_path(reference) else alone
-    # In place of the parts that stand there already; without a trust region; on the ratio that some parts need.
+    # Try it beside the parts of gspo, in their place, without a trust region, and with the ratio that some parts need.
     for changes in (beside, alone, {"objective.trust": [], **alone}, {"objective.ratio": "geometric-weight", **alone}):
         with contextlib.suppress(InputError):
             value = algorithm("gspo", changes)
@@ -195,12 +197,12 @@ def suggestion(part: type[Part], reference: str) -> dict[str, Any]:
 
 
 def first_paragraph(part: Part | type[Part]) -> str:
-    """What a part is, in a sentence or two."""
+    """The first paragraph of a part's docstring, on one line."""
     return " ".join((part.__doc__ or "").split("\n\n")[0].split())
 
 
-def _print_formula(found: Entry) -> None:
-    for line in found.formula.splitlines():
+def _print_formula(published: Entry) -> None:
+    for line in published.formula.splitlines():
         console.print(f"    {escape(line)}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`legato lab`: the commands of the laboratory, what they print and where they write."""
+"""`legato lab`: the commands of the laboratory."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""`legato`: the door. Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 3 stopped by the
-health watch, 130 and 143 after SIGINT and SIGTERM with the state saved."""
+"""The command line `legato`.
+
+Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 3 stopped by the health watch, 130 and 143
+after SIGINT and SIGTERM with the state saved.
+"""
 
 import os
 import signal
@@ -26,8 +29,8 @@ app = typer.Typer(
 app.add_typer(lab, name="lab")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"legato {__version__}")
         raise typer.Exit
 
@@ -35,13 +38,13 @@ def _version(asked: bool) -> None:
 @app.callback()
 def door(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """Reinforcement learning for language models with ratio, clip and credit over the whole response."""
-    # Threads that spin for one another come to a crawl where something else has the cores: steps took minutes. A short spin,
-    # then sleep: a step of the tiny model takes about a tenth longer on idle cores. Torch reads it when it is first loaded,
-    # which no command has done yet.
+    # OpenMP threads spin while they wait for each other. If other processes use the cores, steps then take minutes.
+    # A short spin and then sleep costs about a tenth of a step of the tiny model on idle cores. Torch reads these variables
+    # when it is first imported, which no command has done yet.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -88,10 +91,10 @@ def resume(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options to change.")] = None,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Allow changes that make another run of it (docs/resume.md).")
+        bool, typer.Option("--allow-changes", help="Allow changes of the training (docs/resume.md).")
     ] = False,
     step: Annotated[
-        int | None, typer.Option(help="Go back to the checkpoint of this step; what came after is kept in RUN/given-up.")
+        int | None, typer.Option(help="Go back to the checkpoint of this step; later records move to RUN/given-up.")
     ] = None,
 ) -> None:
     """Continue a run from its newest whole checkpoint, or from an earlier one."""
@@ -166,7 +169,9 @@ def evaluate(
     words: Annotated[list[str] | None, typer.Argument(metavar="[PATH=VALUE]...", help="Options.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Responses per problem: avg@n and pass@k.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy/--no-greedy", help="Greedy accuracy too.")] = True,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampled responses; 0: greedy.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Temperature of the sampled responses; 0: greedy.")
+    ] = None,
     problems: Annotated[int | None, typer.Option(min=1, help="How many problems.")] = None,
     file: Annotated[Path | None, typer.Option(help="Problems from a JSONL or Parquet file (prompt, answer).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
@@ -300,7 +305,7 @@ def main() -> None:
 
 
 def _crash_report() -> Path:
-    """What we would want to know: versions, the command, the traceback. No environment variables."""
+    """Write a report with versions, the command and the traceback, without environment variables; returns its path."""
     text = "\n".join(
         [f"legato {__version__}, Python {sys.version.split()[0]}", "command: " + " ".join(sys.argv), traceback.format_exc()]
     )

@@ -1,4 +1,4 @@
-"""What `legato mismatch` prints and writes."""
+"""Runs `legato mismatch`: prints its tables and writes mismatch.json and mismatch.html."""
 
 import json
 import sys
@@ -12,19 +12,19 @@ from legato.cli.tables import show_table
 from legato.errors import InputError
 from legato.pages.mismatch import Rows, floor_rows, gaps, page, share, verdicts
 from legato.records.lines import finite
-from legato.run.mismatch import KINDS, compare_samplers, samplers
+from legato.run.mismatch import KINDS, compare_samplers, parse_samplers
 from legato.run.target import find
 
 
 def mismatch_command(target: str, words: Sequence[str], *, kinds: str | None, prompts: int | None, output: Path) -> None:
-    chosen = samplers(",".join(KINDS) if kinds is None else kinds)
+    samplers = parse_samplers(",".join(KINDS) if kinds is None else kinds)
     run_target = find(target, words)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {output} is not a folder that can be written: {error.strerror}") from None
+        raise InputError(f"expected a folder that can be written, got {output} (--output): {error.strerror}") from None
     result = finite(
-        compare_samplers(run_target, chosen, prompts=prompts, say=lambda text: print(f"sampling: {text}", file=sys.stderr))
+        compare_samplers(run_target, samplers, prompts=prompts, say=lambda text: print(f"sampling: {text}", file=sys.stderr))
     )
     (output / "mismatch.json").write_text(json.dumps(result, indent=1) + "\n")
     (output / "mismatch.html").write_text(page(result))

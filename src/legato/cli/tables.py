@@ -1,4 +1,4 @@
-"""Tables on a terminal of any width: no number and no word is ever broken; columns that do not fit stand below."""
+"""Prints tables on terminals of any width. Words and numbers are never broken; columns that do not fit follow below."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,12 +14,12 @@ _BETWEEN = 2
 
 
 def show_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print it; the first column, which names the rows, stands in every part."""
+    """Print a table, split into parts if it is too wide. Every part repeats the first column, which names the rows."""
     columns = [[legible(word, one_line=True) for word in column] for column in zip(headings, *rows, strict=True)]
     least = [max(cell_len(word) for cell in column for word in ["", *cell.split()]) for column in columns]
     whole = [max(map(cell_len, column)) for column in columns]
     for part, places in enumerate(_parts(least, console.width)):
-        shown = Table(
+        table = Table(
             title=None if part else Text(title),
             title_justify="left",
             box=None,
@@ -31,14 +31,14 @@ def show_table(console: Console, title: str, headings: Sequence[str], rows: Sequ
         for place in places:
             more = max(0, min(spare, whole[place] - least[place]))
             spare -= more
-            shown.add_column(
+            table.add_column(
                 Text(columns[place][0]), width=least[place] + more, justify="right" if place else "left", overflow="fold"
             )
         for row in range(1, len(columns[0])):
-            shown.add_row(*(Text(columns[place][row]) for place in places))
+            table.add_row(*(Text(columns[place][row]) for place in places))
         if part:
             console.print()
-        console.print(shown)
+        console.print(table)
 
 
 def _width(places: Sequence[int], widths: Sequence[int]) -> int:
@@ -46,7 +46,7 @@ def _width(places: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def _parts(least: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Places of the columns that fit beside each other; at least one beside the first."""
+    """Yield groups of column numbers that fit beside each other: the first column and at least one more."""
     part = [0]
     for place in range(1, len(least)):
         if len(part) > 1 and _width([*part, place], least) > width:

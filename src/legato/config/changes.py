@@ -1,8 +1,8 @@
-"""What may change when a run is resumed: freely, with --allow-changes, or not at all. docs/resume.md has the table.
+"""Decides which options a resumed run may change: freely, with --allow-changes, or not at all (docs/resume.md).
 
-Each option declares it (`resume=`). 'free': changes the length of the run, or what is written and how often, but not the
-updates. 'flag': changes the training. 'refused': the saved state would not fit, or held-out problems would have been
-trained on.
+Each option declares its rule (`resume=`). 'free': the option affects the length of the run or its records, but not the
+updates. 'flag': the option changes the training. 'refused': the saved state would not fit, or training would have used
+held-out problems.
 """
 
 import functools
@@ -36,7 +36,7 @@ def check(before: Resolved, after: Resolved, allowed: bool) -> list[str]:
         if kind == "refused":
             faults.append(f"{change} cannot change in a resumed run; start a new one")
         elif kind == "flag" and not allowed:
-            faults.append(f"{change} makes another run of it; add --allow-changes if that is what you want")
+            faults.append(f"{change} changes the training; add --allow-changes if that is what you want")
         else:
             sentences.append(f"changed: {change}")
     if faults:

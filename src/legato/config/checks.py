@@ -1,4 +1,4 @@
-"""What options have to agree on. Each check yields messages that name the options, their values and their places."""
+"""Checks that need several options at once. Each yields messages with the options, their values and their origins."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,24 +19,32 @@ from legato.health.tighten import clip_bounds
 from legato.rollouts.registry import engine_names
 
 _LARGEST_EPSILON = 1e-3
-"""Of Adam: a larger one is somebody's clip range, which other trainers call epsilon."""
+"""Largest epsilon of Adam. A larger value is probably meant as a clip range, which other trainers call epsilon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A configuration whose options are each in order."""
+    """A configuration in which each single option is valid."""
 
     config: Config
     algorithm: Algorithm
     origin: Callable[[str], str]
+    """From a dotted path to the origin of its value."""
 
-    def says(self, path: str) -> str:
-        """An option with its value and its place."""
-        return f"{path} = {show_value(flatten(self.config).get(path))} ({self.origin(path)})"
+    def describe(self, path: str) -> str:
+        """`path = value (origin)`."""
+        return f"{path} = {self._value(path)} ({self.origin(path)})"
+
+    def refuse(self, path: str, expected: str, advice: str) -> str:
+        """`path: expected ..., got value (origin); advice`."""
+        return f"{path}: expected {expected}, got {self._value(path)} ({self.origin(path)}); {advice}"
+
+    def _value(self, path: str) -> str:
+        return show_value(flatten(self.config).get(path))
 
 
 def disagreements(case: Case) -> Iterator[str]:
-    """Every message of every check."""
+    """The messages of all checks."""
     checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _health, _output)
     for check in (*checks, _algorithm, _turns, _values):
         yield from check(case)
@@ -45,43 +53,62 @@ def disagreements(case: Case) -> Iterator[str]:
 def _updates(case: Case) -> Iterator[str]:
     training = case.config.training
     if training.prompts_per_step < training.updates_per_step:
-        yield (
-            f"{case.says('training.prompts_per_step')} is below {case.says('training.updates_per_step')};"
-            " an update takes whole groups, at least one"
+        yield case.refuse(
+            "training.prompts_per_step",
+            f"at least {case.describe('training.updates_per_step')}",
+            "each update takes one whole group or more: raise the first or lower the second",
         )
     if training.load_balance and training.update_passes == "one":
-        yield (
-            f"{case.says('training.load_balance')} takes two passes, the first of which counts the choices of all experts;"
-            f" {case.says('training.update_passes')}"
+        yield case.refuse(
+            "training.update_passes",
+            "'auto' or 'two'",
+            f"{case.describe('training.load_balance')} takes two passes: the first counts the choices of all experts",
         )
     if training.routing_replay == "R3" and not case.config.rollouts.record_routes:
-        yield f"{case.says('training.routing_replay')} needs rollouts.record_routes = true"
+        yield case.refuse(
+            "rollouts.record_routes",
+            "true or 'auto'",
+            f"{case.describe('training.routing_replay')} needs rollouts.record_routes = true",
+        )
     if training.epsilon > _LARGEST_EPSILON:
-        yield (
-            f"{case.says('training.epsilon')} is Adam's, which is at most {_LARGEST_EPSILON:g}; the clip of the ratio is"
-            " algorithm.objective.trust.clip.low and .high"
+        yield case.refuse(
+            "training.epsilon",
+            f"at most {_LARGEST_EPSILON:g}",
+            "this is the epsilon of Adam; to clip the ratio set algorithm.objective.trust.clip.low and .high",
         )
     if training.schedule == "constant" and training.final_lr_share > 0:
-        yield f"{case.says('training.final_lr_share')} has no effect with {case.says('training.schedule')}"
+        yield case.refuse(
+            "training.final_lr_share",
+            f"0 with {case.describe('training.schedule')}",
+            "a constant schedule never reaches it: drop it or choose another schedule",
+        )
 
 
 def _stages(case: Case) -> Iterator[str]:
     task = case.config.task
-    for path, given in (("task.second", task.second), ("task.second_after_steps", task.second_after_steps)):
-        if task.stages == 2 and given is None:
-            yield f"{case.says('task.stages')} needs {path}"
-        if task.stages == 1 and given is not None:
-            yield f"{path} ({case.origin(path)}) has no effect with {case.says('task.stages')}; task.stages = 2 is needed"
+    for path, option in (("task.second", task.second), ("task.second_after_steps", task.second_after_steps)):
+        if task.stages == 2 and option is None:
+            yield f"{path}: expected a value with {case.describe('task.stages')}, got none; set it, or task.stages = 1"
+        if task.stages == 1 and option is not None:
+            yield (
+                f"{path}: expected no value with {case.describe('task.stages')}, got one ({case.origin(path)});"
+                " drop it, or set task.stages = 2"
+            )
     if task.second_after_steps is not None and task.second_after_steps >= case.config.training.steps:
-        yield f"{case.says('task.second_after_steps')} is not below {case.says('training.steps')}: there is no second stage"
+        yield case.refuse(
+            "task.second_after_steps",
+            f"less than {case.describe('training.steps')}",
+            "the run would end before its second stage",
+        )
 
 
 def _epochs(case: Case) -> Iterator[str]:
     task = case.config.task
     if task.problems_per_epoch is not None and not _made_in_code(task.kind):
-        yield (
-            f"{case.says('task.problems_per_epoch')} is for tasks made in code; an epoch of {case.says('task.kind')} is"
-            " its data"
+        yield case.refuse(
+            "task.problems_per_epoch",
+            f"no value with {case.describe('task.kind')}",
+            "an epoch of a data set is the whole data set; only tasks made in code need a size: drop it",
         )
 
 
@@ -95,44 +122,58 @@ def _environment(case: Case) -> Iterator[str]:
         try:
             find("environment", kind)
         except InputError as error:
-            yield f"{case.says('task.environment')}: {error}"
+            yield f"{case.describe('task.environment')}: {error}"
         return
     reward = case.config.reward
     kinds = {"reward.kind": reward.kind} | {
         f"reward.components.{name}.kind": c.kind for name, c in reward.components.items()
     }
-    for path in [path for path, named in kinds.items() if named == "environment"]:
-        yield f"{case.says(path)} needs task.environment, which gives it; without one there is nothing to sum up"
+    for path in [path for path, name in kinds.items() if name == "environment"]:
+        yield (
+            f"task.environment: expected an environment, got none; {case.describe(path)} sums the rewards of its turns:"
+            " name an environment or another reward"
+        )
 
 
 def _reward(case: Case) -> Iterator[str]:
     components = case.config.reward.components
     if components and not any(component.judges for component in components.values()):
-        yield "reward.components: none of them judges the answer (judges = true); accuracy would be unknown"
+        yield (
+            f"reward.components: expected one with judges = true, got none ({case.origin('reward.components')});"
+            " accuracy comes from the components that judge the answer"
+        )
 
 
 def _engine(case: Case) -> Iterator[str]:
     name = case.config.rollouts.engine
     if not is_import_path(name) and name not in engine_names():
-        known = ", ".join(engine_names())
-        yield f"{case.says('rollouts.engine')}: expected {known}, or file.py:Name of your own"
+        yield case.refuse("rollouts.engine", ", ".join(engine_names()), "an engine of your own is written file.py:Name")
 
 
 def _mismatch(case: Case) -> Iterator[str]:
     mismatch = case.config.rollouts.mismatch
     for name, kind in (("size", "perturbed"), ("updates", "stale")):
         if getattr(mismatch, name) is not None and mismatch.kind != kind:
-            path = f"rollouts.mismatch.{name}"
-            yield f"{case.says(path)} has no effect with {case.says('rollouts.mismatch.kind')}; it is for {kind!r}"
+            yield case.refuse(
+                f"rollouts.mismatch.{name}",
+                f"no value with {case.describe('rollouts.mismatch.kind')}",
+                f"only rollouts.mismatch.kind = {kind!r} reads it: drop it or change the kind",
+            )
 
 
 def _evaluation(case: Case) -> Iterator[str]:
     evaluation = case.config.evaluation
     if evaluation.target_greedy is not None and not evaluation.greedy:
-        yield f"{case.says('evaluation.target_greedy')} needs evaluation.greedy = true"
+        yield case.refuse(
+            "evaluation.greedy", "true", f"{case.describe('evaluation.target_greedy')} needs evaluation.greedy = true"
+        )
     for path, target in (("target", evaluation.target), ("target_greedy", evaluation.target_greedy)):
         if target is not None and evaluation.every_steps == 0:
-            yield f"{case.says(f'evaluation.{path}')} is never looked at with {case.says('evaluation.every_steps')}"
+            yield case.refuse(
+                "evaluation.every_steps",
+                "at least 1",
+                f"{case.describe(f'evaluation.{path}')} can only be reached by evaluations during the run",
+            )
 
 
 def _health(case: Case) -> Iterator[str]:
@@ -140,46 +181,67 @@ def _health(case: Case) -> Iterator[str]:
     known = [rule.name for rule in RULES]
     for name in health.ignored:
         if name not in known:
-            yield f"{case.says('health.ignored')}: there is no rule {name!r}; {nearest(name, known)}"
+            yield case.refuse("health.ignored", "names of rules", f"there is no rule {name!r}: {nearest(name, known)}")
     if health.action != "recover":
         for path in ("recoveries", "lr_factor", "clip_factor", "skip_data"):
             if case.origin(f"health.{path}") != "default" and getattr(health, path) != getattr(HealthSettings(), path):
-                yield f"{case.says(f'health.{path}')} has no effect with {case.says('health.action')}; 'recover' uses it"
+                yield case.refuse(
+                    f"health.{path}",
+                    f"the default with {case.describe('health.action')}",
+                    "only health.action = 'recover' reads it: drop it or change the action",
+                )
         return
     if not case.config.output.checkpoint_every_steps:
-        yield f"{case.says('health.action')} needs checkpoints to go back to; {case.says('output.checkpoint_every_steps')}"
+        yield case.refuse(
+            "output.checkpoint_every_steps",
+            "at least 1",
+            f"{case.describe('health.action')} needs checkpoints to go back to",
+        )
     if health.lr_factor == 1 and health.clip_factor == 1 and not health.skip_data:
         yield (
-            f"{case.says('health.action')} with health.lr_factor = 1, health.clip_factor = 1 and health.skip_data = false"
-            " changes nothing: the run would repeat what it was rolled back from"
+            "health: expected lr_factor or clip_factor below 1, or skip_data = true, got lr_factor = 1, clip_factor = 1 and"
+            f" skip_data = false; {case.describe('health.action')} would repeat the steps that it rolled back"
         )
     adapting = [part.name for part in case.algorithm.objective.trust if part.adapts]
     if health.clip_factor != 1 and adapting:
-        yield f"{case.says('health.clip_factor')} has no effect on {adapting[0]!r}, whose band goes back to its target"
+        yield case.refuse(
+            "health.clip_factor", "1", f"it has no effect on {adapting[0]!r}, whose band returns to its target"
+        )
     elif health.clip_factor != 1 and not clip_bounds(case.algorithm):
-        yield f"{case.says('health.clip_factor')} has no effect: {case.algorithm.name} has no clip with bounds to tighten"
+        yield case.refuse("health.clip_factor", "1", f"{case.algorithm.name} has no clip with bounds to tighten")
 
 
 def _output(case: Case) -> Iterator[str]:
     name = case.config.output.name
     if name is not None and (name in (".", "..") or any(sign in name for sign in "/\\\0\n")):
-        yield f"{case.says('output.name')} is not the name of a folder; / and \\ belong into output.directory"
+        yield case.refuse("output.name", "the name of a folder", "a path with / or \\ belongs in output.directory")
 
 
 def _algorithm(case: Case) -> Iterator[str]:
     algorithm, samples = case.algorithm, case.config.rollouts.samples_per_prompt
     draws: Any = getattr(algorithm.advantage, "k", 0)
     if draws > samples:
-        yield f"algorithm.advantage.k = {draws} needs groups of at least {draws}; {case.says('rollouts.samples_per_prompt')}"
+        yield case.refuse(
+            "rollouts.samples_per_prompt",
+            f"at least {draws}",
+            f"algorithm.advantage.k = {draws} needs groups of at least {draws}",
+        )
     if case.config.training.value_lr is not None and all(part.name != "value" for part in algorithm.objective.penalties):
-        yield f"{case.says('training.value_lr')} has no effect: {algorithm.name} trains no value head; ppo does"
+        yield case.refuse(
+            "training.value_lr",
+            "no value",
+            f"{algorithm.name} trains no value head (ppo does): drop it or change the algorithm",
+        )
     for path, value in flatten_algorithm(algorithm).items():
         if value is None and path.startswith("objective.trust.log-clip."):
-            yield f"algorithm.{path} must be given: the paper's constant is not verified; 0.05, for instance"
+            yield (
+                f"algorithm.{path}: expected a number, got none; the paper's constant is not verified, so it must be given:"
+                " 0.05, for instance"
+            )
 
 
 def _turns(case: Case) -> Iterator[str]:
-    """Without an environment a rollout is one turn, and whatever compares turns compares nothing."""
+    """Refuse parts that compare turns if there is no environment: every rollout would be a single turn."""
     if case.config.task.environment is not None:
         return
     reading = [
@@ -189,25 +251,25 @@ def _turns(case: Case) -> Iterator[str]:
         reading.append("advantage")
     for path in reading:
         yield (
-            f"expected task.environment, got none: {_of_algorithm(case, path)} looks at turns, and without an environment"
-            " every rollout is one; name an environment, or take a level or an advantage of whole responses"
+            f"expected task.environment, got none: {_describe_part(case, path)} reads turns, and without an environment"
+            " every rollout is one turn; name an environment, or take a level or an advantage of whole responses"
         )
 
 
 def _values(case: Case) -> Iterator[str]:
-    """Values that nothing trains stay as they were made."""
+    """Refuse an advantage that reads values if no penalty trains the value head."""
     algorithm = case.algorithm
     penalties = [part for part in algorithm.objective.penalties if getattr(part, "coefficient", 1.0) != 0]
     trained = any("values" in part.needs() for part in penalties)
     if "values" in algorithm.advantage.needs() and not trained:
         yield (
-            f"expected a penalty that trains the value head, got none: {_of_algorithm(case, 'advantage')} reads its values;"
+            f"expected a penalty that trains the value head, got none: {_describe_part(case, 'advantage')} reads its values;"
             ' add algorithm.objective.penalties = ["value"], or take an advantage that reads none (group-z)'
         )
 
 
-def _of_algorithm(case: Case, path: str) -> str:
-    """A path of the algorithm with its value and the place that brought it in."""
+def _describe_part(case: Case, path: str) -> str:
+    """`algorithm with path = value (origin)`."""
     value: Any = case.algorithm
     for word in path.split("."):
         value = getattr(value, word)

@@ -41,7 +41,7 @@ def _own_algorithm(name: str, origin: str, layers: Sequence[Layer]) -> Algorithm
     if missing:
         raise InputError(
             f"algorithm.name ({origin}): unknown algorithm {name!r}; {nearest(name, algorithm_names())}. An algorithm of"
-            f" your own needs all of {', '.join(ONE)}; {', '.join(missing)} is not given"
+            f" your own needs all of {', '.join(ONE)}; missing: {', '.join(missing)}"
         )
     try:
         parts: dict[str, Any] = {slot: build_part(ONE[slot], f"algorithm.{slot}", value) for slot, value in slots.items()}
@@ -78,11 +78,13 @@ def _changes(layer: Layer, faults: list[str]) -> tuple[dict[str, Any], dict[str,
             if path == "name":
                 continue
             if path == "settings" or path.startswith("settings."):
-                faults.append(f"algorithm.{path} ({origin}) is not set here; the option of the run itself is")
+                faults.append(
+                    f"algorithm.{path} ({origin}) cannot be set here; set the option of the run, as in training.lr"
+                )
             elif isinstance(value, dict) and value:
                 walk(value, (*words, key))
             elif isinstance(value, dict):
-                faults.append(f"algorithm.{path} ({origin}) is an empty table; a slot or a field below it is needed")
+                faults.append(f"algorithm.{path}: expected a slot or a field in the table, got an empty table ({origin})")
             else:
                 changes[path], places[path] = value, origin
 

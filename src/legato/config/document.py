@@ -1,5 +1,7 @@
-"""Every option with what it accepts, its default, its sentence and what a resumed run may do with it; and the page
-docs/configuration.md made of them. All of it is read from the declarations (`core/settings.py`).
+"""Lists all options and writes the page docs/configuration.md.
+
+Each option has its allowed values, its default, one sentence, and whether a resumed run may change it. All of this is read
+from the declarations (`core/settings.py`).
 """
 
 import dataclasses
@@ -21,12 +23,12 @@ defaults, the settings of the named algorithm, TOML files from left to right, wo
 |---|---|---|---|
 """
 FREE = {"changes": "PATH", "options": "OPTION"}
-"""Fields that are not written under their own name, and what is written in their place."""
+"""Fields whose own name is not part of the path -> the placeholder that the page shows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One row of the page."""
+    """An option of the configuration: one row of the page."""
 
     path: str
     kind: str
@@ -37,20 +39,20 @@ class Option:
 
 
 def document() -> str:
-    """The page: every option with its kind, its default and what it does."""
+    """The text of docs/configuration.md."""
     rows = [[f"`{option.path}`", option.kind, option.default, option.says] for option in options()]
     return _HEADER + "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
 def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
-    """Every option below a section, in the order of the declarations."""
+    """Yield every option below a section, in the order of the declarations."""
     for field in dataclasses.fields(cast(Any, section)):
         path, rule = prefix + FREE.get(field.name, field.name), rule_of(section, field.name)
         table = rule if isinstance(rule, Table) and rule.section is not None else None
         if table is None or table.several or table.optional:
             yield Option(
                 path=path,
-                kind="its own" if field.name in FREE else allowed(rule),
+                kind="its own" if field.name in FREE else allowed_values(rule),
                 default=_default(field),
                 says=field.metadata["says"],
                 resume=field.metadata["resume"],
@@ -61,18 +63,18 @@ def options(section: type = Config, prefix: str = "") -> Iterator[Option]:
 
 
 def rule_of(section: type, name: str) -> Rule:
-    """What a field of a section accepts."""
+    """The rule that values of a field must satisfy."""
     rule: Rule = cast(Any, section).__dataclass_fields__[name].metadata["rule"]
     return rule
 
 
 def field_names(section: type) -> list[str]:
-    """The options of a section that are written under their own names."""
+    """The names of a section's options, without the fields of `FREE`."""
     return [field.name for field in dataclasses.fields(cast(Any, section)) if field.name not in FREE]
 
 
-def allowed(rule: Rule) -> str:
-    """What a field accepts, in words for TOML."""
+def allowed_values(rule: Rule) -> str:
+    """The values that a rule allows, in words for TOML."""
     return f"{rule.allowed} or absent" if rule.optional else rule.allowed
 
 

@@ -89,7 +89,7 @@ def _construct(part: type[Part], options: Mapping[str, Any]) -> Part:
     ]
     for name in needed:
         if name not in options:
-            raise InputError(f"{part.kind} '{part.name}' needs the option {name!r}")
+            raise InputError(f"expected the option {name!r} of {part.kind} '{part.name}', got nothing; set it")
     try:
         return part(**{name: _from_toml(part, name, value) for name, value in options.items()})
     # A number too large for a float, a regular expression too large for its compiler, a file that is not there.

@@ -96,9 +96,9 @@ def _fill_dependent(
     if getattr(algorithm.aggregate, "constant", 0.0) is None:
         algorithm = override(algorithm, {"aggregate.constant": config.rollouts.max_response_tokens})
         changed_at["aggregate.constant"] = "rollouts.max_response_tokens"
-    # A second stage that only the algorithm asks for is dropped; one that the user asks for is a fault.
-    asked_by_algorithm = merged.origin(("task", "stages")).startswith("algorithm ")
-    if config.task.stages == 2 and config.task.second is None and asked_by_algorithm:
+    # Drop a second stage that only the algorithm wants. If the user wants one, `checks.py` reports the missing task.
+    from_algorithm = merged.origin(("task", "stages")).startswith("algorithm ")
+    if config.task.stages == 2 and config.task.second is None and from_algorithm:
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, stages=1))
         merged.put(("task", "stages"), 1, lambda _: "there is no task.second")
     return config, algorithm

@@ -1,6 +1,6 @@
-"""On which line each key of a TOML text stands. `tomllib` reads values but keeps no places; this keeps places only.
+"""Finds the line of each key in a TOML text, which `tomllib` does not report.
 
-The text has been read by `tomllib` before: it is valid, so that a scanner of strings, brackets and keys is enough.
+`tomllib` has parsed the text before, so it is valid and a scanner of strings, brackets and keys is enough.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ _LINE = re.compile(r"[^\n]*")
 
 
 def locate(text: str) -> dict[Path, int]:
-    """The line of each key and table by its path; of several (as in arrays of tables) the first."""
+    """The line number of each key and table by its path: its first line if it occurs several times (arrays of tables)."""
     scanner = _Scanner(text)
-    # Nothing depends on a line but the helpfulness of a message: what was found before getting lost is still right.
-    with contextlib.suppress(_LostError):
+    # Line numbers only make messages more helpful. If the scanner fails, the lines so far are still right.
+    with contextlib.suppress(_ScanError):
         scanner.document()
     return scanner.lines
 
 
-class _LostError(Exception):
+class _ScanError(Exception):
     pass
 
 
@@ -50,7 +50,7 @@ class _Scanner:
                 table = self._key(())
             else:
                 self._assignment(table)
-            # Also the second half of "1979-05-27 07:32:00", the brackets behind a header, and comments.
+            # Skip the rest of the line: "07:32:00" of a date and time, the closing brackets of a header, comments.
             self._take(_LINE)
             self._take(_BLANK)
 
@@ -58,7 +58,7 @@ class _Scanner:
         path = self._key(table)
         self._take(_BLANK)
         if not self._skip("="):
-            raise _LostError
+            raise _ScanError
         self._value(path)
 
     def _value(self, path: Path) -> None:
@@ -93,14 +93,14 @@ class _Scanner:
     def _take(self, pattern: re.Pattern[str]) -> str:
         match = pattern.match(self.text, self.at)
         if match is None:
-            raise _LostError
+            raise _ScanError
         self.at = match.end()
         return match.group()
 
     def _skip(self, sign: str) -> bool:
-        found = self.text.startswith(sign, self.at)
-        self.at += len(sign) if found else 0
-        return found
+        present = self.text.startswith(sign, self.at)
+        self.at += len(sign) if present else 0
+        return present
 
     def _line_here(self) -> int:
         self._line += self.text.count("\n", self._counted, self.at)

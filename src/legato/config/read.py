@@ -8,7 +8,7 @@ from typing import Any
 from legato.errors import InputError
 
 _LARGEST_FILE = 1_000_000
-"""Bytes. A larger file (a model, a data set) was named by mistake."""
+"""Largest recipe in bytes. A larger file (a model, a data set) was named by mistake."""
 
 _MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xef\xbb\xbf": "UTF-8 with a byte order mark"}
 _PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
@@ -29,24 +29,26 @@ def read_file(path: Path) -> tuple[str, dict[str, Any]]:
     except ValueError as error:  # TOMLDecodeError is one; a number of thousands of digits raises another
         raise InputError(_syntax_message(path, text, str(error))) from None
     if not tree:
-        raise InputError(f"{path}:1: the file holds no option; a recipe does, for instance [training] with lr = 1e-6")
+        raise InputError(
+            f"{path}:1: expected options, got an empty file; write some, for instance [training] with lr = 1e-6"
+        )
     return text, tree
 
 
 def _bytes(path: Path) -> bytes:
     try:
         if path.is_dir():
-            raise InputError(f"{path} is a folder; a TOML file is needed")
+            raise InputError(f"{path}: expected a TOML file, got a folder")
         if path.exists() and not path.is_file():
-            raise InputError(f"{path} is not a regular file; a TOML file is needed")
+            raise InputError(f"{path}: expected a TOML file, got something that is not a regular file")
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist; a TOML file is needed") from None
+        raise InputError(f"{path}: expected a TOML file, got a path that does not exist") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(content) > _LARGEST_FILE:
-        raise InputError(f"{path} is larger than {_LARGEST_FILE} bytes; a TOML file of options is needed")
+        raise InputError(f"{path}: expected a TOML file of at most {_LARGEST_FILE} bytes, got a larger file")
     return content
 
 

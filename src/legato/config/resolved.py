@@ -1,4 +1,4 @@
-"""What loading ends in: one checked value that knows where everything came from, and can be written down again."""
+"""The result of loading a configuration: checked values, the origin of each, and `dump`, which writes them as TOML."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Resolved:
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """The options of a configuration by dotted path: those of a kind beside it, an absent table as None."""
+    """The options of a configuration by dotted path. Options of a kind stand beside `kind`; an absent table is None."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         path, value = prefix + field.name, getattr(section, field.name)
@@ -52,13 +52,13 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def algorithm_values(algorithm: Algorithm) -> dict[str, Any]:
-    """The slots and fields of an algorithm by their paths in a configuration; its settings are options of the run."""
+    """The slots and fields of an algorithm by their paths in a configuration, without its settings: they are run options."""
     flat = flatten_algorithm(algorithm).items()
     return {f"algorithm.{path}": value for path, value in flat if not path.startswith("settings.")}
 
 
 def dump(resolved: Resolved) -> str:
-    """The whole tree as TOML: loading it gives the same configuration and the same algorithm."""
+    """The configuration as TOML. Loading the text gives the same configuration and the same algorithm."""
     tree = _tree(resolved.config)
     for path in resolved.algorithm.settings:
         _switch_off(tree, resolved.config, path.split("."))
@@ -81,7 +81,7 @@ def _tree(section: Any) -> dict[str, Any]:
 
 
 def _switch_off(tree: dict[str, Any], section: Any, words: list[str]) -> None:
-    """TOML has no null: what the algorithm would set and the run has not must be said to be off."""
+    """Write `false` for an option that the algorithm sets and the run switched off. TOML has no null."""
     value = getattr(section, words[0])
     if value is None:
         tree[words[0]] = False
@@ -90,24 +90,24 @@ def _switch_off(tree: dict[str, Any], section: Any, words: list[str]) -> None:
 
 
 def _algorithm_tree(algorithm: Algorithm) -> dict[str, Any]:
-    """Whole paths as keys: a slot and the fields of its part cannot both be nested under one TOML key.
+    """The algorithm table for TOML, with whole paths as keys.
 
-    Each slot is named, so that its parts start from their own defaults, and then every field is set. This describes the
-    algorithm completely, whether it is published or made in Python.
+    One TOML key cannot hold both the name of a part and the fields of that part. The table names the part of each slot and
+    sets every field, so it describes any algorithm completely: published, or made in Python.
     """
     tree: dict[str, Any] = {"name": algorithm.name}
     for slot in (*ONE, *SEVERAL):
-        held: Any = algorithm
+        value: Any = algorithm
         for word in slot.split("."):
-            held = getattr(held, word)
-        tree[slot] = [reference_of(part) for part in held] if isinstance(held, tuple) else reference_of(held)
-        for part in held if isinstance(held, tuple) else (held,):
-            tree |= part_tree(f"{slot}.{part.name}" if isinstance(held, tuple) else slot, part)
+            value = getattr(value, word)
+        tree[slot] = [reference_of(part) for part in value] if isinstance(value, tuple) else reference_of(value)
+        for part in value if isinstance(value, tuple) else (value,):
+            tree |= part_tree(f"{slot}.{part.name}" if isinstance(value, tuple) else slot, part)
     return tree
 
 
 def part_tree(path: str, part: Part) -> dict[str, Any]:
-    """The fields of a part by whole paths; what is absent by choice, not by default, is said to be off."""
+    """The fields of a part by whole paths. A field that is None although its default is not becomes `false`."""
     tree: dict[str, Any] = {}
     for field in dataclasses.fields(part):  # type: ignore[arg-type]
         value = getattr(part, field.name)

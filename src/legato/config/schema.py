@@ -1,7 +1,9 @@
-"""The sections of a configuration. A section inherits the settings of the code that uses them (`core/settings.py`) and
-declares itself only what the run reads: `config.training` is the settings of the step and of the optimizer.
+"""The sections of a configuration.
 
-What several options have to agree on is in `checks.py`; how files and words become this tree is in `load.py`.
+A section inherits the settings of the code that uses them (`core/settings.py`): `config.training` has the settings of the
+step and of the optimizer. It declares only the options that the run itself reads.
+
+`checks.py` checks options against each other. `load.py` builds the configuration from files and words.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ from legato.training.step import TrainingSettings
 
 @settings()
 class AlgorithmName:
-    """Which algorithm, and what is changed in it."""
+    """The name of the algorithm, and the changes to it."""
 
     name: str = text(
         default="gspo",
@@ -48,7 +50,7 @@ class SecondTask:
 
 @settings()
 class Task(SourceSettings, SystemPrompt, ResamplingSettings):
-    """What is practised."""
+    """The task to train on."""
 
     kind: str = text(
         default="arithmetic",
@@ -60,13 +62,13 @@ class Task(SourceSettings, SystemPrompt, ResamplingSettings):
     )
     environment: str | None = text(
         default=None,
-        says='What the policy takes turns with: a registered environment, or "module:Name" or "file.py:Name" of your own;'
-        " absent: nothing, a response is one turn.",
+        says='The environment of multi-turn tasks: a registered name, or "module:Name" or "file.py:Name" of your own;'
+        " absent: a rollout is one response.",
         optional=True,
     )
     stages: int = integer(
         default=1,
-        says="2: after `second_after_steps` steps the problems come from both tasks in turn.",
+        says="2: after `second_after_steps` steps the problems alternate between both tasks.",
         minimum=1,
         maximum=2,
     )
@@ -76,12 +78,12 @@ class Task(SourceSettings, SystemPrompt, ResamplingSettings):
     second_after_steps: int | None = integer(
         default=None, says="The step after which the second stage begins.", minimum=1, optional=True
     )
-    held_out: int = integer(default=128, says="How many held-out problems are evaluated.", minimum=1)
+    held_out: int = integer(default=128, says="Number of held-out problems that are evaluated.", minimum=1)
 
 
 @settings()
 class Component(ComponentSettings):
-    """One reward of several."""
+    """One of several rewards that are summed."""
 
     kind: str = text(says="Which reward; as reward.kind.")
     options: Mapping[str, Any] = free_table(default_factory=dict, says="The kind's own options, in the same table.")
@@ -89,11 +91,11 @@ class Component(ComponentSettings):
 
 @settings()
 class Reward(RewardSettings):
-    """What is rewarded."""
+    """The reward function."""
 
     kind: str | None = text(
         default="number",
-        says='A reward of ours, or "module:name" or "file.py:name" of your own; absent where there are `components`.',
+        says='A reward of ours, or "module:name" or "file.py:name" of your own; absent if there are `components`.',
         optional=True,
     )
     options: Mapping[str, Any] = free_table(
@@ -123,23 +125,23 @@ class Policy(Loading, ChatSettings, PromptSettings):
 
 @settings()
 class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     engine: str = text(
         default="local",
-        says='What samples: "local" is the very model being trained; or "module:Name" or "file.py:Name" of your own.',
+        says='The sampling engine: "local" samples from the trained model; or "module:Name" or "file.py:Name" of your own.',
     )
-    # No ratio can be taken to a greedy sampler; evaluations have temperatures of their own.
+    # A greedy sampler has no ratio. Evaluations have their own temperature.
     temperature: float = narrow(Sampling, "temperature", above=0.0)
     mismatch: Mismatch = table(
         default_factory=Mismatch,
-        says="A sampler that differs from the trainer on purpose; evaluations are of the policy itself whatever this is.",
+        says="A sampler that differs from the trainer on purpose; evaluations always sample from the policy itself.",
     )
 
 
 @settings()
 class Training(TrainingSettings, OptimizerSettings):
-    """How the policy is updated."""
+    """Updates of the policy."""
 
     steps: int = integer(default=400, says="Steps: each samples, scores and updates.", minimum=1, resume="free")
 
@@ -150,33 +152,35 @@ class Training(TrainingSettings, OptimizerSettings):
 
     @property
     def shortens_warm_up(self) -> bool:
-        """Whether the run has too few updates for the warm-up it was given."""
+        """Whether the run has fewer updates than its learning-rate warm-up."""
         return self.warm_up(self.total_updates) < self.warm_up_updates
 
     @property
     def warm_up_steps(self) -> int:
-        """The steps in which the learning rate warms up."""
+        """The number of steps in which the learning rate warms up."""
         return -(-self.warm_up(self.total_updates) // (self.updates_per_step * self.epochs_per_step))
 
 
 @settings(resume="free")
 class Evaluation:
-    """How held-out accuracy is measured."""
+    """Evaluation on held-out problems."""
 
-    every_steps: int = integer(default=20, says="How often; 0: before the first step and at the end only.", minimum=0)
+    every_steps: int = integer(
+        default=20, says="Steps between evaluations; 0: only before the first step and at the end.", minimum=0
+    )
     samples_per_problem: int = integer(default=1, says="Responses sampled for each held-out problem.", minimum=1)
     greedy: bool = flag(default=True, says="Whether greedy accuracy is measured too.")
-    temperature: float = number(default=1.0, says="Of the sampled responses.", above=0.0)
+    temperature: float = number(default=1.0, says="Temperature of the sampled responses.", above=0.0)
     target: float | None = number(
         default=None,
-        says="The run ends early when sampled accuracy reaches it (and target_greedy, where that is given).",
+        says="The run ends early when sampled accuracy reaches this (and greedy accuracy target_greedy, if set).",
         above=0.0,
         maximum=1.0,
         optional=True,
     )
     target_greedy: float | None = number(
         default=None,
-        says="The run ends early when greedy accuracy reaches it (and target, where that is given).",
+        says="The run ends early when greedy accuracy reaches this (and sampled accuracy target, if set).",
         above=0.0,
         maximum=1.0,
         optional=True,
@@ -185,45 +189,45 @@ class Evaluation:
 
 @settings(resume="free")
 class Output:
-    """What is kept."""
+    """Run directory, checkpoints, stored rollouts and loggers."""
 
     directory: str = text(default="runs", says="The folder of all runs.", resume="refused")
     name: str | None = text(
         default=None,
-        says="The folder of this one; absent: task, algorithm, seed and a number.",
+        says="The folder of this run; absent: named after task, algorithm and seed, with a number.",
         optional=True,
         resume="refused",
     )
     checkpoint_every_steps: int = integer(
         default=100, says="How often a checkpoint is written; 0: at the end and on a signal only.", minimum=0
     )
-    keep_last: int = integer(default=2, says="How many checkpoints are kept beside the best.", minimum=1)
+    keep_last: int = integer(default=2, says="Number of newest checkpoints that are kept, besides the best one.", minimum=1)
     rollouts_every_steps: int = integer(
         default=20,
-        says="How often the rollouts of a step are written, those of the last among them; 0: never.",
+        says="How often the rollouts of a step are written, always those of the last step; 0: never.",
         minimum=0,
     )
     rollout_tokens: int = integer(
         default=16384,
-        says="Of how many tokens of such a step ratio, log-prob, advantage and coefficient are written too; 0: none.",
+        says="For how many tokens of such a step ratio, log-prob, advantage and coefficient are written; 0: none.",
         minimum=0,
     )
     tensorboard: bool = flag(default=False, says="Whether metrics go to TensorBoard too.")
     wandb: bool = flag(default=False, says="Whether metrics go to Weights & Biases too.")
-    project: str = text(default="legato", says="The project there.")
-    tags: tuple[str, ...] = texts(default=(), says="Tags there.")
+    project: str = text(default="legato", says="The project of Weights & Biases.")
+    tags: tuple[str, ...] = texts(default=(), says="Tags in Weights & Biases.")
 
 
 @settings()
 class Config:
     """The configuration of a run."""
 
-    algorithm: AlgorithmName = table(default_factory=AlgorithmName, says="Which algorithm, and what is changed in it.")
-    task: Task = table(default_factory=Task, says="What is practised.")
-    reward: Reward = table(default_factory=Reward, says="What is rewarded.")
+    algorithm: AlgorithmName = table(default_factory=AlgorithmName, says="The name of the algorithm, and the changes to it.")
+    task: Task = table(default_factory=Task, says="The task to train on.")
+    reward: Reward = table(default_factory=Reward, says="The reward function.")
     policy: Policy = table(default_factory=Policy, says="The model that is trained.")
-    rollouts: Rollouts = table(default_factory=Rollouts, says="How responses are sampled.")
-    training: Training = table(default_factory=Training, says="How the policy is updated.")
-    evaluation: Evaluation = table(default_factory=Evaluation, says="How held-out accuracy is measured.")
+    rollouts: Rollouts = table(default_factory=Rollouts, says="Sampling of responses.")
+    training: Training = table(default_factory=Training, says="Updates of the policy.")
+    evaluation: Evaluation = table(default_factory=Evaluation, says="Evaluation on held-out problems.")
     health: HealthSettings = table(default_factory=HealthSettings, says="What the health watch does.")
-    output: Output = table(default_factory=Output, says="What is kept.")
+    output: Output = table(default_factory=Output, says="Run directory, checkpoints, stored rollouts and loggers.")

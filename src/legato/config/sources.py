@@ -124,7 +124,7 @@ def read_word(word: str, name: str = "the word") -> tuple[str, Any]:
     """Parse `path=value`. The value is read as TOML if possible, `null` is None, anything else is the bare string."""
     path, equals, text = word.partition("=")
     if not equals:
-        raise InputError(f"{name}, {word!r}, is not an option; path=value is, as in training.lr=1e-6")
+        raise InputError(f"expected path=value, as in training.lr=1e-6, got {word!r} ({name})")
     text = text.strip()
     if text == "null":
         return path.strip(), None
@@ -140,9 +140,11 @@ def read_word(word: str, name: str = "the word") -> tuple[str, Any]:
 def _keys(path: Any, value: Any, origin: str) -> Path:
     keys = tuple(path.split(".")) if isinstance(path, str) else ("",)
     if not all(keys):
-        raise InputError(f"the path {path!r} ({origin}) is not a dotted path, as in training.lr")
+        raise InputError(f"expected a dotted path, as in training.lr, got {path!r} ({origin})")
     if len(keys) > DEEPEST:
-        raise InputError(f"a path of {len(keys)} words ({origin[:80]}) does not exist; the longest options have six")
+        raise InputError(
+            f"expected the path of an option, at most six words, got a path of {len(keys)} words ({origin[:80]})"
+        )
     if keys[0] == "algorithm" and len(keys) > 2:
         # One key, as in a written configuration: a slot and the fields of its part cannot both be nested under one.
         return "algorithm", ".".join(keys[1:])
@@ -176,7 +178,7 @@ def check_tree(tree: Mapping[str, Any], origin: str) -> None:
             pending.extend((inner, depth + 1) for pair in value.items() for inner in pair)
             for key in value:
                 if not isinstance(key, str):
-                    raise InputError(f"{origin}: the name {key!r} is not a string")
+                    raise InputError(f"expected a string as the name of an option, got {key!r} ({origin})")
         elif isinstance(value, list):
             pending.extend((inner, depth + 1) for inner in value)
         elif isinstance(value, str) and not value.isascii():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from legato.config import kinds
-from legato.config.document import allowed, field_names, rule_of
+from legato.config.document import allowed_values, field_names, rule_of
 from legato.config.locate import Path
 from legato.config.messages import refusal
 from legato.config.schema import Component, Config, Reward, SecondTask, Task
@@ -103,7 +103,7 @@ def _build(section: type, tree: Mapping[str, Any], path: Path, layer: Layer, fau
     for field in dataclasses.fields(cast(Any, section)):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in tree:
-            wanted = allowed(rule_of(section, field.name))
+            wanted = allowed_values(rule_of(section, field.name))
             faults.append(f"{'.'.join((*path, field.name))}: expected {wanted}, got nothing ({layer.origin(path)})")
     if len(faults) > before:
         return None
@@ -125,7 +125,7 @@ def _value(rule: Rule, value: Any, path: Path, layer: Layer, faults: list[str]) 
         if table is None and rule.optional:
             return None
         if not isinstance(table, dict):
-            faults.append(refusal(path, value, where, allowed(rule)))
+            faults.append(refusal(path, value, where, allowed_values(rule)))
             return None
         if rule.several:
             each = Table("a table", rule.accepts, section=rule.section)
@@ -133,7 +133,7 @@ def _value(rule: Rule, value: Any, path: Path, layer: Layer, faults: list[str]) 
         return _build(rule.section, table, path, layer, faults)
     if not rule.takes(value):
         too_large = isinstance(value, int) and not isinstance(value, bool) and value > LARGEST
-        faults.append(refusal(path, value, where, allowed(rule) + (" and below 2**63" if too_large else "")))
+        faults.append(refusal(path, value, where, allowed_values(rule) + (" and below 2**63" if too_large else "")))
         return None
     if isinstance(rule, Table):
         faults.extend(
@@ -148,10 +148,12 @@ def _reward_table(reward: Mapping[str, Any], layer: Layer, faults: list[str]) ->
     if reward.get("components"):
         if reward.get("kind"):
             places = f"{layer.origin(kind)} and {layer.origin(components)}"
-            faults.append(f"reward.kind and reward.components are both given ({places}); one of them is allowed")
+            faults.append(f"reward: expected reward.kind or reward.components, got both ({places}); drop one of them")
         return {**reward, "kind": None}
     if "kind" in reward and reward["kind"] in (None, False):
-        faults.append(f"reward.kind is off ({layer.origin(kind)}) and there are no reward.components; one of them is needed")
+        faults.append(
+            f"reward: expected reward.kind or reward.components, got neither ({layer.origin(kind)}); set one of them"
+        )
     return dict(reward)
 
 

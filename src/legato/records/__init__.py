@@ -1,1 +1,1 @@
-"""The run directory: its format, its files of lines, reading and following them."""
+"""The run directory: its format, and reading and writing its JSON-lines files."""

@@ -1,45 +1,45 @@
-"""The run directory: every file a run writes. Only this module knows the layout. Standard library only.
+"""The run directory: all files that a run writes. Only this module knows the layout. Standard library only.
 
     config.toml                     the resolved recipe; `legato train` on it repeats the run
     environment.json                format version, versions of packages by allow-list, hardware, seeds
     metrics.jsonl                   one JSON object per line; "kind" says which
     rollouts/step-000120.jsonl.gz   the rollouts of that step, one per line
-    checkpoints/step-000120/        model and trainer state; given-up-step-000120/: the best so far, behind which a recovery
-                                    of the health watch went back; damaged-step-000120/: what a resumed run could not use
-    given-up/step-000120/           what followed a checkpoint that `resume --step` went back to (`health/goback.py`)
-    health.jsonl                    what the health watch found and did, one JSON object a line
-    evidence/step-000120/           what an alarm of the health watch kept (`health/evidence.py`); after a recovery also what
-                                    was given up: lines of metrics.jsonl and stored rollouts, as abandoned*
+    checkpoints/step-000120/        model and trainer state. given-up-step-000120/: the best checkpoint, if a recovery of the
+                                    health watch went back to an earlier one. damaged-step-000120/: could not be resumed
+    given-up/step-000120/           records after the checkpoint that `resume --step` went back to (`health/goback.py`)
+    health.jsonl                    findings and actions of the health watch, one JSON object per line
+    evidence/step-000120/           evidence for an alarm of the health watch (`health/evidence.py`). After a recovery also
+                                    the discarded lines of metrics.jsonl and stored rollouts, as abandoned*
     report.html                     the report, one file
 
 Kinds of lines in metrics.jsonl:
 
     start       before training: name, model, algorithm, deviations (list), notes (list)
-    probe       step, and the numerics of the ratio with nothing trained: noise/same_*, noise/packs_*, noise/engine_* (with
-                and without a gradient, in other packs, engine against trainer), words (the same as sentences)
+    probe       step, and the noise of the ratio before any update: noise/same_* (with and without a gradient), noise/packs_*
+                (in other packs), noise/engine_* (engine against trainer), words (the same as sentences)
     warm-up     step, loss
-    origin      what training starts from: problems, weights (fingerprints; equal ones mean the same to the bit)
-    step        step, updates, and flat numbers by "topic/what"; "topic/what@k" is that of update k of the step;
-                now and then "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
+    origin      the start of training: problems, weights (fingerprints; equal fingerprints mean bitwise equality)
+    step        step, updates, and numbers by "topic/name"; "topic/name@k" is the number of update k of the step;
+                at some steps "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
     checkpoint  step
-    end         reason, and if known seconds; of a run that the health watch ended, healthy: the step of the newest healthy
+    end         reason, and if known seconds; if the health watch ended the run also healthy: the step of the newest healthy
                 checkpoint, else of the oldest, or null
 
 A rollout: {"prompt": str, "text": str, "answer": str | null, "reward": float, "accuracy": float,
-"components": {name: float}, "stop": str, "tokens": int, "key": str}. Those of training have "group" (equal numbers: one
-group) and "advantage"; the first of a step also "details", lists over their first tokens: {"pieces": [str], "logprobs",
-"log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the number within
-the step of the last update that had the response: 0 saw the policy that the step began with. Null in a list: not written
-by the policy; instead of one: not computed (no update had the response), or, for advantages, the same at every token.
+"components": {name: float}, "stop": str, "tokens": int, "key": str}. Training rollouts also have "group" (the number of
+their group) and "advantage". The first rollouts of a step have "details", lists over their first tokens: {"pieces": [str],
+"logprobs", "log_ratios", "advantages", "coefficients": [float | null] or null, "update": int | null}. "update" is the last
+update of the step that used the response, counted from 0. A null inside a list marks a token that the policy did not write.
+A null in place of a list means: not computed (no update used the response), or the same advantage at every token.
 
-Kinds of lines in health.jsonl, whose order is that in which things happened; what a recovery gave up stays in it:
+Kinds of lines in health.jsonl, in order of time. Lines of steps that a recovery discarded stay in the file:
 
     finding     step, rule, level (note, warning, alarm), family, since, metric, value, usual, words; of an alarm evidence
-    recovery    step (gone back to), from (where the alarm was), rule, words, lr_scale, clip_scale, problems_skipped,
-                evidence, best (the best checkpoint, where it was newer than that step)
+    recovery    step (where the run continues), from (the step of the alarm), rule, words, lr_scale, clip_scale,
+                problems_skipped, evidence, best (the best checkpoint, if it is newer than the first step)
 
-"evidence" and "best" are names of folders within the run directory.
+"evidence" and "best" are paths within the run directory.
 """
 
 import gzip
@@ -99,7 +99,7 @@ class RunDirectory:
     def create(cls, parent: Path, name: str) -> "RunDirectory":
         """Create a new, empty run directory. An existing directory is never touched."""
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
-            raise InputError(f"output.name: {name!r} is given; the plain name of a folder is needed, without slashes")
+            raise InputError(f"expected the plain name of a folder without slashes, got {name!r} (output.name)")
         path = Path(parent) / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +108,8 @@ class RunDirectory:
             if not (path.exists() or path.is_symlink()):
                 raise RunDirectoryError(f"cannot create {path}: a file stands in the way at {error.filename}") from error
             raise InputError(
-                f"{path} is there already and is never overwritten: `legato resume {path}` continues it,"
-                " output.name=ANOTHER_NAME starts a new run"
+                f"expected a new run directory, got {path}, which exists and is never overwritten: `legato resume {path}`"
+                " continues it, output.name=ANOTHER_NAME starts a new run"
             ) from error
         except OSError as error:
             raise RunDirectoryError(f"cannot create {path}: {reason(error)}; output.directory=FOLDER changes it") from error
@@ -120,13 +120,13 @@ class RunDirectory:
         """Open an existing run directory and check its files and its format."""
         directory = cls(Path(path))
         if not directory.path.is_dir():
-            raise InputError(f"{path} is not a run directory: there is no such folder")
+            raise InputError(f"expected a run directory, got {path}: there is no such folder")
         missing = [file.name for file in (directory.config_path, directory.metrics_path) if not file.is_file()]
         if missing:
-            raise InputError(f"{path} is not a run directory: {' and '.join(missing)} missing")
+            raise InputError(f"expected a run directory, got {path}: {' and '.join(missing)} missing")
         version = directory.environment().get("format", FORMAT)
         if version != FORMAT:
-            raise InputError(f"{path} is written in format {version}; this legato reads format {FORMAT}")
+            raise InputError(f"expected a run directory of format {FORMAT}, got format {version} ({path})")
         return directory
 
     @property
@@ -201,14 +201,14 @@ class RunDirectory:
         path = self.rollouts_path(step)
         if not path.is_file():
             there = ", ".join(map(str, self.rollout_steps())) or "none"
-            raise InputError(f"{path} is not there; steps with stored rollouts: {there}")
+            raise InputError(f"{path} does not exist; steps with stored rollouts: {there}")
         try:
             with explain_os_errors(path, "read"), gzip.open(path) as file:
                 data = bytearray()
                 while part := file.read(1 << 18):
                     data += part
                     if most is not None and len(data) > most:
-                        raise RunDirectoryError(f"{path} unpacks to more than {most:,} bytes, more than can be shown")
+                        raise RunDirectoryError(f"{path} unpacks to more than {most:,} bytes, too many to show")
         except (EOFError, zlib.error) as error:
             raise RunDirectoryError(f"{path} is damaged: {error}") from error
         lines = bytes(data).splitlines()
@@ -245,7 +245,7 @@ class RunDirectory:
         self._write(self.environment_path, json.dumps(finite(environment), indent=2, allow_nan=False) + "\n")
 
     def environment(self) -> dict[str, Any]:
-        """Read environment.json. Empty if the run did not come to write it."""
+        """Read environment.json. Empty if the run ended before it was written."""
         if not self.environment_path.exists():
             return {}
         with explain_os_errors(self.environment_path, "read"):

@@ -68,7 +68,7 @@ class Lines:
         """Cut off everything after byte `position`: a resumed run writes those lines again."""
         here = self.position()
         if not 0 <= position <= here:
-            raise InputError(f"{self.path}: position {position} is asked for; 0 to {here} (whole lines) are allowed")
+            raise InputError(f"expected a position from 0 to {here} (whole lines), got {position} ({self.path})")
         if not self.path.exists():
             return
         with explain_os_errors(self.path, "write"), self.path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""Reading a file of lines while another process writes it. Each line is read once, when it is whole."""
+"""Reads a file of lines while another process writes it. Each line is read once, when it is complete."""
 
 import os
 import stat
@@ -37,7 +37,7 @@ class Tail:
         """Return whether the file was rewritten, and the next whole lines: about `most` bytes, or one longer line."""
         try:
             with open_plain_file(self.path) as file:
-                again = self._begun_again(file.fileno())
+                rewritten = self._was_rewritten(file.fileno())
                 file.seek(self.position)
                 data = file.read(most)
                 while data and b"\n" not in data and len(data) < LONGEST and (more := file.read(most)):
@@ -47,18 +47,18 @@ class Tail:
         whole = data[: data.rfind(b"\n") + 1] or (data if len(data) >= LONGEST else b"")
         self.position += len(whole)
         self.before = (self.before + whole)[-_GUARD:]
-        return again, whole.splitlines()
+        return rewritten, whole.splitlines()
 
-    def _begun_again(self, descriptor: int) -> bool:
+    def _was_rewritten(self, descriptor: int) -> bool:
         status = os.fstat(descriptor)
-        again = False
+        rewritten = False
         if self.position:
-            stands = os.pread(descriptor, len(self.before), self.position - len(self.before))
-            again = status.st_ino != self.inode or status.st_size < self.position or stands != self.before
+            present = os.pread(descriptor, len(self.before), self.position - len(self.before))
+            rewritten = status.st_ino != self.inode or status.st_size < self.position or present != self.before
         self.inode = status.st_ino
-        if again:
+        if rewritten:
             self.position, self.before = 0, b""
-        return again
+        return rewritten
 
     def size(self) -> int:
         """Return the size of the file in bytes; 0 if it does not exist."""

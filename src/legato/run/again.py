@@ -12,8 +12,10 @@ from legato.training import checkpoint
 
 
 def resume_advice(directory: RunDirectory, program: str, *, lost: bool) -> str:
-    """The command that resumes a run. `lost`: the health watch ended the run, so the command goes back and lowers the
-    learning rate."""
+    """The command that resumes a run.
+
+    With `lost` the health watch ended the run: the command goes back to a healthy checkpoint and lowers the learning rate.
+    """
     path = shlex.quote(str(directory.path))
     command = f"{program} resume {path}"
     if not lost:
@@ -25,23 +27,25 @@ def resume_advice(directory: RunDirectory, program: str, *, lost: bool) -> str:
     if healthy is None:
         again = restart_advice(directory.path, resolved, ())
         return f"there is no earlier checkpoint to go back to; {again} training.lr={failed / 2:g} ({half}); {why}"
-    memory, health = checkpoint.read_state(directory.checkpoint_path(healthy)), resolved.config.health
-    scale, done = float(memory["optimizer"].get("scale", 1.0)), len(memory["health"]["recoveries"])
+    state, health = checkpoint.read_state(directory.checkpoint_path(healthy)), resolved.config.health
+    scale, done = float(state["optimizer"].get("scale", 1.0)), len(state["health"]["recoveries"])
     changes = [f"training.lr={failed / scale / 2:g}"]
     if health.action == "recover" and done >= health.recoveries:
         # A resumed run keeps its count of recoveries: without more of them it would end at the next alarm.
         changes.append(f"health.recoveries={done + health.recoveries}")
-    kept = "" if scale == 1 else f", as training.lr times {scale:g}, which its recoveries made of it and a resumed run keeps"
+    scaled = (
+        "" if scale == 1 else f", as training.lr times {scale:g}: earlier recoveries lowered it and a resumed run keeps that"
+    )
     return (
         f"{command} --step {healthy} {' '.join(changes)} --allow-changes"
-        f" ({half}{kept}; back at step {healthy}, the healthiest checkpoint there is); {why}"
+        f" ({half}{scaled}; back at step {healthy}, the healthiest checkpoint); {why}"
     )
 
 
-def restart_advice(directory: Path, resolved: Resolved, given: Sequence[str]) -> str:
-    """How to start a run again, under an unused name. `given`: names of the inputs that were Python objects."""
-    if given:
-        return f"begin again from Python with the same {' and '.join(given)}"
+def restart_advice(directory: Path, resolved: Resolved, python_inputs: Sequence[str]) -> str:
+    """How to start a run again, under an unused name. `python_inputs`: names of inputs that were Python objects."""
+    if python_inputs:
+        return f"begin again from Python with the same {' and '.join(python_inputs)}"
     name = resolved.config.output.name
     words = [str(directory / "config.toml")]
     words += [] if name is None else [f"output.name={unused_name(directory.parent, name, 2)}"]

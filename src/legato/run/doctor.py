@@ -78,19 +78,21 @@ class Examination:
 def examine(path: Path, words: Sequence[str] = (), columns: Mapping[str, str] | None = None) -> Examination:
     """Diagnose a run directory, or the log of another trainer with its settings as words (epsilon=0.2)."""
     if not path.exists():
-        raise InputError(f"{path} does not exist; a run directory, or a log (trainer_state.json, .jsonl, .csv) is needed")
+        raise InputError(
+            f"expected a run directory or a log (trainer_state.json, .jsonl, .csv), got {path}, which does not exist"
+        )
     if path.name == "metrics.jsonl" and (path.parent / "config.toml").is_file():
         path = path.parent
     if (path / "metrics.jsonl").is_file() and (path / "config.toml").is_file():
         if words or columns:
             raise InputError(
-                f"{path} is a run of ours, whose settings and columns are known; words and --column are for logs"
+                f"expected no words and no --column for a run of Legato, got some ({path}); they are for other logs"
             )
         return _examine_run(RunDirectory.open(path))
     if path.suffix == ".toml":
         raise InputError(
-            f"{path} is a configuration; what is read is a run directory, or a log (trainer_state.json, .jsonl, .csv)."
-            f" It is run by: legato train {path}"
+            f"expected a run directory or a log (trainer_state.json, .jsonl, .csv), got {path}, which is a configuration;"
+            f" train with it first: legato train {path}"
         )
     log = foreign.find_log(path)
     if log is None:
@@ -114,12 +116,12 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _summarize(
-    title: str, facts: Sequence[str], found: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
+    title: str, facts: Sequence[str], diagnoses: Sequence[Diagnosis], records: Sequence[Record], warming: int = 0
 ) -> Examination:
     return Examination(
         title=title,
         facts=tuple(facts),
-        found=tuple(rank(found)),
+        found=tuple(rank(diagnoses)),
         judged=len(rules_with_metrics(records)),
         tested=len(rules_with_enough_steps(records, warming)),
         steps=len(steps_of(records)),
@@ -141,13 +143,13 @@ def _examine_run(directory: RunDirectory) -> Examination:
         raise InputError(f"{directory.path} holds no step: the run ended before its first was done, or has only begun")
     facts, diagnoses = _facts(records), list[Diagnosis]()
     warming, ignored, lr = 0, tuple[str, ...](), None
-    named: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
+    names: dict[str, Any] = {"algorithm": "unknown algorithm", "model": "unknown model"}
     try:
         resolved = load([directory.config_path])
     except InputError as error:
         facts.append(f"its settings could not be read: {str(error).splitlines()[0]}")
     else:
-        named = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
+        names = {"algorithm": resolved.algorithm.name, "model": resolved.config.policy.model}
         training = resolved.config.training
         updates = training.updates_per_step * training.epochs_per_step
         warming, ignored, lr = training.warm_up_steps, inapplicable_rules(resolved.algorithm), training.lr
@@ -160,7 +162,7 @@ def _examine_run(directory: RunDirectory) -> Examination:
         checkpoints=directory.checkpoint_steps(),
         lr=lr,
     )
-    start = {**named, **next((record for record in records if record.get("kind") == "start"), {})}
+    start = {**names, **next((record for record in records if record.get("kind") == "start"), {})}
     title = f"{directory.name}: {start['algorithm']} on {start['model']}"
     return _summarize(title, facts, diagnoses, records, warming)
 
@@ -177,8 +179,8 @@ def _facts(records: Sequence[Record]) -> list[str]:
             f"reward {first:.3g} over the first {many} of them, {last:.3g} over the last, at best {max(rewards):.3g}"
         )
     if any(record.get("kind") == "start" for record in records):
-        last_words = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
-        facts.append(f"ended: {last_words[-1]}" if last_words else "no end recorded: it goes on, or was killed")
+        reasons = [str(record.get("reason")) for record in records if record.get("kind") == "end"]
+        facts.append(f"ended: {reasons[-1]}" if reasons else "no end recorded: the run goes on, or was killed")
     return facts
 
 
@@ -188,7 +190,7 @@ def _finite(steps: Sequence[Record], key: str) -> list[float]:
 
 
 def setting_findings(algorithm: Algorithm, updates: float, records: Sequence[Record], option: str) -> list[Diagnosis]:
-    """Findings about settings: cautions that the published algorithm does not have, and a clip that never acts."""
+    """Findings about settings: cautions that the published algorithm does not have, and a clip that never takes effect."""
     published = set(cautions(entry(algorithm.name).value)) if is_published(algorithm.name) else set()
     clipped = _finite(steps_of(records), "clip/tokens")
     evidence = (f"clipped on average: {sum(clipped) / len(clipped):.2%} of the tokens",) if clipped else ()
@@ -217,15 +219,15 @@ def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagn
     trl = {**DEFAULTS, **dict(_setting(word) for word in words)}
     level = trl["importance_sampling_level"]
     if level not in ("token", "sequence"):
-        raise InputError(f"importance_sampling_level = {level!r}; 'token' and 'sequence' are known")
+        raise InputError(f"expected 'token' or 'sequence', got {level!r} (importance_sampling_level)")
     low = _positive("epsilon", trl["epsilon"])
     high = low if trl["epsilon_high"] is None else _positive("epsilon_high", trl["epsilon_high"])
     loss = trl["loss_type"]
     if loss not in _AGGREGATES:
-        raise InputError(f"loss_type = {loss!r} is not one of TRL's; {nearest(str(loss), _AGGREGATES)}")
+        raise InputError(f"expected a loss_type of TRL, got {loss!r}; {nearest(str(loss), _AGGREGATES)}")
     changes: dict[str, Any] = {"aggregate": _AGGREGATES[loss]}
     if loss == "dr_grpo":
-        changes["aggregate.constant"] = 1.0  # max_completion_length, whose size nothing here depends on
+        changes["aggregate.constant"] = 1.0  # max_completion_length; no finding depends on its size
     if loss in _UNCLIPPED:
         changes |= {"objective.ratio.level": level} if loss != "vespo" else {}
         algorithm = override(entry(loss).value, changes)
@@ -242,7 +244,7 @@ def _trl_findings(words: Sequence[str], records: Sequence[Record]) -> list[Diagn
 def _setting(word: str) -> tuple[str, Any]:
     name, sign, text = word.partition("=")
     if not sign or name not in DEFAULTS:
-        raise InputError(f"{word!r} is not a setting of TRL that is looked at, as in epsilon=0.2; {nearest(name, DEFAULTS)}")
+        raise InputError(f"expected a setting of TRL such as epsilon=0.2, got {word!r}; {nearest(name, DEFAULTS)}")
     if text in ("None", "none", "null", ""):
         return name, DEFAULTS[name]
     try:
@@ -253,5 +255,5 @@ def _setting(word: str) -> tuple[str, Any]:
 
 def _positive(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or not value > 0:
-        raise InputError(f"{name} = {value!r}; a number above 0 is needed")
+        raise InputError(f"expected a number above 0, got {value!r} ({name})")
     return float(value)

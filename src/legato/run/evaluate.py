@@ -16,8 +16,8 @@ from legato.training.evaluate import Answered, pass_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One row of the result."""
+class AccuracyRow:
+    """One accuracy with its 95 % interval."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ class EvaluationResult:
 
     problems: int
     samples: int
-    rows: tuple[Measured, ...]
+    rows: tuple[AccuracyRow, ...]
     answered: tuple[tuple[Answered, ...], ...]
     unscorable: int
 
@@ -47,7 +47,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the target on the held-out problems of its task, or on all problems of a file."""
     config = target.resolved.config
-    missing = [name for name in target.given if name == "reward" or (name == "problems" and file is None)]
+    missing = [name for name in target.python_inputs if name == "reward" or (name == "problems" and file is None)]
     if missing:
         raise InputError(
             f"this run was given its {' and '.join(missing)} in Python, which its configuration does not hold; evaluate its"
@@ -68,23 +68,23 @@ def evaluate(
     if not chosen:
         raise InputError(f"no problem has a prompt of at most policy.max_prompt_tokens = {longest} tokens; raise it")
     evaluator = wire.evaluator_of(collector)
-    rows: list[Measured] = []
+    rows: list[AccuracyRow] = []
     answers: list[list[Answered]] = []
     seed = config.training.seed
     if greedy:
         answers = evaluator.answer(chosen, Sampling(temperature=0), 1, seed, 0)
         right = sum(row[0].accuracy for row in answers)
-        rows.append(_share("greedy", right, len(chosen)))
+        rows.append(_wilson_row("greedy", right, len(chosen)))
     if samples:
         sampling = Sampling(temperature=config.evaluation.temperature if temperature is None else temperature)
         answers = evaluator.answer(chosen, sampling, samples, seed, 1)
         means = [sum(a.accuracy for a in row) / samples for row in answers]
         low, high = wilson_interval(sum(means), len(means)) if samples == 1 else mean_interval(means)
-        rows.append(Measured(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))
+        rows.append(AccuracyRow(name=f"avg@{samples}", value=sum(means) / len(means), low=low, high=high))
         for k in _powers(samples):
             each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in answers]
             low, high = mean_interval(each)
-            rows.append(Measured(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
+            rows.append(AccuracyRow(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
     failed = sum(not hasattr(a.score, "accuracy") for row in answers for a in row)
     return EvaluationResult(
         problems=len(chosen), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, answers)), unscorable=failed
@@ -96,9 +96,9 @@ def _pad_for_pool(problems: Sequence[Problem]) -> list[Problem]:
     return [*problems, Problem(prompt="-"), Problem(prompt="+"), Problem(prompt="*"), Problem(prompt="/")]
 
 
-def _share(name: str, right: float, count: int) -> Measured:
+def _wilson_row(name: str, right: float, count: int) -> AccuracyRow:
     low, high = wilson_interval(right, count)
-    return Measured(name=name, value=right / count, low=low, high=high)
+    return AccuracyRow(name=name, value=right / count, low=low, high=high)
 
 
 def _powers(samples: int) -> list[int]:

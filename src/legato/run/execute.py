@@ -30,8 +30,8 @@ from legato.training.step import Trainer
 _HISTOGRAMS_EVERY = 10
 STOPPED_BY_WATCH = 3
 """The exit code of a run that the health watch ended."""
-_SAMPLES_KEPT = 16
-"""Held-out answers written beside the first and the last rollouts, so that a report can show before and after."""
+_STORED_ANSWERS = 16
+"""Held-out answers stored with the first and the last rollouts, so that a report can show before and after."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class Execution:
     loggers: Sequence[Logger] = ()
     callback: Callable[[StepReport], None] | None = None
     best: tuple[float, str] | None = None
-    """The best sampled accuracy so far and the checkpoint that has it."""
+    """The best sampled accuracy so far and the name of its checkpoint."""
     latest: dict[str, float] | None = None
-    """The last evaluation."""
+    """Metrics of the last evaluation."""
     evaluated_at: int = -1
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
-    noted: int = 0
+    notes_shown: int = 0
     """How many of the policy's notes have been shown. Later notes are shown when they are added."""
     steps_run: int = 0
     """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
@@ -95,7 +95,7 @@ class Execution:
                     break
                 except UnsafeAnchorError as refusal:
                     step = self.trainer.steps_done
-                    self._tell_floor(refusal.floor, step, "sampler")
+                    self._show_floor(refusal.floor, step, "sampler")
                     self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
                     raise
             if interrupt.reached_any(self.trainer.world) and interrupt.received is not None:
@@ -126,7 +126,7 @@ class Execution:
         return f"{reason}; {saved}"
 
     def _agree_on(self, alarm: Finding | None) -> Finding | None:
-        """The alarm of the first rank that has one: what an alarm does is done by all ranks or by none."""
+        """The alarm of the first rank that has one, so that all ranks act on it together."""
         alarms = self.trainer.world.gather(None if alarm is None else asdict(alarm))
         first = next((each for each in alarms if each is not None), None)
         return None if first is None else Finding(**first)
@@ -167,8 +167,8 @@ class Execution:
         report = self.trainer.step(config.output.rollout_tokens if due else None)
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
-            self._tell_floor(report.floor, step - 1, self.trainer.anchor_choice)
-        self._tell_unscorable(report)
+            self._show_floor(report.floor, step - 1, self.trainer.anchor_choice)
+        self._show_unscorable(report)
         line: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
             line["histograms"] = report.histograms()
@@ -188,7 +188,7 @@ class Execution:
             self.callback(report)
         return alarm
 
-    def _tell_floor(self, floor: Floor, step: int, anchor: str) -> None:
+    def _show_floor(self, floor: Floor, step: int, anchor: str) -> None:
         lines = floor.lines(anchor)
         bounds = {name: stated.record() for name, stated in floor.bounds.items()}
         record = {"kind": "probe", "step": step, **floor.metrics(), "bounds": bounds, "words": "; ".join(lines)}
@@ -196,18 +196,18 @@ class Execution:
         for line in lines:
             self.watcher.message(line)
 
-    def _tell_notes(self) -> None:
+    def _show_notes(self) -> None:
         """Show the policy's new notes (fallbacks taken) and store them with the run."""
-        for note in self.policy.notes[self.noted :]:
+        for note in self.policy.notes[self.notes_shown :]:
             self.watcher.message(note)
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
-        self.noted = len(self.policy.notes)
+        self.notes_shown = len(self.policy.notes)
 
-    def _tell_unscorable(self, report: StepReport) -> None:
+    def _show_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
             if reason not in self.shown_reasons and len(self.shown_reasons) < 20:
                 self.shown_reasons.add(reason)
-                self.watcher.message(f"a rollout could not be scored and is left out: {reason} (told once)")
+                self.watcher.message(f"a rollout could not be scored and is left out: {reason} (shown once)")
 
     def _evaluate(self, report: StepReport | None = None, keep: bool = False) -> None:
         """Measure held-out accuracy, sampled and greedy, on the same problems and seeds every time."""
@@ -224,10 +224,10 @@ class Execution:
         for logger in self.loggers:
             logger.log(step, metrics)
         self.latest, self.evaluated_at = metrics, step
-        self._tell_notes()
+        self._show_notes()
         if keep or self._target_reached():
             answers = [
-                rollout_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_SAMPLES_KEPT] for a in row[:1]
+                rollout_record(a.rollout, a.score) | {"held_out": True} for row in sampled[:_STORED_ANSWERS] for a in row[:1]
             ]
             trained = self._stored_rollouts(step) if report is None else rollout_records(report.groups, report.details)
             self.directory.write_rollouts(step, [*answers, *trained])
@@ -264,12 +264,12 @@ class Execution:
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory(), self.trainer.sampler_state())
+        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state())
         self.saved_at = step
         healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
-        kept = [checkpoint.name_of(each) for each in healthy]
-        kept += [] if self.best is None else [self.best[1]]
-        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, kept)
+        protected = [checkpoint.name_of(each) for each in healthy]
+        protected += [] if self.best is None else [self.best[1]]
+        checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, protected)
 
     def save_again(self) -> None:
         """Overwrite the checkpoint of the current step."""
@@ -285,7 +285,7 @@ class Execution:
         self.health.clip_scale = scale
         self.trainer.algorithm = tighten_clip(self.resolved.algorithm, scale)
 
-    def memory(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The state of a checkpoint beside weights, optimizer and generators."""
         return {
             "trainer": self.trainer.state_dict(),
@@ -297,13 +297,13 @@ class Execution:
             "health": self.health.state(),
         }
 
-    def remember(self, memory: dict[str, Any]) -> None:
-        """Restore what `memory` returned."""
-        self.trainer.load_state_dict(memory["trainer"])
-        self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
-        self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state`."""
+        self.trainer.load_state_dict(state["trainer"])
+        self.best = None if state["best"] is None else (float(state["best"][0]), str(state["best"][1]))
+        self.latest, self.evaluated_at = state["latest"], int(state["evaluated_at"])
         self.saved_at = self.trainer.steps_done
-        self.health.load_state(memory.get("health", {}))
+        self.health.load_state(state.get("health", {}))
         self.tighten(self.health.clip_scale)
 
 

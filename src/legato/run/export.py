@@ -1,4 +1,4 @@
-"""A checkpoint as a plain Hugging Face folder, LoRA merged into the weights or left as an adapter."""
+"""Exports a checkpoint as a plain Hugging Face folder; LoRA is merged into the weights or left as an adapter."""
 
 import shutil
 from pathlib import Path
@@ -8,9 +8,9 @@ from legato.run.target import Target
 
 
 def export(target: Target, folder: Path, *, merge: bool = True) -> None:
-    """Write the folder; one that holds anything is never written over."""
+    """Write the model folder. InputError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} is there already and is never overwritten; name a new or empty folder")
+        raise InputError(f"expected a new or empty folder, got {folder}, which has content and is never overwritten")
     if target.saved is not None and (target.resolved.config.policy.lora is None or not merge):
         shutil.copytree(target.saved, folder, dirs_exist_ok=True)
         return

@@ -48,7 +48,7 @@ class Interrupt:
         return 0 if self.received is None else 128 + int(self.received)
 
 
-class AtOnce(Interrupt):
+class ImmediateInterrupt(Interrupt):
     """A context in which a signal raises KeyboardInterrupt. `received` is the signal, or None."""
 
     def __init__(self) -> None:

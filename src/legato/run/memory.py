@@ -21,11 +21,11 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
     training, rollouts = config.training, config.rollouts
     prompt, response, each = config.policy.max_prompt_tokens, rollouts.max_response_tokens, rollouts.samples_per_prompt
     group = prompt + each * response
-    of_update = -(-training.prompts_per_step // training.updates_per_step) * group
-    tokens = min(max(training.tokens_per_pack, prompt + response), of_update)
+    update_tokens = -(-training.prompts_per_step // training.updates_per_step) * group
+    tokens = min(max(training.tokens_per_pack, prompt + response), update_tokens)
     size = policy.model.get_input_embeddings().weight.element_size()
-    config_of_body = policy.body.config.get_text_config()
-    scores = bool(getattr(config_of_body, "attn_logit_softcapping", None)) or "gpt_oss" in config_of_body.model_type
+    body_config = policy.body.config.get_text_config()
+    scores = bool(getattr(body_config, "attn_logit_softcapping", None)) or "gpt_oss" in body_config.model_type
     half, lora = device == "cuda" and size == 2, config.policy.lora
     trained = sum(weight.numel() for weight in policy.parameters().values())
     every = sum(weight.numel() for weight in policy.model.parameters())
@@ -44,10 +44,10 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         offload=training.offload_optimizer and device == "cuda",
         reference=wire.wants_reference(resolved),
         value_head=policy.value_head is not None,
-        # The head of a GPU keeps logits in 16 bits, for so many tokens at most; elsewhere a row is whole.
+        # On a GPU the head keeps logits in 16 bits for at most this many tokens; elsewhere it takes a whole row.
         head_tokens=min(tokens, policy.tokens_at_once if half else max(policy.tokens_at_once, response)),
         logit_bytes=size if half else 0,
-        # The plain engine gives its keys and values back before an update.
+        # The plain engine frees its KV cache before an update.
         stored_keys=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
         tables=policy.packing and (not half or scores),
         scores=scores,
@@ -64,12 +64,14 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
         return {}
     config, training = resolved.config, resolved.config.training
     responses = config.rollouts.samples_per_prompt * config.rollouts.max_response_tokens
-    written, read = (training.prompts_per_step * each for each in (responses, responses + config.policy.max_prompt_tokens))
+    sampled, replayed = (
+        training.prompts_per_step * each for each in (responses, responses + config.policy.max_prompt_tokens)
+    )
     return {
-        "routed": written,
+        "routed": sampled,
         "routed_at_once": -(-training.prompts_per_step // training.updates_per_step) * responses,
         "engine_routes": config.rollouts.record_routes is not False,
-        "replayed": 0 if training.routing_replay == "off" else read,
+        "replayed": 0 if training.routing_replay == "off" else replayed,
     }
 
 
@@ -91,12 +93,12 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
             policy.notes.append("gradient checkpointing is off: this system does not say how much memory there is")
         return
     longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
-    refuse_what_cannot_fit(demand, room, longest, policy.name, on_gpu=policy.device.type == "cuda")
+    refuse_if_too_large(demand, room, longest, policy.name, on_gpu=policy.device.type == "cuda")
     if not auto:
         return
     fitting = fit(demand, room, smallest=longest)
     note = _decision_note(demand, fitting, room)
-    # A rank with less free memory decides for all: layers that one recomputes and another keeps take different times.
+    # The rank with the least free memory decides for all. If only some recomputed their layers, the others would wait.
     if (world or OneProcess()).agree(int(fitting.checkpointing)):
         if getattr(policy.model, "supports_gradient_checkpointing", True):
             recompute_layers(policy)
@@ -105,7 +107,7 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
     policy.notes.append(note)
 
 
-def refuse_what_cannot_fit(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
+def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
     """InputError if not even the smallest run fits: packs of one text, gradient checkpointing, no slack.
 
     Above that the estimate may be wrong, so the run starts with a note.

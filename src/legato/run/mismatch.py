@@ -39,18 +39,18 @@ class Sampler:
         """Parse a word like "stale:8"; InputError if it is not one."""
         kind, _, size = word.partition(":")
         if kind not in KINDS:
-            raise InputError(f"--kinds holds {word!r}; known are {', '.join(KINDS)}")
+            raise InputError(f"expected one of {', '.join(KINDS)}, got {word!r} (--kinds)")
         if not size:
             return cls(kind=kind)
         if kind not in _SIZED:
-            raise InputError(f"--kinds holds {word!r}: {kind} has no size; {', '.join(_SIZED)} have one")
+            raise InputError(f"expected {kind!r} without a size, got {word!r} (--kinds); only {', '.join(_SIZED)} have one")
         try:
             value: float | int = int(size) if kind == "stale" else float(size)
         except ValueError:
             value = math.nan
         if not value > 0 or not math.isfinite(value) or (kind == "top-p" and value > 1):
             wanted = {"stale": "a whole number of updates", "top-p": "a probability", "perturbed": "a number above 0"}[kind]
-            raise InputError(f"--kinds holds {word!r}; after the colon {wanted} is needed")
+            raise InputError(f"expected {wanted} after the colon, got {word!r} (--kinds)")
         return cls(kind=kind, size=value)
 
     @property
@@ -68,28 +68,28 @@ class Sampler:
         return replace(rollouts, mismatch=mismatch.Mismatch(kind=self.kind, **sized))
 
 
-def samplers(words: str) -> list[Sampler]:
+def parse_samplers(words: str) -> list[Sampler]:
     """Parse a list like "none,int8,stale:8"; no sampler may appear twice."""
     parsed = [Sampler.read(word) for word in re.split(r"[,\s]+", words.strip()) if word]
-    twice = {sampler.name for sampler in parsed if parsed.count(sampler) > 1}
-    if not parsed or twice:
-        raise InputError(f"--kinds = {words!r}; at least one of {', '.join(KINDS)} is needed, none of them twice")
+    repeated = {sampler.name for sampler in parsed if parsed.count(sampler) > 1}
+    if not parsed or repeated:
+        raise InputError(f"expected at least one of {', '.join(KINDS)} and none of them twice, got {words!r} (--kinds)")
     return parsed
 
 
 def compare_samplers(
     target: Target,
-    chosen: Sequence[Sampler],
+    samplers: Sequence[Sampler],
     *,
     prompts: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """For each sampler the figures of `training/mismatch.py`, all on the same problems with the same seeds."""
+    """Measure each sampler with `training/mismatch.py`, on the same problems with the same seeds."""
     resolved, config = target.resolved, target.resolved.config
     seed_generators(config.training.seed)
     policy, source = target.prepare(say)
     figures = {}
-    for sampler in chosen:
+    for sampler in samplers:
         say(sampler.name)
         with restoring_weights(policy):
             groups = _rollouts(resolved, sampler, policy, source, prompts or config.training.prompts_per_step)
@@ -117,19 +117,19 @@ def _rollouts(resolved: Resolved, sampler: Sampler, policy: Policy, source: Sour
     config = replace(config, task=replace(config.task, resampling="none"))
     reward = wire.reward_of(config, wire.Given())
     collector = wire.collector_of(config, policy, source, reward)
-    different = config.rollouts.mismatch
-    if different.kind == "stale":
+    settings = config.rollouts.mismatch
+    if settings.kind == "stale":
         reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(replace(resolved, config=config), policy, collector, reference)
-        while (done := trainer.optimizer.updates) < different.age:
+        while (done := trainer.optimizer.updates) < settings.age:
             trainer.step()
             if trainer.optimizer.updates == done:
-                raise InputError(f"a sampler cannot become {sampler.name}: a step had nothing to train on")
+                raise InputError(f"cannot make the sampler {sampler.name}: a training step made no update")
         collector.go_to(0)
     groups, tally = collector.next(prompts)
     if not groups:
         reasons = "; ".join(tally.reasons) or "no group had two scored responses"
-        raise InputError(f"nothing was sampled that could be scored: {reasons}")
+        raise InputError(f"expected rollouts that can be scored, got none: {reasons}")
     return groups
 
 

@@ -45,5 +45,5 @@ def sample(
     for prompt in prompts:
         problem = Problem(prompt=prompt)
         seeds = tuple(seed_of("sample", seed, problem.key, k) for k in range(samples))
-        found = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
-        yield PromptResponses(prompt=prompt, responses=tuple(found))
+        responses = engine.generate([Request(prompt=rendering.prompt(problem), seeds=seeds)], sampling, limits)[0]
+        yield PromptResponses(prompt=prompt, responses=tuple(responses))

@@ -18,25 +18,25 @@ from legato.training import checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A configuration and the weights that go with it."""
+    """A configuration and its weights."""
 
     resolved: Resolved
     saved: Path | None
     """The model folder of a checkpoint; None: the weights the configuration names."""
     warnings: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
-    """Inputs of the run that were Python objects (model, problems, reward): its configuration does not describe them."""
+    python_inputs: tuple[str, ...] = ()
+    """Names of inputs that were Python objects (model, problems, reward); the configuration does not describe them."""
 
     def policy(self) -> Policy:
-        if "model" in self.given and self.resolved.config.policy.lora is not None:
+        if "model" in self.python_inputs and self.resolved.config.policy.lora is not None:
             raise InputError("this run trained adapters on a module given in Python; load that module with peft instead")
         return wire.policy_of(self.resolved, wire.Given(), self.saved)
 
     def prepare(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
         """The policy as training would start with it, after the warm-up of a recipe, and the source of its problems."""
-        if "problems" in self.given:
+        if "problems" in self.python_inputs:
             raise InputError(
-                "this run was given its problems in Python, which its configuration does not hold; name a task with"
+                "this run was given its problems in Python, and its configuration does not hold them; name a task with"
                 " task.kind="
             )
         config = self.resolved.config
@@ -61,11 +61,14 @@ def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Targe
         else:
             folder, warnings = find_checkpoint(directory, step), []
         return Target(
-            resolved=resolved, saved=folder / "model", warnings=tuple(warnings), given=tuple(directory.python_parts())
+            resolved=resolved,
+            saved=folder / "model",
+            warnings=tuple(warnings),
+            python_inputs=tuple(directory.python_parts()),
         )
     if means_a_folder(name) and not path.expanduser().exists():
         raise InputError(
-            f"{name}: there is no such folder; a run directory, a recipe (.toml), or a model by its folder or hub name is"
-            " needed"
+            f"expected a run directory, a recipe (.toml) or a model (a folder or a hub name), got {name}: there is no such"
+            " folder"
         )
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)

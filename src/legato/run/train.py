@@ -28,7 +28,7 @@ from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.again import restart_advice
 from legato.run.execute import Execution, newest_model
-from legato.run.interrupt import AtOnce, Interrupt
+from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
@@ -87,7 +87,7 @@ def train(
     if isinstance(reward, str):
         overrides["reward.kind"] = reward
     if reward is not None and not isinstance(reward, str) and not callable(reward):
-        raise InputError(f"reward = {reward!r}; a callable of one rollout, or the name of a reward, is needed")
+        raise InputError(f"expected a callable of one rollout or the name of a reward, got {reward!r} (reward)")
     given = wire.Given(
         model=given_model,
         tokenizer=tokenizer,
@@ -137,13 +137,14 @@ def start(
     wire.check_training(resolved, policy, collector)
     if config.policy.lora is not None and config.policy.warm_up is not None and wire.wants_reference(resolved):
         raise InputError(
-            "policy.lora with policy.warm_up and a KL term: the reference would be the model before the warm-up; drop one"
+            "expected at most two of policy.lora, policy.warm_up and a KL term, got all three; drop one of them:"
+            " the reference of adapters is the model without them, which was not warmed up"
         )
     directory = RunDirectory.create(Path(config.output.directory), _run_name(resolved))
     with hold_lock(directory):
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
-        notes, noted = _notes(resolved, policy.notes), len(policy.notes)
+        notes, notes_shown = _notes(resolved, policy.notes), len(policy.notes)
         made_of, code = _made_of(resolved, given, source), _own_files(resolved, given)
         loggers = _loggers(resolved, directory, watcher, 0)
         directory.append_metrics(
@@ -161,7 +162,7 @@ def start(
             }
         )
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
-        with AtOnce() as interrupt:
+        with ImmediateInterrupt() as interrupt:
             try:
                 reference = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
@@ -179,7 +180,7 @@ def start(
             loggers=loggers,
             callback=callback,
             made_of=made_of,
-            noted=noted,
+            notes_shown=notes_shown,
         )
         return _finish(execution)
 
@@ -206,7 +207,7 @@ def _end_before_first_step(
         accuracy=None,
         accuracy_greedy=None,
         model_folder=None,
-        reason=f"{reason}: nothing is saved yet that could be resumed; {again}",
+        reason=f"{reason}: there is no checkpoint to resume from; {again}",
         exit_code=interrupt.exit_code,
     )
 
@@ -235,29 +236,29 @@ def resume(
     with hold_lock(directory):
         checkpoint.put_back(directory.path / "checkpoints")
         folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)
-        memory = checkpoint.read_state(folder)
+        state = checkpoint.read_state(folder)
         config = resolved.config
         seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
-        _check_given(memory["made_of"], given)
+        _check_given(state["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(resolved, given, source)
-        sentences += _check_code(memory["made_of"].get("code", {}), made_of["code"], allow_changes)
-        if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
+        sentences += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
+        if made_of["problems"] != state["made_of"]["problems"] and not allow_changes:
             raise InputError(
-                f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
-                " same data, or --allow-changes to go on with these"
+                f"expected the problems that {directory.path} was trained on, got others (their fingerprint differs);"
+                " give the same data, or --allow-changes to go on with these"
             )
         policy = wire.policy_of(resolved, given, folder / "model")
         decide_checkpointing(resolved, policy)
         collector = wire.collector_of(config, policy, source, reward)
         reference = _rebuild_reference(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)
-        checkpoint.restore(folder, policy, trainer.optimizer, memory)
+        checkpoint.restore(folder, policy, trainer.optimizer, state)
         trainer.load_sampler(checkpoint.sampler_state(folder))
-        positions = positions_at(directory, memory)
+        positions = positions_at(directory, state)
         given_up = None if step is None else give_up(directory, step, positions)
         if given_up is not None:
-            sentences.append(f"what came after step {step} is kept in {given_up}")
+            sentences.append(f"records after step {step} were moved to {given_up}")
         checkpoint.set_aside(directory.path / "checkpoints", folder)
         for file, position in positions.items():
             file.truncate(position)
@@ -269,16 +270,16 @@ def resume(
             evaluator=wire.evaluator_of(collector),
             held_out=wire.held_out_of(config, source, collector.runner.rendering, policy.notes),
             watcher=watcher,
-            loggers=_loggers(resolved, directory, watcher, int(memory["trainer"]["steps_done"])),
+            loggers=_loggers(resolved, directory, watcher, int(state["trainer"]["steps_done"])),
             callback=callback,
             made_of=made_of,
         )
-        execution.remember(memory)
+        execution.load_state(state)
         if words:
             directory.write_config(dump(resolved))
         notes = [*sentences, *policy.notes]
         watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", notes)
-        execution.noted = len(policy.notes)
+        execution.notes_shown = len(policy.notes)
         return _finish(execution)
 
 
@@ -404,8 +405,8 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
     kinds = {"task.kind": config.task.kind, "task.environment": config.task.environment, "reward.kind": config.reward.kind}
     for path, kind in kinds.items():
         if kind is not None and ":" in kind:
-            notes.append(f"{path} = {kind!r} is code of yours, imported from {os.getcwd()} or the Python path")
-    notes += [f"the part {code.reference!r} is code of yours, SHA-256 {code.sha256[:12]}" for code in resolved.code]
+            notes.append(f"{path} = {kind!r} is your own code, imported from {os.getcwd()} or the Python path")
+    notes += [f"the part {code.reference!r} is your own code, SHA-256 {code.sha256[:12]}" for code in resolved.code]
     return notes
 
 

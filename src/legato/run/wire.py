@@ -83,7 +83,7 @@ def _problems_of(task_object: Any, name: str, config: Config) -> Source:
     if hasattr(task_object, "load"):
         return task.pool(task_object.load(), seed)
     if not hasattr(task_object, "problem"):
-        raise InputError(f"{name} has neither problem(random) nor load(); a task needs one of them")
+        raise InputError(f"expected a task with problem(random) or load(), got {type(task_object).__name__} ({name})")
     return task.generated(task_object, seed)
 
 
@@ -127,8 +127,8 @@ def collector_of(config: Config, policy: Policy, source: Source, reward: Weighte
     longest = config.policy.max_prompt_tokens + rollouts.max_response_tokens
     if policy.context_length is not None and longest > policy.context_length:
         raise InputError(
-            f"policy.max_prompt_tokens + rollouts.max_response_tokens = {longest} is more than {policy.name} can read"
-            f" ({policy.context_length} tokens); lower one of them"
+            f"expected at most {policy.context_length} tokens, the context length of {policy.name}, got {longest}"
+            " (policy.max_prompt_tokens + rollouts.max_response_tokens); lower one of them"
         )
     engine, other = _engines(config, policy, trains=trains)
     runner = Runner(
@@ -277,7 +277,7 @@ def weights_fingerprint(policy: Policy) -> str:
 def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> None:
     """Raise errors of the first step before anything is written."""
     if not policy.parameters():
-        raise InputError("nothing is left to train: policy.frozen covers every parameter")
+        raise InputError("expected a parameter to train, got none: policy.frozen covers every parameter; freeze fewer")
     if resolved.config.training.optimizer == "adamw-8bit":
         check_eight_bit()
     for option in routing_options(resolved.algorithm, resolved.config.training):
@@ -319,7 +319,9 @@ def warm_up_examples(config: Config, policy: Policy, source: Source, collector: 
         for number in range(step * stage.examples_per_step, (step + 1) * stage.examples_per_step):
             problem = source.training(_WARM_UP_FROM + number)
             if problem.answer is None:
-                raise InputError("policy.warm_up needs problems with answers; this task has none")
+                raise InputError(
+                    "expected problems with answers, got one without (policy.warm_up); drop the warm-up or take another task"
+                )
             answer = policy.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
             examples_of_step.append((collector.runner.rendering.prompt(problem), torch.tensor([*answer, end])))
         return examples_of_step

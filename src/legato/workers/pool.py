@@ -45,9 +45,9 @@ class RefusedError(Exception):
 
 
 class Workers:
-    """At most `count` processes that answer questions to `function` ("module:name"), started when they are needed.
+    """A pool of at most `count` processes that call `function` ("module:name"). They are started when they are needed.
 
-    It may be asked from any thread; threads beyond `count` wait. After a fork the child has its own, empty pool.
+    Any thread may ask; threads beyond `count` wait. After a fork the child has its own, empty pool.
     """
 
     def __init__(self, function: str, *, count: int | None = None, questions_per_worker: int = 1000) -> None:
@@ -71,11 +71,14 @@ class Workers:
             return [worker.process.pid for worker in self._all if worker.process.poll() is None]
 
     def ask(self, *arguments: Any, seconds: float) -> Any:
-        """What the function returns for these JSON values. Starting a worker and waiting for a free one do not count."""
+        """Call the function in a worker with JSON arguments and return its result.
+
+        `seconds` limits the call itself; starting a worker and waiting for a free one do not count.
+        """
         question = json.dumps([arguments, seconds]).encode() + b"\n"
         for again in (False, True):
-            # A worker killed from outside takes the question with it, so it is put once more, to a new one: what killed it
-            # may have killed the idle ones too. Not a third time: a question that ends its worker would do so for ever.
+            # If a worker is killed from outside, ask once more, in a new worker: the idle ones may have been killed too.
+            # Never ask a third time: a question that crashes its worker would crash every worker.
             worker = self._take(fresh=again)
             try:
                 reply = worker.answer(question, seconds)
@@ -86,7 +89,7 @@ class Workers:
                 self._discard(worker)
                 continue
             except BaseException:
-                # Interrupted between question and reply: the reply would be taken for that of the next question.
+                # Interrupted between question and reply: the reply would look like the reply to the next question.
                 self._discard(worker)
                 raise
             self._return(worker)
@@ -105,7 +108,7 @@ class Workers:
                 worker = self._free.pop()
                 if worker.process.poll() is None and not fresh:
                     return worker
-                # Killed while it was idle: nobody's question was lost.
+                # Killed while it was idle: no question was lost.
                 self._forget(worker)
             self._places -= 1
         try:
@@ -118,14 +121,14 @@ class Workers:
         with self._changed:
             self._all.append(worker)
             if self._closed:
-                # Closed while it started: nobody would end it later.
+                # The pool was closed while the worker started: nothing else would end it.
                 self._forget(worker)
                 raise DiedError("the workers have been closed")
         return worker
 
     def _return(self, worker: "_Worker") -> None:
         if worker.answered >= self.questions_per_worker:
-            # Caches and fragments of the libraries in it only grow.
+            # Caches and memory fragments of its libraries only grow.
             self._discard(worker)
             return
         with self._changed:
@@ -153,7 +156,7 @@ class Workers:
             self._changed.notify_all()
 
     def _abandon(self) -> None:
-        """In a forked child: the workers are the parent's. Its ends of the sockets must not be kept open here."""
+        """In a forked child: close our copies of the parent's sockets and start with an empty pool."""
         for worker in self._all:
             worker.channel.close()
             worker.process.returncode = 0
@@ -161,7 +164,7 @@ class Workers:
 
 
 class _Worker:
-    """One process and the socket to it. One thread at a time speaks to it."""
+    """One process and the socket to it. Only one thread at a time uses it."""
 
     def __init__(self, function: str) -> None:
         self.channel, other = socket.socketpair()
@@ -178,9 +181,9 @@ class _Worker:
                 stdin=other.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # One hash seed for all: what a library makes of a set's order is then the same in every run.
+                # One hash seed for all workers, so that libraries that depend on the order of a set give the same results.
                 env=environment | {"PYTHONHASHSEED": "0"},
-                # A Ctrl-C in the terminal is for the asker, who decides what becomes of its workers.
+                # A Ctrl-C in the terminal must reach only the main process, which ends its workers itself.
                 start_new_session=True,
             )
         try:
@@ -258,14 +261,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def serve(name: str) -> None:
-    """The main loop of a worker: import the function, report it, then answer questions until the caller is gone."""
+    """The main loop of a worker: import the function, report success, then answer questions until the caller is gone."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     home, _, attribute = name.partition(":")
     try:
         module = import_module(home)
         function = getattr(module, attribute)
-        # What takes long once is done before the first question, whose time is limited.
+        # Do slow preparations before the first question, because its time is limited.
         getattr(module, "prepare", lambda: None)()
         _limit_memory_and_files()
     except Exception as error:
