@@ -118,7 +118,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
     def mean(points: Sequence[Mapping[str, float]], key: str) -> float:
         return sum(point[key] for point in points) / len(points)
 
-    measured = [point for point in course if "first_entropy" in point]
+    scored = [point for point in course if "first_entropy" in point]
     return {
         _OWN: {
             "entropy_start": mean(own_old, "entropy"),
@@ -128,9 +128,9 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
         },
         "what the first policy wrote": {
             "entropy_start": float(before.entropy_old.mean()),
-            "entropy_end": measured[-1]["first_entropy"],
+            "entropy_end": scored[-1]["first_entropy"],
             "perplexity_start": float(before.entropy_old.exp().mean()),
-            "perplexity_end": measured[-1]["first_perplexity"],
+            "perplexity_end": scored[-1]["first_perplexity"],
         },
         # The old policy of `last` is that of the start, the new one that of the end.
         "what the last policy writes": {
@@ -294,11 +294,11 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
     scatter: Trace = {"type": "scatter", "mode": "markers", "name": "responses", "x": s, "y": quotient}
     scatter["marker"] = {"color": BLUE, "size": 7, "opacity": 0.7}
     steps = [point["step"] for point in course]
-    kept = [point for point in course if "first_perplexity" in point]
+    scored = [point for point in course if "first_perplexity" in point]
     # Errors of exactly 0 have no place on a logarithmic axis.
     shown = {name: max(error, 1e-17) for name, error in broken.items()}
     colours = [GREEN if error < 1e-6 else RED for error in shown.values()]
-    drawn = [
+    figures = [
         figure(
             "s and the quotient of perplexities",
             "A point a response, after one step of training; the line is equality.",
@@ -318,7 +318,7 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
             "Perplexity over the run",
             "Of what the policy writes at each step, and of what the first policy wrote under the policy of now.",
             [line(steps, [round_six(point["perplexity"]) for point in course], "its own responses", BLUE),
-             line([p["step"] for p in kept], [round_six(p["first_perplexity"]) for p in kept], "the first responses",
+             line([p["step"] for p in scored], [round_six(p["first_perplexity"]) for p in scored], "the first responses",
                   AMBER)],
             {"yaxis": {"title": {"text": "perplexity"}, "type": "log"}},
         ),
@@ -326,8 +326,9 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
             "Cross-entropy over the run",
             "H = log PPL of a response, mean over responses.",
             [line(steps, [round_six(point["entropy"]) for point in course], "its own responses", VIOLET),
-             line([p["step"] for p in kept], [round_six(p["first_entropy"]) for p in kept], "the first responses", AMBER)],
+             line([p["step"] for p in scored], [round_six(p["first_entropy"]) for p in scored], "the first responses",
+                  AMBER)],
             {"yaxis": {"title": {"text": "nats a token"}, "rangemode": "tozero"}},
         ),
     ]  # fmt: skip
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]

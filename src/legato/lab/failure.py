@@ -30,12 +30,12 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
         ways = shifts(target.resolved, policy, source, steps=steps, say=say)
         described = facts(recorder_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
         described.pop("a step")
-    measured = _measure(ways[0]) if ways else None
+    modes = _measure(ways[0]) if ways else None
     sheets = [_lengths_sheet(lengths), _hidden_sheet(), _related_sheet(related), _tails_sheet(tails)]
     sentences = _sentences(lengths, related, tails)
-    if measured is not None:
-        sheets = [*_shift_sheets(ways), _measured_lengths(measured["quintiles"]), *sheets]
-        sentences = [*_measured_sentences(ways, measured), *sentences]
+    if modes is not None:
+        sheets = [*_shift_sheets(ways), _measured_lengths(modes["quintiles"]), *sheets]
+        sentences = [*_measured_sentences(ways, modes), *sentences]
     return Account(
         name="failure",
         title="Where a mean over tokens misleads",
@@ -45,7 +45,7 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
         sentences=sentences,
         checks=_checks(lengths, related, tails),
         sheets=sheets,
-        figures=_figures(lengths, related, tails, ways, measured),
+        figures=_figures(lengths, related, tails, ways, modes),
         data={"hidden": [{"tokens": h.length, "shifted": h.shifted, "log_s": h.log_s} for h in hidden]},
     )
 
@@ -119,7 +119,7 @@ def _sentences(lengths: Sequence[Quintile], related: Sequence[Correlated], tails
     ]
 
 
-def _measured_sentences(ways: Sequence[Shift], measured: dict[str, Any]) -> list[str]:
+def _measured_sentences(ways: Sequence[Shift], modes: dict[str, Any]) -> list[str]:
     ends = [(way, way.updates[-1]) for way in ways]
     sentences = [
         "Measured, large shifts, in the last update of a step: "
@@ -129,14 +129,14 @@ def _measured_sentences(ways: Sequence[Shift], measured: dict[str, Any]) -> list
             for way, end in ends
         )
         + ".",
-        f"Measured, hidden shifts: {measured['inside']:.0%} of the responses have s inside the published band;"
-        f" {measured['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all:"
-        f" {measured['largest']:.2f}).",
-        f"Measured, heavy tails: kurtosis of lw {measured['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
-        f" {measured['half']:.2%} of the tokens.",
+        f"Measured, hidden shifts: {modes['inside']:.0%} of the responses have s inside the published band;"
+        f" {modes['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all:"
+        f" {modes['largest']:.2f}).",
+        f"Measured, heavy tails: kurtosis of lw {modes['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
+        f" {modes['half']:.2%} of the tokens.",
     ]
-    if measured["quintiles"]:
-        first, last = measured["quintiles"][0], measured["quintiles"][-1]
+    if modes["quintiles"]:
+        first, last = modes["quintiles"][0], modes["quintiles"][-1]
         sentences.insert(
             1,
             f"Measured, lengths: the band that clips {SHARE:.0%} of all clips {first.one_band:.0%} of the shortest fifth"
@@ -237,25 +237,25 @@ def _figures(
     related: Sequence[Correlated],
     tails: Sequence[Heavy],
     ways: Sequence[Shift],
-    measured: dict[str, Any] | None,
+    modes: dict[str, Any] | None,
 ) -> list[Figure]:
-    drawn: list[Figure | None] = []
+    figures: list[Figure | None] = []
     if ways:
         data, drift = (
             [_course(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
             for key in ("clipped", "deviation")
         )
         at = {"xaxis": {"title": {"text": "update within the step"}}}
-        drawn += [
+        figures += [
             figure("Clipped by update", "Share of the responses with an advantage.", data, shares("clipped") | at),
             figure("Spread of log s by update", "Standard deviation over responses.", drift,
                    at | {"yaxis": {"title": {"text": "sd of log s"}, "rangemode": "tozero"}}),
         ]  # fmt: skip
-    if measured is not None and measured["quintiles"]:
-        drawn.append(_by_length("Clip rate by length, measured", measured["quintiles"]))
-    drawn.append(_by_length("Clip rate by length, constructed", lengths))
+    if modes is not None and modes["quintiles"]:
+        figures.append(_by_length("Clip rate by length, measured", modes["quintiles"]))
+    figures.append(_by_length("Clip rate by length, constructed", lengths))
     names = [each.process for each in related]
-    drawn.append(
+    figures.append(
         figure(
             "Correlated tokens and the clip",
             "The band clips 15 % of independent tokens (dashed).",
@@ -280,7 +280,7 @@ def _figures(
         )
     )
     x = [float(each.length) for each in tails]
-    drawn.append(
+    figures.append(
         figure(
             "Heavy tails of log s",
             "Beyond four standard deviations, which are the same for both.",
@@ -294,7 +294,7 @@ def _figures(
             },
         )
     )
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]
 
 
 def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:

@@ -227,13 +227,13 @@ def _measured_figures(overall: Spread) -> list[Figure]:
     layout = {"xaxis": {"title": {"text": "tokens"}, "type": "log"}, "hovermode": "closest",
               "yaxis": {"title": {"text": "gap"}, "rangemode": "tozero"}}  # fmt: skip
     one = line(x, [1.0] * len(x), "independent", GREY, dash="dash")
-    drawn = [
+    figures = [
         figure("Var(log s) against length", "Bins of responses with their standard errors, and the explanations.", data,
                _logs("tokens (harmonic mean of the bin)", "Var(log s)"), wide=True),
         figure("Gap against length", "1 would be independent tokens.", [gaps, one],
                layout),
     ]  # fmt: skip
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]
 
 
 def _synthetic_figures(simulated: Sequence[Simulated]) -> list[Figure]:
@@ -245,8 +245,8 @@ def _synthetic_figures(simulated: Sequence[Simulated]) -> list[Figure]:
         points = {"type": "scatter", "mode": "markers", "name": each.name, "x": x, "y": list(each.variances)}
         data.append(points | {"marker": {"color": colour, "size": 7}, "showlegend": False})
     caption = "Lines: closed forms; points: simulated. All cross at 512 tokens and part elsewhere."
-    drawn = figure("Synthetic correlation", caption, data, _logs("tokens", "Var(log s)"), wide=True)
-    return [] if drawn is None else [drawn]
+    chart = figure("Synthetic correlation", caption, data, _logs("tokens", "Var(log s)"), wide=True)
+    return [] if chart is None else [chart]
 
 
 def _simulation_data(each: Simulated) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def examples() -> Account:
         "Advantages of +1 and -1 for rewards 1, 0, 1, 0 are population z-scores; with the sample deviation, as libraries"
         f" take it, they are +-{_with_sample_deviation():.3f}.",
     ]
-    body = "".join(f"<section><h2>{html.escape(title)}</h2>{strips(found)}</section>" for title, found in walks.items())
+    body = "".join(
+        f"<section><h2>{html.escape(title)}</h2>{strips(walk_list)}</section>" for title, walk_list in walks.items()
+    )
     return Account(
         name="walkthrough",
         title="One response through GRPO and GSPO",
@@ -264,8 +266,8 @@ def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, in
     member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
     words = []
     for each in look.rows[member].tolist():
-        written = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
-        words.append(tuple(text for text, own in zip(written, rollouts[each].mask.tolist(), strict=True) if own))
+        texts = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
+        words.append(tuple(text for text, own in zip(texts, rollouts[each].mask.tolist(), strict=True) if own))
     members = Rows(
         title="the group",
         old=look.old[member],

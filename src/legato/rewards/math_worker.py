@@ -35,18 +35,18 @@ def _read(text: str) -> tuple[Any, ...]:
 
 def compare(gold: str, response: str) -> str:
     """'right', 'wrong', or 'gold' where it is the answer of the data set that cannot be read as mathematics."""
-    right = _read_gold(gold)
-    if all(isinstance(found, str) for found in right):
+    answers = _read_gold(gold)
+    if all(isinstance(parsed, str) for parsed in answers):
         return "gold"
-    said = _read(response)
-    return "right" if any(_equal(one, other) for one in right for other in said) else "wrong"
+    responses = _read(response)
+    return "right" if any(_equal(one, other) for one in answers for other in responses) else "wrong"
 
 
-def _equal(right: Any, said: Any) -> bool:
+def _equal(answer: Any, response: Any) -> bool:
     from math_verify import verify
 
     try:
-        return bool(verify(right, said, timeout_seconds=None, raise_on_error=True))
+        return bool(verify(answer, response, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
         raise
     except Exception:

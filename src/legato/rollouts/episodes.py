@@ -309,19 +309,19 @@ def _add_reply(columns: dict[str, list[Tensor]], inserted: Inserted) -> None:
 
 def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
     """One record of all turns: of each token that of its first reading. None where a turn has no record."""
-    known = [each for each in routes if each is not None]
-    if len(known) < len(routes):
+    records = [each for each in routes if each is not None]
+    if len(records) < len(routes):
         return None
-    joined = known[0]
-    for later in known[1:]:
+    whole = records[0]
+    for later in records[1:]:
         # A turn's engine read the prompt with all turns before it; what was read before keeps the record it has.
-        new = slice(len(joined.tokens), None)
-        joined = Routes(
-            tokens=torch.cat([joined.tokens, later.tokens[new]]),
-            experts=torch.cat([joined.experts, later.experts[new]]),
-            count=joined.count,
+        new = slice(len(whole.tokens), None)
+        whole = Routes(
+            tokens=torch.cat([whole.tokens, later.tokens[new]]),
+            experts=torch.cat([whole.experts, later.experts[new]]),
+            count=whole.count,
         )
-    return joined
+    return whole
 
 
 def _fault_of(reply: Any) -> str | None:

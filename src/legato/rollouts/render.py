@@ -134,9 +134,9 @@ class Rendering(ChatSettings, SystemPrompt):
         """The text that the template adds after the policy's turn."""
         rest = after[len(before) :]
         # Templates may strip white space. Any other change would make the policy read a different past.
-        for written in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
-            if after.startswith(before) and rest.startswith(written):
-                return rest[len(written) :]
+        for rendered in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
+            if after.startswith(before) and rest.startswith(rendered):
+                return rest[len(rendered) :]
         raise InputError(
             f"expected a chat template that leaves earlier turns as they were, got that of {self._name}: after a reply it"
             f" renders {rest[:60]!r} where the policy wrote {turn[:60]!r} (task.environment); use a template without such"

@@ -28,12 +28,12 @@ def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
 
     random.seed(seed)
     numpy.random.seed(seed)
-    made = reasoning_gym.create_dataset(dataset, seed=seed, size=1, **settings)[0]
+    problem = reasoning_gym.create_dataset(dataset, seed=seed, size=1, **settings)[0]
     return {
-        "question": made["question"],
-        "answer": made["answer"],
-        "metadata": json.loads(json.dumps(made["metadata"], default=str)),
-        "whole": json.dumps(_tag_types(made)),
+        "question": problem["question"],
+        "answer": problem["answer"],
+        "metadata": json.loads(json.dumps(problem["metadata"], default=str)),
+        "whole": json.dumps(_tag_types(problem)),
     }
 
 

@@ -208,7 +208,7 @@ class Scheduler:
         # Finished responses have keys of the old weights: no later prompt may reuse them.
         self.last = dict(self.active)
         self.held = {entry: job for entry, job in self.held.items() if entry in self.users}
-        tokens, lengths = self.store.tokens.cpu(), self.store.written.tolist()
+        tokens, lengths = self.store.tokens.cpu(), self.store.sampled_count.tolist()
         texts = []
         for slot, row in self.active.items():
             row.versions.append((lengths[slot], self.engine.version))
@@ -227,7 +227,7 @@ class Scheduler:
             return
         rows = [self.active[slot] for slot in finished]
         width = max(row.job.limits.max_response_tokens for row in rows)
-        self.landings.append(Landing(self.store, rows, width, kept=self.kind.sampling.truncates))
+        self.landings.append(Landing(self.store, rows, width, truncated=self.kind.sampling.truncates))
         self._free(finished)
         self._admit_if_worth_it()
 
