@@ -80,9 +80,9 @@ def test_a_response_without_tokens_is_refused(run: Path, monkeypatch: pytest.Mon
 
 
 def test_rollouts_steps_and_folders_that_do_not_exist_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rollouts 0 to 63"):
+    with pytest.raises(ValueError, match="expected --rollout from 0 to 63, got 64"):
         walk_run(run, step=None, rollout=64, words=[], say=ignore)
-    with pytest.raises(ValueError, match=r"--step 500 is asked for; .* has 4 steps; those from 1 can be done again"):
+    with pytest.raises(ValueError, match=r"expected --step from 1 to 5, got 500 \(.* has 4 steps\)"):
         walk_run(run, step=500, rollout=None, words=[], say=ignore)
     with pytest.raises(ValueError, match="not a run directory"):
         walk_run(tmp_path, step=None, rollout=None, words=[], say=ignore)

@@ -102,12 +102,12 @@ def test_a_file_named_like_a_module_does_not_replace_the_module(folder: Path) ->
         ),
         ("nowhere.py:right", "there is no file"),
         ("own_rewards:rihgt", "own_rewards has no 'rihgt'; did you mean 'right'?"),
-        ("own_rewards:LIMIT", "is a int; a function of one rollout is needed"),
-        ("own_rewards:two", "takes (rollout, answer); one positional argument, the rollout, is needed"),
-        ("own_rewards:none", "takes (); one positional argument"),
-        ("own_rewards:named", "takes (*, rollout); one positional argument"),
+        ("own_rewards:LIMIT", "expected a function of one rollout, got int"),
+        ("own_rewards:two", "expected one positional argument, the rollout, got (rollout, answer)"),
+        ("own_rewards:none", "expected one positional argument, the rollout, got ()"),
+        ("own_rewards:named", "expected one positional argument, the rollout, got (*, rollout)"),
         ("own_rewards:Needy", "Needy() could not be made without arguments: TypeError"),
-        ("own_rewards:Silent", "is a Silent; a function of one rollout is needed"),
+        ("own_rewards:Silent", "expected a function of one rollout, got Silent"),
     ],
 )
 def test_unusable_rewards_are_refused_with_the_reason(path: str, message: str) -> None:

@@ -232,7 +232,7 @@ def test_a_supported_model_gets_the_slot_engine(name: str) -> None:
     policy = load_policy(make_model(name), Loading(device="cpu"), tokenizer=Words())
     engine = engine_for(policy)
     assert isinstance(engine, GraphedEngine) and engine.store is None
-    assert not any("plain one" in note for note in policy.notes)
+    assert not any("plain engine" in note for note in policy.notes)
 
 
 def bloom_model() -> Any:
@@ -259,8 +259,8 @@ def test_an_unsupported_model_gets_the_plain_engine_and_one_note(build: Callable
     # Wrapped, not loaded: loading would already have checked the model.
     policy = Policy(model=build(), tokenizer=Words(), name="strange")
     assert isinstance(engine_for(policy), LocalEngine)
-    (note,) = (messages for messages in policy.notes if not messages.startswith("routing is not measured"))
-    assert note.startswith("the engine is the plain one: keys and values in slots do not serve ")
+    (note,) = (note for note in policy.notes if not note.startswith("routing is not measured"))
+    assert note.startswith("the plain engine is used: the slot engine does not support ")
     assert type(policy.model).__name__ in note
 
 

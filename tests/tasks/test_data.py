@@ -86,32 +86,32 @@ BAD_LINES = {
     b"": "holds no problems",
     b"\n \n": "holds no problems",
     GOOD + b"{": "line 2: is not JSON",
-    GOOD + b"\n[1]": "line 3: is a list; an object",
-    b"null": "line 1: is a NoneType; an object",
+    GOOD + b"\n[1]": "line 3: expected an object with a value for each column, got a list",
+    b"null": "line 1: expected an object with a value for each column, got a NoneType",
     b"[" * 100_000: "line 1: is not JSON",
     b'{"prompt": ' + b"9" * 5000 + b"}": "line 1: is not JSON",
     GOOD + b'{"prompt": "\xff"}': "line 2: is not UTF-8 at byte 12",
     GOOD + b"\0\0": "line 2: holds a NUL byte",
-    GOOD + b'{"question": "x", "answer": "y"}': "line 2: has no column 'prompt'; it has 'question', 'answer'",
-    b"{}": "line 1: has no column 'prompt'; it has none",
-    b'{"prompt": "x"}': "line 1: has no column 'answer'; it has 'prompt'",
-    line(prompt=None): "line 1: 'prompt' is null; text is needed",
-    line(prompt=7): "line 1: 'prompt' is 7; text is needed",
+    GOOD + b'{"question": "x", "answer": "y"}': "line 2: expected a column 'prompt', got 'question', 'answer'",
+    b"{}": "line 1: expected a column 'prompt', got none",
+    b'{"prompt": "x"}': "line 1: expected a column 'answer', got 'prompt'",
+    line(prompt=None): "line 1: expected text in 'prompt', got null",
+    line(prompt=7): "line 1: expected text in 'prompt', got 7",
     line(prompt=" \n"): "line 1: 'prompt' is empty",
     line(prompt="a\0"): "line 1: 'prompt' holds a NUL character",
     line(prompt="\ud800"): "line 1: 'prompt' holds half of a surrogate pair",
-    line(answer=None): "line 1: 'answer' is null; text or a finite number",
+    line(answer=None): "line 1: expected text or a finite number in 'answer', got null",
     line(answer=""): "line 1: 'answer' is empty",
-    line(answer=["y"]): "line 1: 'answer' is a list; text or a finite number",
-    line(answer=True): "line 1: 'answer' is True; text or a finite number",
-    line(answer=float("nan")): "line 1: 'answer' is nan; text or a finite number",
+    line(answer=["y"]): "line 1: expected text or a finite number in 'answer', got a list",
+    line(answer=True): "line 1: expected text or a finite number in 'answer', got True",
+    line(answer=float("nan")): "line 1: expected text or a finite number in 'answer', got nan",
     line(prompt=[]): "line 1: 'prompt' is an empty list of messages",
-    line(prompt=["hi"]): "line 1: 'prompt[0]' is a str; a message with role and content",
-    line(prompt=[{"role": "me", "content": "x"}]): "'prompt[0]' has the role 'me'; one of system, user, assistant, tool is",
-    line(prompt=[{"content": "x"}]): "'prompt[0]' has the role None",
-    line(prompt=[*CHAT, {"role": "user"}]): "'prompt[1].content' is null; text is needed",
+    line(prompt=["hi"]): "line 1: expected a message with role and content in 'prompt[0]', got a str",
+    line(prompt=[{"role": "me", "content": "x"}]): "one of system, user, assistant, tool as role in 'prompt[0]', got 'me'",
+    line(prompt=[{"content": "x"}]): "as role in 'prompt[0]', got None",
+    line(prompt=[*CHAT, {"role": "user"}]): "expected text in 'prompt[1].content', got null",
     line(prompt=[*CHAT, {"role": "user", "content": ""}]): "'prompt[1].content' is empty",
-    line(prompt=[CHAT[0] | {"name": "Ann"}]): "'prompt[0]' has 'name'; a message has role and content",
+    line(prompt=[CHAT[0] | {"name": "Ann"}]): "expected only role and content in 'prompt[0]', got 'name'",
 }
 
 
@@ -130,27 +130,27 @@ def assert_refused(data: object, message: str) -> None:
 
 def test_a_line_of_ten_megabytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD + line(prompt="x" * 11_000_000)))
-    assert_refused(Jsonl(path=str(tmp_path / "a.jsonl.gz")), "line 2: is longer than 10485760 bytes")
+    assert_refused(Jsonl(path=str(tmp_path / "a.jsonl.gz")), "line 2: expected at most 10485760 bytes, got more")
 
 
 def test_files_that_do_not_match_their_extension_are_refused(tmp_path: Path) -> None:
     whole = gzip.compress(GOOD * 1000)
     cases = {
-        "plain.jsonl.gz": (GOOD, "is no whole gzip file"),
-        "cut.jsonl.gz": (whole[:-20], "is no whole gzip file"),
-        "damaged.jsonl.gz": (whole[:20] + b"\xff\xff\xff" + whole[23:], "is no whole gzip file"),
+        "plain.jsonl.gz": (GOOD, "is not a complete gzip file"),
+        "cut.jsonl.gz": (whole[:-20], "is not a complete gzip file"),
+        "damaged.jsonl.gz": (whole[:20] + b"\xff\xff\xff" + whole[23:], "is not a complete gzip file"),
         "a.pkl": (pickle.dumps(1), ".pkl files can run code when they are read and are refused"),
         "a.pt": (b"", ".pt files can run code"),
-        "a.csv": (b"prompt,answer", "a name that ends in .jsonl or .jsonl.gz is needed"),
-        "a.parquet": (b"PAR1", "a name that ends in .jsonl or .jsonl.gz is needed"),
+        "a.csv": (b"prompt,answer", "expected a name that ends in .jsonl or .jsonl.gz"),
+        "a.parquet": (b"PAR1", "expected a name that ends in .jsonl or .jsonl.gz"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
         assert_refused(Jsonl(path=str(tmp_path / name)), message)
     assert_refused(Jsonl(path=str(tmp_path / "none.jsonl")), "none.jsonl: there is no such file")
-    assert_refused(Jsonl(path=str(tmp_path)), "is a folder; a .jsonl or .jsonl.gz file is needed")
+    assert_refused(Jsonl(path=str(tmp_path)), "expected a .jsonl or .jsonl.gz file, got a folder")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert_refused(Jsonl(path=str(tmp_path / "pipe.jsonl")), "is no regular file")
+    assert_refused(Jsonl(path=str(tmp_path / "pipe.jsonl")), "expected a .jsonl or .jsonl.gz file, got no regular file")
 
 
 def test_bad_parquet_is_refused(tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ def test_bad_parquet_is_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(empty, tmp_path / "b.parquet")
     assert_refused(Parquet(path=str(tmp_path / "b.parquet")), "holds no problems")
     path = write_parquet(tmp_path / "c.parquet", [{"prompt": "x", "answer": "y"}, {"prompt": None, "answer": "y"}])
-    assert_refused(Parquet(path=path), "c.parquet row 2: 'prompt' is null")
-    assert_refused(Parquet(path=path, prompt="question"), "row 1: has no column 'question'; it has 'prompt', 'answer'")
+    assert_refused(Parquet(path=path), "c.parquet row 2: expected text in 'prompt', got null")
+    assert_refused(Parquet(path=path, prompt="question"), "row 1: expected a column 'question', got 'prompt', 'answer'")
 
 
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "system", "content": "x"}, *CHAT], "answer": "y"}])
-    assert_refused(Jsonl(path=path, system_prompt="be brief"), "has a system message already; leave system_prompt out")
+    assert_refused(Jsonl(path=path, system_prompt="be brief"), "already has a system message; leave system_prompt out")
 
 
 GSM8K = [
@@ -185,7 +185,7 @@ def test_gsm8k_answers_follow_the_hashes(tmp_path: Path) -> None:
         Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "13"}])), "line 1: the answer '13' has no '####"
     )
     assert_refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "a ####"}])), "line 1: the answer")
-    assert_refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x"}])), "line 1: has no column 'answer'")
+    assert_refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x"}])), "line 1: expected a column 'answer'")
 
 
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
@@ -227,11 +227,11 @@ def test_a_data_set_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [problem.answer for problem in Gsm8k(split="test").load()] == ["13", "1234000"]
     assert NamedDataset(dataset="a/b", config="c", split="train[:2]", prompt="question").load()[0].answer.endswith("13")
     assert calls == [(("openai/gsm8k", "main"), {"split": "test"}), (("a/b", "c"), {"split": "train[:2]"})]
-    assert_refused(NamedDataset(dataset="a/b"), "data set 'a/b' split 'train' row 1: has no column 'prompt'")
+    assert_refused(NamedDataset(dataset="a/b"), "data set 'a/b' split 'train' row 1: expected a column 'prompt'")
 
 
 def test_a_data_set_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert_refused(NamedDataset(dataset="../a/b"), "a name such as 'openai/gsm8k' is needed")
+    assert_refused(NamedDataset(dataset="../a/b"), "expected a name such as 'openai/gsm8k'")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()
     assert_refused(NamedDataset(dataset="local"), "there is a file or folder of this name; give it as path")

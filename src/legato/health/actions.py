@@ -141,7 +141,7 @@ class Health:
         file = self.directory.path / GO_ON
         file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
-        # Ranks look at different moments: what one has seen goes for all.
+        # Ranks check at different moments, so they agree on what any of them has seen.
         while not (answered := bool(world.agree(int(file.exists())))) and not interrupted():
             time.sleep(_LOOK_EVERY_SECONDS)
         if answered:

@@ -1,5 +1,5 @@
-"""`legato lab clipping`: epsilon from 1e-6 to 0.2, measured beside what a normal log s would give, and what it does to
-training: reward, drift, lengths, updates, token against sequence ratios."""
+"""`legato lab clipping`: clipping for epsilon from 1e-6 to 0.2 against the prediction for a normal log s, and its effects
+on training: reward, drift, lengths, updates, token against sequence ratios."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, 
 from legato.records.directory import RunDirectory
 
 TOLERANCE = 0.1
-"""How far measured and predicted share may differ before the page says that log s is not as the formula has it."""
+"""Largest difference between measured and predicted share at which the page still says that the formula holds."""
 _DILUTED = (
     "training.load_balance keeps responses without an advantage in the updates; they count as not clipped, so measured"
     " shares are too low by their part."
@@ -57,7 +57,7 @@ def clipping(
     listed = arms(epsilons)
     results = train_arms(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
     arm_results = [_arm_result(arm, results, folder, seeds, say) for arm in listed]
-    # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
+    # The runs start from a copy of the weights; show the name of the original model.
     config = target_of(words).resolved.config
     return account(arm_results, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
 
@@ -174,7 +174,7 @@ def _main(arm_results: Sequence[ArmResult]) -> Sheet:
             each.arm.name,
             f"{each.arm.low:g}/{each.arm.high:g}",
             _finite_or_none(each.mean("clipped")),
-            # The formula is of s; a band on token ratios is another thing.
+            # The formula predicts clipping of s, not of token ratios.
             _finite_or_none(each.mean("predicted")) if each.arm.algorithm == "gspo" else None,
             *(_finite_or_none(each.mean(key)) for key in ("clipped_tokens", "reward_start", "reward")),
             _finite_or_none(each.accuracy),

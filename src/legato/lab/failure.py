@@ -1,4 +1,4 @@
-"""`legato lab failure`: five ways in which a mean over tokens misleads, constructed, and looked for in your own model."""
+"""`legato lab failure`: five ways in which a mean over tokens misleads, constructed, and measured in your own model."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LOW, HIGH = 3e-4, 4e-4
 
 
 def failure(target: Target | None, *, steps: int, say: Say) -> Account:
-    """All constructions; with a target also what is found of them in its training."""
+    """Return the report of all constructed failure modes and, with a target, of their size in its training."""
     lengths, hidden = constructed.heterogeneous_lengths(), HIDDEN
     related, tails = constructed.correlated_tokens(), constructed.heavy_tails()
     ways: list[Shift] = []
@@ -298,7 +298,7 @@ def _figures(
 
 
 def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:
-    """By update; one in which no response had an advantage has no share of them."""
+    """The trace of `key` by update; updates without a share, because no response had an advantage, are left out."""
     known = [(float(each.index + 1), value) for each in way.updates if math.isfinite(value := getattr(each, key))]
     return line([at for at, _ in known], [value for _, value in known], way.name, colour)
 

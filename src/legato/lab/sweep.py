@@ -90,7 +90,7 @@ def define_comparison(
     recipes, options = prepare_start(words, folder, say)
     if steps is not None:
         options["training.steps"] = steps
-    # The share that is predicted is of responses with an advantage, so only those may be among the measured.
+    # The prediction is for responses with an advantage, so only those may be measured.
     options["training.skip_silent_rows"] = True
     return Definition(recipes=recipes, arms={arm.name: arm.options for arm in listed}, seeds=tuple(seeds), options=options)
 

@@ -123,7 +123,7 @@ def _products() -> Sheet:
 
 
 def _power(exponent: float) -> str:
-    """10^x in few characters, whatever x is."""
+    """10^x as a short text, for any x."""
     if abs(exponent) < 4:
         return f"{10**exponent:.4g}"
     whole = math.floor(exponent)
@@ -250,7 +250,7 @@ def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
     if rollout is not None:
         count = len(again.rollouts())
         if not 0 <= rollout < count:
-            raise InputError(f"--rollout {rollout} is asked for; step {again.step} has the rollouts 0 to {count - 1}")
+            raise InputError(f"expected --rollout from 0 to {count - 1}, got {rollout} (step {again.step})")
         return rollout
     best, at = -1.0, int(again.observed[0].rows[0])
     for look in again.observed:

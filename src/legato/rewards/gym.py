@@ -49,7 +49,7 @@ class ReasoningGymScore(Part):
 
 
 def tagged_answer(text: str) -> str:
-    """What the last <answer>...</answer> holds; all of the text where there is none."""
+    """The content of the last <answer>...</answer>; the whole text if there is none."""
     before, end, _ = text.rpartition("</answer>")
     _, start, answer = before.rpartition("<answer>")
     return (answer if end and start else text).strip()

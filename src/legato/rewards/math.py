@@ -37,7 +37,7 @@ class MathVerify(Part):
         response, answer = rollout.text.strip(), rollout.problem.answer.strip()
         if not answer:
             return Unscorable("the answer is empty")
-        # Before any parsing: a long answer is equal to itself, however long sympy would take to find out.
+        # Compare before parsing: sympy may take very long to find a long answer equal to itself.
         if response == answer or last_boxed(response) == answer:
             return 1.0
         if len(answer) > self.longest:

@@ -58,7 +58,7 @@ def is_async(reward: Callable[..., Any]) -> bool:
 def check_reward(reward: Any, name: str) -> None:
     """InputError if an object cannot be called with one rollout; `name` is its name in the configuration."""
     if not callable(reward):
-        raise InputError(f"reward {name!r}: is a {type(reward).__name__}; a function of one rollout is needed")
+        raise InputError(f"reward {name!r}: expected a function of one rollout, got {type(reward).__name__}")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def check_reward(reward: Any, name: str) -> None:
     try:
         signature.bind(object())
     except TypeError:
-        raise InputError(f"reward {name!r}: takes {signature}; one positional argument, the rollout, is needed") from None
+        raise InputError(f"reward {name!r}: expected one positional argument, the rollout, got {signature}") from None
 
 
 @settings()

@@ -20,7 +20,7 @@ Verdict = float | dict[str, float] | Unscorable
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+")
 _LONGEST_NUMBER = 1000
-"""Digits; beyond that a number is an attack on the parser, not an answer."""
+"""In digits. A longer number is an attack on the parser, not an answer."""
 
 
 def _answer(rollout: Rollout) -> str | Unscorable:

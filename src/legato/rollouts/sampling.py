@@ -83,7 +83,7 @@ def _kept_mask(ordered: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] each: the place at which the cumulative weight passes that share of the total, and the total, in float64.
+    """[n] each: the place where the cumulative weight passes `share` of the total, and the total, in float64.
 
     In two levels, so that only one chunk is summed up token by token. Inside it the share is of the chunk's own tokens,
     summed in float64: every token has its weight to the last digits, however rare it is.

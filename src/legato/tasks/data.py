@@ -126,7 +126,7 @@ class CompetitionMath(Part):
 
 
 def collect(problems: Iterable[Problem], source: str) -> Loaded:
-    """All problems without duplicates; the first of equal prompts stays."""
+    """All problems with distinct prompts. Of equal prompts the first is kept."""
     by_prompt: dict[str, Problem] = {}
     count = 0
     for problem in problems:
@@ -182,13 +182,13 @@ def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_promp
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
     if column not in row:
-        raise InputError(f"{where}: has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}")
+        raise InputError(f"{where}: expected a column {column!r}, got {', '.join(map(repr, row)) or 'none'}")
     return row[column]
 
 
 def _words(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where}: {column!r} is {_kind(value)}; text is needed")
+        raise InputError(f"{where}: expected text in {column!r}, got {_kind(value)}")
     if not value.strip():
         raise InputError(f"{where}: {column!r} is empty")
     _check_signs(value, column, where)
@@ -196,7 +196,7 @@ def _words(value: Any, column: str, where: str) -> str:
 
 
 def _check_signs(value: str, column: str, where: str) -> None:
-    # JSON can spell what no file and no tokenizer can take: \u0000 and half of a surrogate pair.
+    # JSON can contain \u0000 and half of a surrogate pair, which no file and no tokenizer accepts.
     if "\0" in value:
         raise InputError(f"{where}: {column!r} holds a NUL character")
     if any("\ud800" <= sign <= "\udfff" for sign in value):
@@ -208,7 +208,7 @@ def _answer(value: Any, column: str, where: str) -> str:
     if number and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
-        raise InputError(f"{where}: {column!r} is {_kind(value)}; text or a finite number is needed")
+        raise InputError(f"{where}: expected text or a finite number in {column!r}, got {_kind(value)}")
     return _words(value, column, where)
 
 
@@ -226,20 +226,20 @@ def _prompt(value: Any, column: str, where: str) -> str | list[Message]:
 
 def _message(item: Any, column: str, where: str) -> Message:
     if not isinstance(item, dict):
-        raise InputError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
-    # Parquet gives every message all keys that any message has, empty where it had none.
+        raise InputError(f"{where}: expected a message with role and content in {column!r}, got {_kind(item)}")
+    # Parquet gives every message the keys of all messages; missing values are None.
     message = {name: value for name, value in item.items() if value is not None}
     other = sorted(set(message) - {"role", "content"})
     if other:
-        raise InputError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
+        raise InputError(f"{where}: expected only role and content in {column!r}, got {other[0]!r}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise InputError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
+        raise InputError(f"{where}: expected one of {', '.join(ROLES)} as role in {column!r}, got {role!r}")
     return {"role": role, "content": _words(content, f"{column}.content", where)}
 
 
 def _with_system(prompt: str | Sequence[Message], system_prompt: str, where: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if messages[0]["role"] == "system":
-        raise InputError(f"{where}: the prompt has a system message already; leave system_prompt out")
+        raise InputError(f"{where}: the prompt already has a system message; leave system_prompt out")
     return [{"role": "system", "content": system_prompt}, *messages]

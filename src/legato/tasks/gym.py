@@ -15,7 +15,7 @@ from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
 
 WORKER = "legato.tasks.gym_worker:entry"
 SECONDS = 60.0
-"""For one problem; the slowest data sets take about one."""
+"""Time limit for one problem; the slowest data sets take about one second."""
 
 
 @part("task", "reasoning-gym")
@@ -30,8 +30,8 @@ class ReasoningGym(Part):
             raise InputError("task 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
         taken = sorted({"seed", "size"} & set(dict(self.settings)))
         if taken:
-            raise InputError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be given")
-        # Made once now, so that settings it does not take are told before a model is loaded.
+            raise InputError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be set")
+        # Draw one problem now, so that invalid settings are refused before a model is loaded.
         entry = self._entry(0)
         if "known" in entry:
             raise InputError(
@@ -60,6 +60,6 @@ class ReasoningGym(Part):
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    # Its names have underscores where ours have hyphens; `nearest` compares with hyphens.
+    # Names of Reasoning Gym have underscores; `nearest` compares names with hyphens.
     close = nearest(word, [name.replace("_", "-") for name in names])
     return close.replace("-", "_")

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Import it before the first question."""
+    """Import Reasoning Gym before the first problem."""
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
 
 
 def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One problem: a pure function of its arguments. `whole` is all of it in the form that scoring reads.
+    """One problem, a pure function of the arguments. `whole` is the full entry in the form that scoring reads.
 
-    For a data set it does not have, `known` are the names of those it has.
+    For an unknown data set, `known` lists the names of all data sets.
     """
     import numpy
     import reasoning_gym
@@ -38,7 +38,7 @@ def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _tag_types(value: Any) -> Any:
-    """A tuple as {"tuple": [...]}, a mapping as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
+    """Encode tuples as {"tuple": [...]} and mappings as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
     if isinstance(value, tuple):
         return {"tuple": [_tag_types(item) for item in value]}
     if isinstance(value, list):
