@@ -76,14 +76,14 @@ def test_a_16_bit_sampler_matches_the_16_bit_model(kind: str, dtype: torch.dtype
 
 def test_int8_rounds_only_the_matrices_of_the_layers() -> None:
     trained = make_policy("qwen3")
-    held = mismatched_engine(trained, "int8").engine.policy.model.state_dict()
+    weights = mismatched_engine(trained, "int8").engine.policy.model.state_dict()
     for name, weight in trained.model.state_dict().items():
         if weight.dim() < 2 or "embed_tokens" in name or "lm_head" in name:
-            assert torch.equal(held[name], weight), name
+            assert torch.equal(weights[name], weight), name
             continue
         step = weight.abs().amax(-1, keepdim=True) / 127
-        assert 0 < float(((held[name] - weight).abs() / step).max()) <= 0.5 + 1e-4, name
-        whole = held[name] / step
+        assert 0 < float(((weights[name] - weight).abs() / step).max()) <= 0.5 + 1e-4, name
+        whole = weights[name] / step
         assert float((whole - whole.round()).abs().max()) < 1e-3, name
 
 
@@ -123,8 +123,8 @@ def test_perturbation_noise_is_relative_has_the_set_size_and_stays_fixed() -> No
     sampler = mismatched_engine(trained, "perturbed", size=0.01, seed=3)
 
     def relative() -> dict[str, Tensor]:
-        held = sampler.engine.policy.model.state_dict()
-        return {name: held[name] / weight - 1 for name, weight in trained.model.state_dict().items()}
+        weights = sampler.engine.policy.model.state_dict()
+        return {name: weights[name] / weight - 1 for name, weight in trained.model.state_dict().items()}
 
     first = relative()
     every = torch.cat([noise.flatten() for noise in first.values()])
@@ -132,10 +132,10 @@ def test_perturbation_noise_is_relative_has_the_set_size_and_stays_fixed() -> No
     perturb_weights(trained)
     publish_and_generate(sampler)
     assert all(torch.allclose(first[name], noise, atol=1e-4) for name, noise in relative().items())
-    held, other = (
+    weights, other = (
         e.engine.policy.model.state_dict() for e in (sampler, mismatched_engine(trained, "perturbed", size=0.01, seed=4))
     )
-    assert not any(torch.equal(held[name], other[name]) for name in held)
+    assert not any(torch.equal(weights[name], other[name]) for name in weights)
 
 
 def test_a_stale_sampler_matches_the_policy_of_earlier_updates() -> None:
@@ -212,6 +212,8 @@ def test_frozen_weights_are_altered_too() -> None:
     trained = make_policy("qwen3")
     for name, weight in trained.model.named_parameters():
         weight.requires_grad_("norm" in name)
-    held = dict(mismatched_engine(trained, "int8").engine.policy.model.named_parameters())
-    assert any(not torch.equal(held[name], weight) for name, weight in trained.model.named_parameters() if weight.dim() == 2)
-    assert not any(weight.requires_grad for weight in held.values())
+    weights = dict(mismatched_engine(trained, "int8").engine.policy.model.named_parameters())
+    assert any(
+        not torch.equal(weights[name], weight) for name, weight in trained.model.named_parameters() if weight.dim() == 2
+    )
+    assert not any(weight.requires_grad for weight in weights.values())

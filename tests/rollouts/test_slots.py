@@ -112,9 +112,9 @@ def record_steps(engine: GraphedEngine, monkeypatch: pytest.MonkeyPatch) -> list
         events.append("s")
         advance(*args)
 
-    def wait_and_record(look: scheduler.SlotCopy) -> scheduler.SlotCopy:
+    def wait_and_record(slot_copy: scheduler.SlotCopy) -> scheduler.SlotCopy:
         events.append("l")
-        return wait(look)
+        return wait(slot_copy)
 
     monkeypatch.setattr(engine, "advance", advance_and_record)
     monkeypatch.setattr(scheduler.SlotCopy, "wait", wait_and_record)
@@ -131,7 +131,7 @@ def test_the_next_steps_are_enqueued_before_waiting_for_the_last_slot_copy(monke
 
 
 @pytest.mark.usefixtures("torch_kernels")
-def test_a_finished_row_costs_at_most_two_slot_copies_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_row_idles_for_at_most_two_slot_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = GraphedEngine(make_policy("qwen3"), 8, graphs=False)
     events = record_steps(engine, monkeypatch)
     everything = tuple(range(64))

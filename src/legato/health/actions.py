@@ -24,7 +24,7 @@ from legato.training.report import StepReport
 
 GO_ON = "continue"
 """The file in the run directory that ends a pause."""
-_LOOK_EVERY_SECONDS = 0.5
+_CHECK_EVERY_SECONDS = 0.5
 
 
 def inapplicable_rules(algorithm: Algorithm) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ class Health:
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
         # Ranks check at different moments, so they agree on what any of them has seen.
         while not (answered := bool(world.agree(int(file.exists())))) and not interrupted():
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_CHECK_EVERY_SECONDS)
         if answered:
             file.unlink(missing_ok=True)
             self.answered |= self.watch.alarms()

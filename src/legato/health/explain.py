@@ -91,7 +91,7 @@ def lr_scale(records: Iterable[Record]) -> float:
 
 
 def rank(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
-    """Sort alarms first, then what still holds, then what began first: the first sign is nearest to the cause."""
+    """Sort alarms first, then diagnoses that still hold, then the earliest: the first sign is nearest to the cause."""
     return sorted(diagnoses, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
 
 

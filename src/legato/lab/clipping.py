@@ -9,7 +9,7 @@ from typing import Any
 
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab.recorder import Say, target_of
-from legato.lab.sweep import LOOK, Arm, Course, arms, course, inspect_run, train_arms
+from legato.lab.sweep import FURTHER_STEPS, Arm, Course, arms, course, inspect_run, train_arms
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
 from legato.records.directory import RunDirectory
@@ -68,14 +68,14 @@ def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Seque
     scores = [run["score"] for run in runs if run["score"] is not None]
     starts = [run["start"] for run in runs if run["start"] is not None]
     first = paths.get(seeds[0])
-    look = {} if first is None else inspect_run(first, folder / "looks" / f"{first.name}.json", say)
+    measurements = {} if first is None else inspect_run(first, folder / "looks" / f"{first.name}.json", say)
     return ArmResult(
         arm=arm,
         courses=tuple(course(RunDirectory.open(path).metrics(), arm) for path in paths.values()),
         accuracy=sum(scores) / len(scores) if scores else math.nan,
         start=sum(starts) / len(starts) if starts else math.nan,
         collapsed=sum(run["status"] in ("collapsed", "failed") for run in runs),
-        quintiles=tuple(look.get("quintiles", ())),
+        quintiles=tuple(measurements.get("quintiles", ())),
     )
 
 
@@ -221,8 +221,8 @@ def _quintiles(arm_results: Sequence[ArmResult]) -> Sheet:
     return Sheet(
         name="by-length",
         title="Clipped by length",
-        note=f"{LOOK} further steps of each run, responses in fifths by length, short to long (in the first arm: {lengths}"
-        " tokens).",
+        note=f"{FURTHER_STEPS} further steps of each run, responses in fifths by length, short to long (in the first arm:"
+        f" {lengths} tokens).",
         headings=("arm", *headings),
         rows=tuple(row for row in rows if len(row) == len(headings) + 1),
         shares=headings,

@@ -1,5 +1,5 @@
 """`legato lab equivalence`: s = PPL_old / PPL_new = exp(delta H) on responses of your model, what breaks it, and how
-perplexity and cross-entropy go over a training run."""
+perplexity and cross-entropy change over a training run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -210,10 +210,10 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
     """Return the report of one rollout of a run, as the run's trainer saw it in its update."""
     again = replay(path, step, words, say)
     row = _choose_row(again, rollout)
-    look = next((each for each in again.observed if row in each.rows.tolist()), None)
-    if look is None:
+    update = next((each for each in again.observed if row in each.rows.tolist()), None)
+    if update is None:
         raise InputError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
-    rows, here = _rows(again, look, row)
+    rows, here = _rows(again, update, row)
     record = again.rollouts()[row]
     walks = [walk_tokens(rows, name)[here] for name in PAIR]
     token, sequence = walks
@@ -223,12 +223,12 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
     )  # fmt: skip
     prompt = record.problem.prompt if isinstance(record.problem.prompt, str) else str(record.problem.prompt)
     sentences = [
-        f"Rollout {row} of step {again.step}, in update {look.index + 1} of the step: {len(token.tokens)} tokens,"
+        f"Rollout {row} of step {again.step}, in update {update.index + 1} of the step: {len(token.tokens)} tokens,"
         f" A = {token.advantage:+.4f}, s = {math.exp(token.log_s):.6f}.",
         f"GSPO: {outcome}. GRPO: {token.clipped} of {len(token.tokens)} tokens clipped; the largest |lw| is"
         f" {float(rows.log_ratios[here].abs().max()):.4g}.",
         f"{again.note}.",
-        *(["In the first update of a step every ratio is 1: nothing has moved yet."] if look.index == 0 else []),
+        *(["In the first update of a step every ratio is 1: nothing has moved yet."] if update.index == 0 else []),
     ]
     page = f"<section><h2>The strip</h2><pre>{html.escape(legible(prompt))}</pre>{strips(walks)}</section>"
     return Account(
@@ -240,7 +240,7 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
         sentences=sentences,
         sheets=[_group_sheet(rows, here), _strip_sheet(walks, "rollout")],
         figures=_figures(rows, f"rollout {row}", here),
-        data={"prompt": prompt, "text": record.text, "step": again.step, "rollout": row, "update": look.index},
+        data={"prompt": prompt, "text": record.text, "step": again.step, "rollout": row, "update": update.index},
         extra=page,
     )
 
@@ -253,27 +253,27 @@ def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
             raise InputError(f"expected --rollout from 0 to {count - 1}, got {rollout} (step {again.step})")
         return rollout
     best, at = -1.0, int(again.observed[0].rows[0])
-    for look in again.observed:
-        size = torch.where(look.advantages != 0, look.log_ratios.abs().amax(1), -1.0)
+    for update in again.observed:
+        size = torch.where(update.advantages != 0, update.log_ratios.abs().amax(1), -1.0)
         if float(size.max()) > best:
-            best, at = float(size.max()), int(look.rows[int(size.argmax())])
+            best, at = float(size.max()), int(update.rows[int(size.argmax())])
     return at
 
 
-def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, int]:
+def _rows(again: ReplayedStep, update: ObservedUpdate, row: int) -> tuple[Rows, int]:
     """Return the group of a row as its update saw it, and the position of the row in the group."""
     groups, rollouts = again.group_of(), again.rollouts()
-    member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
+    member = (groups[update.rows] == groups[row]).nonzero().squeeze(1)
     words = []
-    for each in look.rows[member].tolist():
+    for each in update.rows[member].tolist():
         texts = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
         words.append(tuple(text for text, own in zip(texts, rollouts[each].mask.tolist(), strict=True) if own))
     members = Rows(
         title="the group",
-        old=look.old[member],
-        new=look.new[member],
-        mask=look.mask[member],
-        advantages=look.advantages[member],
+        old=update.old[member],
+        new=update.new[member],
+        mask=update.mask[member],
+        advantages=update.advantages[member],
         words=tuple(words),
     )
-    return members, look.rows[member].tolist().index(row)
+    return members, update.rows[member].tolist().index(row)
