@@ -10,7 +10,7 @@ from legato.compare.jobs import differences, jobs
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab import equivalence, failure, variance
 from legato.lab.clipping import ArmResult, account
-from legato.lab.equivalence import Pair, breaks
+from legato.lab.equivalence import Pair, identity_errors
 from legato.lab.recorder import DEFAULT, make_recorder, split_target, target_of
 from legato.lab.sweep import EPSILONS, arms, course, define_comparison, inspect_run, prepare_start, read_epsilons
 
@@ -58,7 +58,7 @@ def test_violations_of_the_identity_are_detected() -> None:
     new = old + 0.01 * torch.randn(20, 16, generator=generator, dtype=torch.float64)
     mask = torch.arange(16) < torch.randint(2, 16, (20, 1), generator=generator)
     pair = Pair(old=old, new=new, mask=mask, full_old=-old, full_new=-old, new_hotter=new / 1.1)
-    errors = breaks(pair)
+    errors = identity_errors(pair)
     assert errors["float64"] < 1e-12 and errors["float32"] < 1e-6
     assert all(error > 3e-4 for name, error in errors.items() if not name.startswith("float"))
 

@@ -146,8 +146,8 @@ def test_a_next_turn_reuses_its_cached_prefix_while_others_decode() -> None:
     first, slow = make_requests(30, 20, each=1)
     engine.submit([first], Sampling(), short)
     (handle,) = engine.submit([slow], Sampling(), LONG)
-    (next_turn,) = engine.poll()
-    grown = torch.cat([first.prompt, next_turn.responses[0].tokens, make_prompts(4, seed=3)[0]])
+    (first_turn,) = engine.poll()
+    grown = torch.cat([first.prompt, first_turn.responses[0].tokens, make_prompts(4, seed=3)[0]])
     engine.submit([Request(prompt=grown, seeds=(7,))], Sampling(), short)
     before = engine.reused_tokens
     (second,) = engine.poll()

@@ -20,7 +20,7 @@ from legato.rollouts.gpu import engine as graphed
 from legato.rollouts.gpu.engine import GraphedEngine
 from legato.rollouts.gpu.slots import Room
 from legato.rollouts.local.engine import LocalEngine
-from legato.rollouts.local.select import first_that_serves, local_engine
+from legato.rollouts.local.select import first_supported_engine, local_engine
 from legato.rollouts.sampling import Sampling
 from tests.policy.exact import Words
 from tests.rollouts import in_torch
@@ -224,7 +224,7 @@ def test_moved_weights_are_captured_again() -> None:
 
 
 def engine_for(policy: Policy) -> Any:
-    return first_that_serves(policy, 4, 0.5, graphs=(False,))
+    return first_supported_engine(policy, 4, 0.5, graphs=(False,))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma4"])
@@ -280,7 +280,7 @@ def test_failing_graph_capture_keeps_the_slots_and_adds_one_note(monkeypatch: py
 
     monkeypatch.setattr(graphed, "capture", refuse_capture)
     policy = make_policy("qwen3")
-    engine = first_that_serves(policy, 4, 0.5)
+    engine = first_supported_engine(policy, 4, 0.5)
     assert isinstance(engine, GraphedEngine) and not engine.graphs
     (note,) = policy.notes
     assert "without captured graphs" in note and "not permitted when stream is capturing" in note

@@ -113,10 +113,10 @@ class Health:
 
     def _healthy_before(self, step: int) -> int:
         """Return the newest step whose checkpoint counts as healthy, seen from `step`."""
-        signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
+        signs = [self.watch.since[name] for name in self.watch.active if self._is_grave(name, step)]
         return min([step, *signs]) - (MARGIN << len(self.recoveries))
 
-    def _grave(self, name: str, step: int) -> bool:
+    def _is_grave(self, name: str, step: int) -> bool:
         """Whether an active rule belongs to the present trouble. Notes and rules that have long held do not."""
         level = next(rule.level for rule in self.watch.rules if rule.name == name)
         return level != "note" and self.watch.since[name] > step - REST

@@ -98,7 +98,12 @@ def account(arm_results: Sequence[ArmResult], results: Mapping[str, Any]) -> Acc
         },
         sentences=[*_sentences(arm_results, sweep), *([_DILUTED] if results.get("load_balance") else [])],
         checks=_checks(arm_results, sweep),
-        sheets=[_main(arm_results), _updates(arm_results), _quintiles(arm_results), _granularity(arm_results)],
+        sheets=[
+            _sweep_sheet(arm_results),
+            _update_sheet(arm_results),
+            _length_sheet(arm_results),
+            _granularity_sheet(arm_results),
+        ],
         figures=_figures(arm_results, sweep),
         data={"arms": [_arm_data(each) for each in arm_results]},
     )
@@ -168,7 +173,7 @@ def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _main(arm_results: Sequence[ArmResult]) -> Sheet:
+def _sweep_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = tuple(
         (
             each.arm.name,
@@ -196,7 +201,7 @@ def _main(arm_results: Sequence[ArmResult]) -> Sheet:
     )  # fmt: skip
 
 
-def _updates(arm_results: Sequence[ArmResult]) -> Sheet:
+def _update_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     width = max((len(each.by_update()) for each in arm_results), default=0)
     rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in arm_results)
     headings = tuple(f"update {number + 1}" for number in range(width))
@@ -210,7 +215,7 @@ def _updates(arm_results: Sequence[ArmResult]) -> Sheet:
     )
 
 
-def _quintiles(arm_results: Sequence[ArmResult]) -> Sheet:
+def _length_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = list[tuple[Value, ...]]()
     for each in arm_results:
         if each.arm.algorithm == "gspo" and each.quintiles:
@@ -229,7 +234,7 @@ def _quintiles(arm_results: Sequence[ArmResult]) -> Sheet:
     )
 
 
-def _granularity(arm_results: Sequence[ArmResult]) -> Sheet:
+def _granularity_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = []
     for token in (each for each in arm_results if each.arm.algorithm == "grpo"):
         other = _find_arm(arm_results, f"sequence-{token.arm.low:g}")
@@ -248,7 +253,7 @@ def _granularity(arm_results: Sequence[ArmResult]) -> Sheet:
     )
 
 
-def _log(title: str) -> dict[str, Any]:
+def _log_axis(title: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": title}, "type": "log", "exponentformat": "power"}}
 
 
@@ -267,14 +272,16 @@ def _figures(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> li
         ]
         caption = "Responses with an advantage, updates after the first of a step. One half is the limit, not all."
         figures.append(
-            figure("Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log("epsilon"), wide=True)
+            figure(
+                "Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log_axis("epsilon"), wide=True
+            )
         )
     for title, key, colour in (("Reward against epsilon", "reward", GREEN), ("Drift against epsilon", "k3", VIOLET)):
         axis = {"title": {"text": key}} | (
             {"type": "log", "exponentformat": "power"} if key == "k3" else {"rangemode": "tozero"}
         )
         caption = "Mean reward of the last fifth of the run." if key == "reward" else "k3 between old and new policy, mean."
-        figures.append(figure(title, caption, [_points(sweep, key, key, colour)], _log("epsilon") | {"yaxis": axis}))
+        figures.append(figure(title, caption, [_points(sweep, key, key, colour)], _log_axis("epsilon") | {"yaxis": axis}))
     chosen = [each for each in arm_results if each.by_update()]
     updates = [
         line(
@@ -286,8 +293,8 @@ def _figures(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> li
     figures.append(
         figure("Clipped by update index", "Responses clipped as a whole.", updates, shares("clipped", whole=False) | at)
     )
-    figures.append(_by_length(arm_results))
-    figures.append(_learning(arm_results, x))
+    figures.append(_length_figure(arm_results))
+    figures.append(_learning_figure(arm_results, x))
     return [each for each in figures if each is not None]
 
 
@@ -297,7 +304,7 @@ def _points(sweep: Sequence[ArmResult], key: str, name: str, colour: str) -> Tra
     return trace | {"mode": "lines+markers", "marker": {"color": colour, "size": 9}}
 
 
-def _by_length(arm_results: Sequence[ArmResult]) -> Figure | None:
+def _length_figure(arm_results: Sequence[ArmResult]) -> Figure | None:
     data: list[Trace] = []
     for each, colour in zip(
         (e for e in arm_results if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False
@@ -308,7 +315,7 @@ def _by_length(arm_results: Sequence[ArmResult]) -> Figure | None:
     return figure("Clipped by length", "At the end of each run, of responses with an advantage.", data, layout)
 
 
-def _learning(arm_results: Sequence[ArmResult], epsilons: Sequence[float]) -> Figure | None:
+def _learning_figure(arm_results: Sequence[ArmResult], epsilons: Sequence[float]) -> Figure | None:
     wanted = ["gspo", "grpo", *(f"sequence-{e:g}" for e in (epsilons[0], epsilons[-1]))] if epsilons else ["gspo", "grpo"]
     data = []
     for name, colour in zip(wanted, (BLUE, RED, AMBER, GREY), strict=False):

@@ -242,7 +242,7 @@ def _figures(
     figures: list[Figure | None] = []
     if ways:
         data, drift = (
-            [_course(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
+            [_update_trace(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
             for key in ("clipped", "deviation")
         )
         at = {"xaxis": {"title": {"text": "update within the step"}}}
@@ -252,8 +252,8 @@ def _figures(
                    at | {"yaxis": {"title": {"text": "sd of log s"}, "rangemode": "tozero"}}),
         ]  # fmt: skip
     if modes is not None and modes["quintiles"]:
-        figures.append(_by_length("Clip rate by length, measured", modes["quintiles"]))
-    figures.append(_by_length("Clip rate by length, constructed", lengths))
+        figures.append(_length_figure("Clip rate by length, measured", modes["quintiles"]))
+    figures.append(_length_figure("Clip rate by length, constructed", lengths))
     names = [each.process for each in related]
     figures.append(
         figure(
@@ -276,7 +276,7 @@ def _figures(
                 },
             ],
             shares("clipped", whole=False)
-            | {"xaxis": {"title": {"text": ""}, "type": "category"}, "shapes": [_level(SHARE)]},
+            | {"xaxis": {"title": {"text": ""}, "type": "category"}, "shapes": [_level_line(SHARE)]},
         )
     )
     x = [float(each.length) for each in tails]
@@ -297,13 +297,13 @@ def _figures(
     return [each for each in figures if each is not None]
 
 
-def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:
+def _update_trace(way: Shift, key: str, colour: str) -> dict[str, Any]:
     """The trace of `key` by update; updates without a share, because no response had an advantage, are left out."""
     known = [(float(each.index + 1), value) for each in way.updates if math.isfinite(value := getattr(each, key))]
     return line([at for at, _ in known], [value for _, value in known], way.name, colour)
 
 
-def _by_length(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
+def _length_figure(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
     names = [f"{q.shortest:,} to {q.longest:,}" for q in quintiles]
     data: list[dict[str, Any]] = [
         {"type": "bar", "name": "one band", "x": names, "y": [q.one_band for q in quintiles], "marker": {"color": BLUE}},
@@ -316,10 +316,10 @@ def _by_length(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
         },
     ]
     layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "tokens"}, "type": "category"}}
-    return figure(title, "Both bands clip 15 % of all (dashed).", data, layout | {"shapes": [_level(SHARE)]})
+    return figure(title, "Both bands clip 15 % of all (dashed).", data, layout | {"shapes": [_level_line(SHARE)]})
 
 
-def _level(value: float) -> dict[str, Any]:
+def _level_line(value: float) -> dict[str, Any]:
     return {
         "type": "line",
         "x0": 0,

@@ -99,7 +99,9 @@ class Rendering(ChatSettings, SystemPrompt):
         """
         if not self.by_template:
             if not isinstance(content, str):
-                raise InputError(f"expected replies of text, got chat messages: {_why(self.chat)} (task.environment)")
+                raise InputError(
+                    f"expected replies of text, got chat messages: {_why_no_template(self.chat)} (task.environment)"
+                )
             plain = _ids(self.tokenizer(content, add_special_tokens=False)["input_ids"])
             return Inserted(tokens=plain, authors=torch.full_like(plain, Author.TOOL.value), text=content, messages=())
         answer = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(each) for each in content]
@@ -169,7 +171,8 @@ class Rendering(ChatSettings, SystemPrompt):
         if isinstance(problem.prompt, str):
             return problem.prompt if self.system_prompt is None else f"{self.system_prompt}\n{problem.prompt}"
         raise InputError(
-            f"problem {problem.key} is chat messages, but {_why(self.chat)}; use a model with a template or text prompts"
+            f"problem {problem.key} is chat messages, but {_why_no_template(self.chat)}; use a model with a template or text"
+            " prompts"
         )
 
 
@@ -177,7 +180,7 @@ def _ids(tokens: Sequence[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def _why(chat: str) -> str:
+def _why_no_template(chat: str) -> str:
     return "policy.chat = 'never'" if chat == "never" else "the tokenizer has no chat template"
 
 

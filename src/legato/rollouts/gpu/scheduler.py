@@ -269,7 +269,7 @@ class Scheduler:
             for row, response in landing.wait(
                 self.engine.policy.tokenizer, self.kind.end_tokens, self.cut, self.prompt_routes
             ):
-                self._remember(row, response)
+                self._index_texts(row, response)
                 row.job.responses[row.place] = response
                 if row.job.complete and self.jobs.pop(row.job.handle, None) is not None:
                     self.prompt_routes.pop(row.job.handle, None)
@@ -277,7 +277,7 @@ class Scheduler:
         self.landings.clear()
         return finished
 
-    def _remember(self, row: Row, response: Response) -> None:
+    def _index_texts(self, row: Row, response: Response) -> None:
         """Add the response's texts to the prefix index if they are still in the store. The last token has no stored key."""
         if self.held.get(row.entry) is not row.job:
             return

@@ -26,12 +26,12 @@ def local_engine(
     if find_spec("triton") is None:
         policy.notes.append("the plain engine is used (Triton is not installed): slower, not measured how much")
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
-    return first_that_serves(
+    return first_supported_engine(
         policy, rows_at_once, kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
     )
 
 
-def first_that_serves(
+def first_supported_engine(
     policy: Policy,
     rows_at_once: int,
     kv_memory_share: float,
