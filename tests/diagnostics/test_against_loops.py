@@ -1,4 +1,4 @@
-"""Every metric against a loop over responses and tokens, with advantages per response, spread out, and per token."""
+"""Every metric against loops over responses and tokens, with advantages per response, expanded, and per token."""
 
 import math
 import random
@@ -15,7 +15,7 @@ LENGTHS = (9, 1, 4, 0, 6, 2, 9)
 LOW, HIGH = 0.02, 0.03
 
 
-def batch(form: str, drift: float = 0.05) -> dict[str, Tensor]:
+def make_batch(form: str, drift: float = 0.05) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
 
     def normal() -> Tensor:
@@ -46,7 +46,7 @@ def batch(form: str, drift: float = 0.05) -> dict[str, Tensor]:
 
 
 def tokens_of(signals: dict[str, Tensor], *names: str) -> list[list[tuple[float, ...]]]:
-    """Per response with a token: per token the named signals."""
+    """For each non-empty response, the named signals of each token."""
     rows = []
     for row in range(ROWS):
         positions = [t for t in range(WIDTH) if signals["mask"][row, t]]
@@ -56,7 +56,7 @@ def tokens_of(signals: dict[str, Tensor], *names: str) -> list[list[tuple[float,
     return rows
 
 
-def effective(weights: list[float]) -> float:
+def effective_size(weights: list[float]) -> float:
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
 
@@ -78,8 +78,8 @@ def expected_drift(signals: dict[str, Tensor]) -> dict[str, float]:
         "ratio/token_log_max": max(map(abs, flat)),
         "drift/k1": mean([-x for x in flat]),
         "drift/k3": mean([math.expm1(x) - x for x in flat]),
-        "drift/sequence_effective_size": effective(s),
-        "drift/token_effective_size": effective([math.exp(x) for x in flat]),
+        "drift/sequence_effective_size": effective_size(s),
+        "drift/token_effective_size": effective_size([math.exp(x) for x in flat]),
         "equivalence/perplexity_old": mean([math.exp(-mean([old for _, old in row])) for row in rows]),
         "equivalence/perplexity_new": mean([math.exp(-mean([new for new, _ in row])) for row in rows]),
         "equivalence/entropy_change": mean(s),
@@ -100,7 +100,7 @@ def expected_clip(signals: dict[str, Tensor], level: str) -> dict[str, float]:
         outside += [r > 1 + HIGH or r < 1 - LOW for r in ratios]
         clipped_rows.append(all(hits))
         signs.append(mean([a for _, _, a in row]))
-    found = {
+    expected = {
         "clip/tokens": mean([float(hit) for hit, _ in clipped]),
         "clip/tokens_positive": mean([float(hit) for hit, a in clipped if a > 0]),
         "clip/tokens_negative": mean([float(hit) for hit, a in clipped if a < 0]),
@@ -115,8 +115,8 @@ def expected_clip(signals: dict[str, Tensor], level: str) -> dict[str, float]:
     }
     if level == "sequence":
         s = [math.exp(mean([new - old for new, old, _ in row])) for row in rows]
-        found["clip/outside_sequences"] = mean([float(r > 1 + HIGH or r < 1 - LOW) for r in s])
-    return found
+        expected["clip/outside_sequences"] = mean([float(r > 1 + HIGH or r < 1 - LOW) for r in s])
+    return expected
 
 
 def expected_sides(signals: dict[str, Tensor]) -> dict[str, float]:
@@ -134,7 +134,7 @@ def expected_sides(signals: dict[str, Tensor]) -> dict[str, float]:
         "mismatch/max": max(map(abs, flat)),
         "mismatch/chi2_token": mean([x * x for x in rho]) - 1,
         "mismatch/chi2_sequence": mean([math.exp(2 * sum(row)) for row in gaps]) - 1,
-        "mismatch/effective_size": effective(rho),
+        "mismatch/effective_size": effective_size(rho),
         "mismatch/above_two": mean([float(x > 2) for x in rho]),
         "mismatch/below_half": mean([float(x < 0.5) for x in rho]),
         "reference/k1": mean([-x for x in ref]),
@@ -164,53 +164,53 @@ BAND = {"objective.trust.clip.low": LOW, "objective.trust.clip.high": HIGH}
     ],
 )
 def test_the_metrics_equal_their_loops(name: str, level: str, form: str) -> None:
-    signals = batch(form)
-    found = legato.loss(legato.algorithm(name, BAND), **signals).metrics
+    signals = make_batch(form)
+    metrics = legato.loss(legato.algorithm(name, BAND), **signals).metrics
     expected = expected_drift(signals) | expected_clip(signals, level) | expected_sides(signals)
     for key, value in expected.items():
-        assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), key
+        assert metrics[key] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), key
 
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-4, 1e-3])
-def test_k3_is_right_in_float32_where_the_band_of_gspo_is(scale: float) -> None:
-    signals = batch("response", drift=scale)
+def test_k3_is_accurate_in_float32_at_the_scale_of_the_gspo_band(scale: float) -> None:
+    signals = make_batch("response", drift=scale)
     single = {key: x.float() if x.is_floating_point() else x for key, x in signals.items()}
-    found = legato.loss("gspo", **single).metrics["drift/k3"]
+    k3 = legato.loss("gspo", **single).metrics["drift/k3"]
     exact = [
         (float(n) - float(o)) for n, o in zip(single["logprobs"].flatten(), single["old_logprobs"].flatten(), strict=True)
     ]
     exact = [x for x, inside in zip(exact, single["mask"].flatten(), strict=True) if inside]
-    assert found == pytest.approx(mean([math.expm1(x) - x for x in exact]), rel=0.05)
-    assert found > 0
+    assert k3 == pytest.approx(mean([math.expm1(x) - x for x in exact]), rel=0.05)
+    assert k3 > 0
 
 
-def test_quantiles_lie_in_the_range_of_what_was_counted() -> None:
-    found = legato.loss("gspo", **batch("response")).metrics
-    assert found["length/tokens_p99"] <= found["length/max"]
-    signed = [found[f"ratio/signed_log_p{share}"] for share in ("01", "05", "10", "50", "95", "99")]
+def test_quantiles_lie_in_the_range_of_the_values() -> None:
+    metrics = legato.loss("gspo", **make_batch("response")).metrics
+    assert metrics["length/tokens_p99"] <= metrics["length/max"]
+    signed = [metrics[f"ratio/signed_log_p{share}"] for share in ("01", "05", "10", "50", "95", "99")]
     assert signed == sorted(signed)
 
 
-def test_signed_log_takes_the_sign_of_the_advantage() -> None:
+def test_signed_log_has_the_sign_of_the_advantage() -> None:
     old = torch.full((2, 3), -1.0)
     drift = torch.tensor([[0.1], [-0.1]])
     mask = torch.ones(2, 3, dtype=torch.bool)
-    found = legato.loss(
+    metrics = legato.loss(
         "gspo", logprobs=old + drift, old_logprobs=old, advantages=torch.tensor([1.0, -1.0]), mask=mask
     ).metrics
-    assert found["ratio/signed_log_p01"] == pytest.approx(0.1, rel=1e-3)
+    assert metrics["ratio/signed_log_p01"] == pytest.approx(0.1, rel=1e-3)
 
 
 def test_the_soft_gate_is_measured() -> None:
     old = torch.full((1, 4), -1.0, dtype=torch.float64)
     ratios = torch.tensor([[1.0, 1.5, 4.0, 10.0]], dtype=torch.float64)
     mask = torch.ones(1, 4, dtype=torch.bool)
-    found = legato.loss(
+    metrics = legato.loss(
         "sapo", logprobs=old + ratios.log(), old_logprobs=old, advantages=torch.ones(1, dtype=torch.float64), mask=mask
     ).metrics
     gates = [1 / math.cosh((r - 1) / 2) ** 2 for r in ratios.flatten().tolist()]
-    assert found["gate/mean"] == pytest.approx(mean(gates))
-    assert found["gate/closed"] == mean([float(g < 0.5) for g in gates])
+    assert metrics["gate/mean"] == pytest.approx(mean(gates))
+    assert metrics["gate/closed"] == mean([float(g < 0.5) for g in gates])
 
 
 def test_a_cap_below_one_is_counted_inside_the_mask_only() -> None:
@@ -218,30 +218,30 @@ def test_a_cap_below_one_is_counted_inside_the_mask_only() -> None:
     mask = torch.arange(10).unsqueeze(0) < 2
     signals = {"logprobs": old, "old_logprobs": old, "mask": mask, "group": torch.zeros(1, dtype=torch.long)}
     value = legato.algorithm("cispo", {"objective.trust.weight-clip.cap": 0.5})
-    found = legato.loss(value, **signals, advantages=torch.ones(1, dtype=torch.float64)).metrics
-    assert found["clip/tokens"] == 1
-    assert found["clip/sequences"] == 1
+    metrics = legato.loss(value, **signals, advantages=torch.ones(1, dtype=torch.float64)).metrics
+    assert metrics["clip/tokens"] == 1
+    assert metrics["clip/sequences"] == 1
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token", "seq-product", "ppo"])
 def test_padding_changes_no_metric(name: str) -> None:
-    """A response of one token, alone and in a wider row."""
+    """Responses of one token in rows of width 1 and in padded rows."""
     random.seed(0)
-    narrow = {key: x[:, :1] if x.dim() == 2 else x for key, x in batch("response").items()}
+    narrow = {key: x[:, :1] if x.dim() == 2 else x for key, x in make_batch("response").items()}
     wide = {
         key: torch.cat([x, torch.full_like(x, False if x.dtype == torch.bool else math.nan)], 1) if x.dim() == 2 else x
         for key, x in narrow.items()
     }
-    found, expected = legato.loss(name, **wide).metrics, legato.loss(name, **narrow).metrics
-    assert found.keys() == expected.keys()
+    metrics, expected = legato.loss(name, **wide).metrics, legato.loss(name, **narrow).metrics
+    assert metrics.keys() == expected.keys()
     for key, value in expected.items():
-        assert found[key] == pytest.approx(value, nan_ok=True), key
+        assert metrics[key] == pytest.approx(value, nan_ok=True), key
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token", "gmpo", "sapo", "cispo", "bapo"])
 def test_empty_batches_give_empty_metrics(name: str, shape: tuple[int, int]) -> None:
-    """A rank short of rows still takes part."""
+    """A rank without rows still takes part in an update."""
     empty = torch.zeros(shape)
     signals = {
         "logprobs": empty,

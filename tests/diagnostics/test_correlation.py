@@ -1,4 +1,4 @@
-"""Tokens made to order, the spread of log s over lengths, the identity of ratio and perplexities, beside plain accounts."""
+"""Simulated tokens, the spread of log s over lengths, and the ratio as a quotient of perplexities."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ GAP, AT = 3.6, 512
 
 
 def covariance_gap(name: str, length: int) -> float:
-    """1' C 1 / L of the correlation matrix C, written out."""
+    """1' C 1 / L of the correlation matrix C, by two loops."""
     phi, rho, block = 2.6 / 4.6, 2.6 / 511, 2.6 / 15
     hurst, drift = 0.5 + math.log(3.6) / (2 * math.log(512)), 2.6 / 512
     total = 0.0
@@ -46,7 +46,7 @@ def test_every_process_explains_the_gap_at_its_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(processes(GAP, AT)))
-def test_simulated_tokens_have_the_variance_and_the_gap_they_should(name: str) -> None:
+def test_simulated_tokens_have_the_expected_variance_and_gap(name: str) -> None:
     """Four standard errors of a variance over 4,000 responses are 9 %."""
     process = processes(GAP, AT)[name]
     tokens = process.tokens(4000, 64, 0.02, torch.Generator().manual_seed(1))
@@ -55,8 +55,8 @@ def test_simulated_tokens_have_the_variance_and_the_gap_they_should(name: str) -
     assert float(tokens.mean(1).var()) / (4e-4 / 64) == pytest.approx(process.gap(64), rel=0.09)
 
 
-def responses(name: str, sigma: float = 0.02, rows: int = 600) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Responses of eight lengths, as one table."""
+def make_responses(name: str, sigma: float = 0.02, rows: int = 600) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-ratios [rows, 512], mask and batch numbers of responses of six lengths."""
     generator = torch.Generator().manual_seed(0)
     process = processes(GAP, AT)[name]
     lengths = [16, 32, 64, 128, 256, 512]
@@ -65,7 +65,7 @@ def responses(name: str, sigma: float = 0.02, rows: int = 600) -> tuple[torch.Te
         here = slice(place * rows, (place + 1) * rows)
         table[here, :length] = process.tokens(rows, length, sigma, generator)
         mask[here, :length] = True
-    # What stands outside the mask must not be read.
+    # Values outside the mask must not be read.
     return torch.where(mask, table, math.nan), mask, torch.zeros(len(table), dtype=torch.int64)
 
 
@@ -77,71 +77,71 @@ def responses(name: str, sigma: float = 0.02, rows: int = 600) -> tuple[torch.Te
         ("long memory", "long memory", -0.795),
     ],
 )
-def test_the_explanation_that_made_the_tokens_is_the_one_that_fits(name: str, best: str, slope: float) -> None:
-    found = spread(*responses(name))
-    assert found.fits[0].name == best and best in found.verdict
-    assert found.slope == pytest.approx(slope, abs=0.06)
-    assert found.bins[-1].gap == pytest.approx(3.6, rel=0.25)
-    assert found.bins[-1].effective_tokens == pytest.approx(512 / found.bins[-1].gap)
+def test_the_process_that_generated_the_tokens_fits_best(name: str, best: str, slope: float) -> None:
+    result = spread(*make_responses(name))
+    assert result.fits[0].name == best and best in result.verdict
+    assert result.slope == pytest.approx(slope, abs=0.06)
+    assert result.bins[-1].gap == pytest.approx(3.6, rel=0.25)
+    assert result.bins[-1].effective_tokens == pytest.approx(512 / result.bins[-1].gap)
 
 
-def test_independent_tokens_are_called_so() -> None:
-    found = spread(*responses("independent"))
-    assert found.verdict.startswith("independent tokens")
-    assert found.gap == pytest.approx(1, abs=0.1)
-    assert found.sigma == pytest.approx(0.02, rel=0.01)
-    assert found.kappa == pytest.approx(1, abs=0.05)
+def test_independent_tokens_are_recognised() -> None:
+    result = spread(*make_responses("independent"))
+    assert result.verdict.startswith("independent tokens")
+    assert result.gap == pytest.approx(1, abs=0.1)
+    assert result.sigma == pytest.approx(0.02, rel=0.01)
+    assert result.kappa == pytest.approx(1, abs=0.05)
 
 
-def test_a_gap_that_every_bin_alone_would_allow_is_seen_in_all_of_them_together() -> None:
+def test_a_gap_too_small_for_each_bin_is_detected_over_all_bins() -> None:
     """Eight bins at a gap of 1.5, each within two standard errors of 1."""
     lengths, sigma2 = [16.0, 23, 32, 45, 64, 91, 128, 181], 4e-4
-    wide = [replace(each, distinct=40) for each in bins([1.5 * sigma2 / n for n in lengths], lengths, sigma2)]
+    wide = [replace(each, distinct=40) for each in make_bins([1.5 * sigma2 / n for n in lengths], lengths, sigma2)]
     assert all(each.gap - 1 < 2 * each.gap_error for each in wide)
-    found = replace(
-        spread(*responses("independent", rows=20)),
+    result = replace(
+        spread(*make_responses("independent", rows=20)),
         bins=tuple(wide),
         fits=fit_explanations(wide, sigma2),
         gap=1.5,
         slope=-1.0,
     )
-    assert found.verdict.startswith("short-range correlation") and "may fall as 1/L" in found.verdict
+    assert result.verdict.startswith("short-range correlation") and "may fall as 1/L" in result.verdict
     few = tuple(replace(each, distinct=4) for each in wide)
-    assert replace(found, bins=few, fits=fit_explanations(few, sigma2)).verdict.startswith(
+    assert replace(result, bins=few, fits=fit_explanations(few, sigma2)).verdict.startswith(
         "independent tokens cannot be ruled out"
     )
 
 
-def test_the_longest_of_a_small_batch_keep_their_spread() -> None:
-    """A response is part of the mean that is removed from it, the longest of four the most."""
+def test_the_longest_responses_of_a_small_batch_keep_their_spread() -> None:
+    """The subtracted batch mean includes the response itself; the longest of four contributes the most."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([4, 8, 16, 48]).repeat(400)
     mask = torch.arange(48) < lengths.unsqueeze(1)
     ratios = 0.02 * torch.randn(len(lengths), 48, generator=generator, dtype=torch.float64)
-    found = spread(torch.where(mask, ratios, math.nan), mask, torch.arange(400).repeat_interleave(4))
-    assert found.bins[-1].shortest == 48 and found.bins[-1].gap == pytest.approx(1, abs=0.2)
+    result = spread(torch.where(mask, ratios, math.nan), mask, torch.arange(400).repeat_interleave(4))
+    assert result.bins[-1].shortest == 48 and result.bins[-1].gap == pytest.approx(1, abs=0.2)
     assert (
-        not found.bins[-1].differs_from_one
-        and replace(found.bins[-1], variance=3 * found.bins[-1].variance).differs_from_one
+        not result.bins[-1].differs_from_one
+        and replace(result.bins[-1], variance=3 * result.bins[-1].variance).differs_from_one
     )
-    assert found.verdict.startswith("independent tokens") and "too few" in found.verdict
+    assert result.verdict.startswith("independent tokens") and "too few" in result.verdict
 
 
-def test_what_too_few_lengths_cannot_tell_is_not_told() -> None:
-    ratios, mask, batch = responses("independent", rows=20)
-    found = spread(ratios[:20], mask[:20], batch[:20])
-    assert len(found.bins) == 1 and math.isnan(found.tau) and math.isnan(found.slope)
+def test_too_few_lengths_give_no_slope_and_no_tau() -> None:
+    ratios, mask, batch = make_responses("independent", rows=20)
+    result = spread(ratios[:20], mask[:20], batch[:20])
+    assert len(result.bins) == 1 and math.isnan(result.tau) and math.isnan(result.slope)
 
 
-def test_what_updates_have_in_common_is_no_spread() -> None:
-    """Two updates whose means differ: the spread is that within each."""
-    ratios, mask, batch = responses("independent", rows=200)
+def test_the_mean_of_an_update_does_not_count_as_spread() -> None:
+    """Two updates with different means: the spread is measured within each."""
+    ratios, mask, batch = make_responses("independent", rows=200)
     batch[::2] = 1
     moved = ratios + torch.where(batch == 1, 0.5, -0.5).unsqueeze(1)
     assert spread(moved, mask, batch).gap == pytest.approx(spread(ratios, mask, batch).gap, rel=0.05)
 
 
-def bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bin]:
+def make_bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bin]:
     return [
         Bin(shortest=int(n), longest=int(n), length=n, responses=1000, distinct=1000, variance=v, independent=sigma2 / n)
         for v, n in zip(variances, lengths, strict=True)
@@ -150,21 +150,21 @@ def bins(variances: list[float], lengths: list[float], sigma2: float) -> list[Bi
 
 def test_fits_find_the_parameters_of_exact_variances() -> None:
     lengths, sigma2 = [16.0, 64.0, 256.0, 1024.0], 4e-4
-    short = fit_explanations(bins([sigma2 * 3.6 / n for n in lengths], lengths, sigma2), sigma2)[0]
+    short = fit_explanations(make_bins([sigma2 * 3.6 / n for n in lengths], lengths, sigma2), sigma2)[0]
     assert (short.name, short.misfit) == ("short-range correlation", pytest.approx(0, abs=1e-6))
     assert short.parameter == pytest.approx(3.6, rel=1e-4)
-    drift = bins([1e-6 + sigma2 / n for n in lengths], lengths, sigma2)
+    drift = make_bins([1e-6 + sigma2 / n for n in lengths], lengths, sigma2)
     assert fit_explanations(drift, sigma2)[0].parameter == pytest.approx(1e-3, rel=1e-3)
     assert intercept(drift) == pytest.approx(1e-6, rel=1e-9)
-    long = bins([sigma2 * n ** (2 * 0.6 - 2) for n in lengths], lengths, sigma2)
+    long = make_bins([sigma2 * n ** (2 * 0.6 - 2) for n in lengths], lengths, sigma2)
     assert fit_explanations(long, sigma2)[0].parameter == pytest.approx(0.6, rel=1e-4)
     assert weighted_slope(long)[0] == pytest.approx(-0.8, abs=1e-9)
 
 
-def test_errors_know_of_heavy_tails_and_of_responses_that_are_the_same() -> None:
-    plain = bins([1e-4], [16.0], 4e-4)[0]
+def test_standard_errors_account_for_heavy_tails_and_duplicate_responses() -> None:
+    plain = make_bins([1e-4], [16.0], 4e-4)[0]
     assert plain.relative_error == pytest.approx(math.sqrt(2 / 999))
-    ratios, mask, batch = responses("independent", rows=100)
+    ratios, mask, batch = make_responses("independent", rows=100)
     twice = spread(*(torch.cat([table, table]) for table in (ratios, mask, batch)))
     once = spread(ratios, mask, batch)
     assert [each.distinct for each in twice.bins] == [each.distinct for each in once.bins]
@@ -179,18 +179,18 @@ def test_the_ratio_is_the_quotient_of_perplexities_of_each_response() -> None:
     new = old + 0.4 * torch.randn(50, 30, generator=generator, dtype=torch.float64)
     mask = torch.arange(30) < torch.randint(1, 31, (50, 1), generator=generator)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-        found = likelihoods(new.to(dtype), old.to(dtype), mask)
-        assert float(found.error.max()) < bound
+        values = likelihoods(new.to(dtype), old.to(dtype), mask)
+        assert float(values.error.max()) < bound
         for row in (0, 17, 49):
             inside = [t for t in range(30) if mask[row, t]]
             s = math.exp(math.fsum(float(new[row, t] - old[row, t]) for t in inside) / len(inside))
-            assert float(found.s[row]) == pytest.approx(s, rel=10 * bound)
-            assert float((found.entropy_new - found.entropy_old).exp()[row]) == pytest.approx(1 / s, rel=10 * bound)
+            assert float(values.s[row]) == pytest.approx(s, rel=10 * bound)
+            assert float((values.entropy_new - values.entropy_old).exp()[row]) == pytest.approx(1 / s, rel=10 * bound)
     mean, of_means = quotient_of_means(likelihoods(new, old, mask))
     assert abs(mean - of_means) > 1e-3
 
 
-def test_the_published_totals_agree_with_one_entropy_only() -> None:
+def test_the_published_totals_agree_with_only_one_entropy() -> None:
     entropy = implied_entropy(-0.752, -0.816)
     assert entropy == pytest.approx(1.70873, abs=1e-5)
     assert math.exp(entropy) == pytest.approx(5.5220, abs=1e-4)

@@ -1,4 +1,4 @@
-"""The run directory holds what was written, through crashes and full disks."""
+"""The run directory keeps its records through crashes and full disks."""
 
 import errno
 import json
@@ -17,10 +17,10 @@ from legato.records.lines import RunDirectoryError
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    made = RunDirectory.create(tmp_path / "runs", "first")
-    made.write_config('[training]\nname = "x"\n')
-    made.append_metrics({"kind": "start"})
-    return made
+    directory = RunDirectory.create(tmp_path / "runs", "first")
+    directory.write_config('[training]\nname = "x"\n')
+    directory.append_metrics({"kind": "start"})
+    return directory
 
 
 def test_run_records_need_only_the_standard_library() -> None:
@@ -29,7 +29,7 @@ def test_run_records_need_only_the_standard_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_an_existing_run_is_never_touched_and_resume_is_offered(directory: RunDirectory) -> None:
+def test_an_existing_run_is_never_overwritten_and_resume_is_suggested(directory: RunDirectory) -> None:
     before = directory.metrics_path.read_bytes()
     with pytest.raises(ValueError, match=rf"legato resume {directory.path}.*output\.name="):
         RunDirectory.create(directory.path.parent, "first")
@@ -69,14 +69,14 @@ def test_opening_names_the_missing_files_and_the_format(tmp_path: Path, director
         RunDirectory.open(directory.path)
 
 
-def test_records_come_back_and_what_is_not_finite_is_null(directory: RunDirectory) -> None:
+def test_records_round_trip_and_non_finite_values_become_null(directory: RunDirectory) -> None:
     directory.append_metrics({"kind": "step", "a/b": 0.1, "nan": math.nan, "deep": {"list": [1.0, -math.inf]}}, sync=True)
     assert directory.metrics()[1:] == [{"kind": "step", "a/b": 0.1, "nan": None, "deep": {"list": [1.0, None]}}]
     assert "NaN" not in directory.metrics_path.read_text()
 
 
 @pytest.mark.parametrize("torn", [b'{"kind":"st', b'{"kind":"step"}', b"\0\0\0\0", b'{"kind"\n', b"\n"])
-def test_a_torn_last_line_is_no_line_and_does_not_harm_the_next(directory: RunDirectory, torn: bytes) -> None:
+def test_a_torn_last_line_is_ignored_and_does_not_corrupt_the_next(directory: RunDirectory, torn: bytes) -> None:
     whole = directory.metrics_file.position()
     with directory.metrics_path.open("ab") as file:
         file.write(torn)
@@ -90,21 +90,21 @@ def test_a_torn_last_line_is_no_line_and_does_not_harm_the_next(directory: RunDi
 
 
 @pytest.mark.parametrize("tail", [b'{"kind":"step"}\n', b'{"kind":"step"}\n{"kind":"st', b'{"kind":"st'])
-def test_a_torn_line_in_the_middle_is_named(directory: RunDirectory, tail: bytes) -> None:
+def test_a_torn_line_in_the_middle_is_an_error_with_its_line_number(directory: RunDirectory, tail: bytes) -> None:
     with directory.metrics_path.open("ab") as file:
         file.write(b'{"kind":"st\n' + tail)
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2"):
         directory.metrics()
 
 
-def test_a_line_that_is_no_object_is_damage(directory: RunDirectory) -> None:
+def test_a_line_that_is_not_an_object_is_an_error(directory: RunDirectory) -> None:
     with directory.metrics_path.open("ab") as file:
         file.write(b'3\n{"kind":"step"}\n')
     with pytest.raises(RunDirectoryError, match=r"line 2.*'3'"):
         directory.metrics()
 
 
-def test_truncating_to_a_position_forgets_what_came_after(directory: RunDirectory) -> None:
+def test_truncating_to_a_position_drops_later_lines(directory: RunDirectory) -> None:
     directory.append_metrics({"kind": "step", "step": 1})
     position = directory.metrics_file.position()
     assert position == directory.metrics_path.stat().st_size
@@ -118,12 +118,12 @@ def test_truncating_to_a_position_forgets_what_came_after(directory: RunDirector
     assert directory.metrics() == []
 
 
-def test_a_full_disk_is_an_error_and_costs_no_earlier_line(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
+def test_a_full_disk_is_an_error_and_loses_no_earlier_line(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_disk_full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", raise_disk_full)
         with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl.*disk is full") as caught:
             directory.append_metrics({"kind": "step"}, sync=True)
     assert isinstance(caught.value, ValueError)
@@ -141,7 +141,7 @@ def test_a_truly_full_device_is_an_error(directory: RunDirectory) -> None:
         directory.append_metrics({"kind": "step"})
 
 
-def test_rollouts_come_back_to_the_character_and_to_the_byte(directory: RunDirectory) -> None:
+def test_rollouts_round_trip_and_files_are_byte_identical(directory: RunDirectory) -> None:
     records = [
         {"prompt": "1+1=", "text": "\u202e\x1b[2J\ud800 <b>\n2", "answer": None, "reward": 1.0},
         {"prompt": "2", "text": ""},
@@ -156,7 +156,7 @@ def test_rollouts_come_back_to_the_character_and_to_the_byte(directory: RunDirec
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_rollouts_that_fail_while_written_leave_nothing(directory: RunDirectory) -> None:
+def test_rollouts_that_fail_while_written_leave_no_file(directory: RunDirectory) -> None:
     def broken() -> Any:
         yield {"prompt": "1"}
         raise KeyError("reward")
@@ -188,18 +188,18 @@ def test_damaged_rollouts_are_an_error_with_the_file_name(directory: RunDirector
             directory.read_rollouts(1)
 
 
-def test_the_environment_holds_versions_and_seeds_and_no_variable(
+def test_the_environment_file_holds_versions_and_seeds_but_no_environment_variables(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hunter2-canary")
     directory.write_environment({"seeds": {"training": 3}, "hardware": {"devices": ["H200"]}})
-    found = directory.environment()
-    assert found["format"] == FORMAT
-    assert found["seeds"] == {"training": 3}
-    assert found["hardware"]["devices"] == ["H200"]
-    assert found["hardware"]["cores"] == os.cpu_count()
-    assert "torch" in found["packages"]
-    assert "pytest" not in found["packages"]
+    environment = directory.environment()
+    assert environment["format"] == FORMAT
+    assert environment["seeds"] == {"training": 3}
+    assert environment["hardware"]["devices"] == ["H200"]
+    assert environment["hardware"]["cores"] == os.cpu_count()
+    assert "torch" in environment["packages"]
+    assert "pytest" not in environment["packages"]
     text = directory.environment_path.read_text()
     assert "hunter2" not in text
     assert os.environ["PATH"] not in text

@@ -1,4 +1,4 @@
-"""The rules of the health watch against a plain account of each, on series written by hand."""
+"""The rules of the health watch against direct computations, on series written by hand."""
 
 import json
 import math
@@ -27,13 +27,13 @@ def rule(name: str) -> Rule:
     return next(each for each in RULES if each.name == name)
 
 
-def watched(rules: Sequence[Rule], series: Sequence[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
+def find_alarms(rules: Sequence[Rule], series: Sequence[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
     watch = Watch(rules, **options)
     return [(f.step, f.rule) for step, metrics in enumerate(series, 1) for f in watch.observe(step, metrics)]
 
 
-def wavy(key: str, level: float, count: int = STEPS, size: float = 0.1) -> list[dict[str, Any]]:
-    """A healthy series: it moves around a level, by up to a tenth of it."""
+def wavy_series(key: str, level: float, count: int = STEPS, size: float = 0.1) -> list[dict[str, Any]]:
+    """A healthy series that varies around a level by up to a tenth of it."""
     return [{key: level * (1 + size * math.sin(1.7 * step))} for step in range(count)]
 
 
@@ -61,18 +61,18 @@ HEALTHY = {
     "groups/zero_variance": 0.3,
     "groups/all_right": 0.2,
 }
-"""A step of a run that is well."""
+"""Metrics of one step of a healthy run."""
 
 EXACT = {"update/applied", "drift/sequence_effective_size"}
-"""Shares at their upper end: they do not move above it."""
+"""Shares at their upper limit, which do not vary."""
 
 
-def healthy(count: int = STEPS) -> list[dict[str, Any]]:
+def healthy_series(count: int = STEPS) -> list[dict[str, Any]]:
     noise = [1 + 0.1 * math.sin(1.7 * step) for step in range(count)]
     return [{key: value if key in EXACT else value * wave for key, value in HEALTHY.items()} for wave in noise]
 
 
-ILL: dict[str, dict[str, Any]] = {
+SYMPTOMS: dict[str, dict[str, Any]] = {
     "not-finite": {"loss/total": math.nan},
     "gradient-not-finite": {"gradient/norm": math.nan},
     "updates-dropped": {"update/applied": 0.75},
@@ -111,7 +111,7 @@ ILL: dict[str, dict[str, Any]] = {
     "unscorable": {"rollouts/unscorable": 0.4},
     "collapse": {"reward/mean": 0.3, "ratio/sequence_std": 0.2},
 }
-"""What makes each rule hold."""
+"""The metrics that trigger each rule."""
 
 EARLIEST = {
     **dict.fromkeys(("not-finite", "gradient-not-finite", "updates-dropped", "gradient-spike"), 1),
@@ -125,41 +125,41 @@ EARLIEST = {
     "clip-never": 20,
     "collapse": 3,
 }
-"""Steps of illness after which a rule that counts steps is told, where that is not 3; rules of a mean have none."""
+"""Number of bad steps after which a step-counting rule reports, if not 3. Averaging rules have no entry."""
 
 
-def test_a_healthy_run_is_left_in_peace() -> None:
-    assert watched(RULES, healthy(400)) == []
+def test_a_healthy_run_raises_no_alarm() -> None:
+    assert find_alarms(RULES, healthy_series(400)) == []
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {*ILL} == {each.name for each in RULES}
+    assert {*SYMPTOMS} == {each.name for each in RULES}
 
 
-@pytest.mark.parametrize("name", ILL)
-def test_a_rule_that_holds_is_found_once(name: str) -> None:
-    ill = [{**step, **ILL[name]} for step in healthy(25)]
-    # But for the rule that would say the same of more.
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_each_rule_reports_its_symptom_once(name: str) -> None:
+    ill = [{**step, **SYMPTOMS[name]} for step in healthy_series(25)]
+    # Without the broader rule, which would suppress this one.
     rules = [each for each in RULES if each.name != rule(name).under]
-    found = [step for step, told in watched(rules, [*healthy(), *ill]) if told == name]
-    assert len(found) == 1, found
+    steps = [step for step, rule_name in find_alarms(rules, [*healthy_series(), *ill]) if rule_name == name]
+    assert len(steps) == 1, steps
     if rule(name).test not in AVERAGING:
-        assert found[0] == STEPS + EARLIEST.get(name, 3)
+        assert steps[0] == STEPS + EARLIEST.get(name, 3)
     else:
-        assert STEPS < found[0] <= STEPS + rule(name).of + rule(name).hits - 1
+        assert STEPS < steps[0] <= STEPS + rule(name).of + rule(name).hits - 1
 
 
 @pytest.mark.parametrize("name", [each.name for each in RULES if each.of > 1 and each.hits > 1])
 def test_one_bad_step_raises_no_finding(name: str) -> None:
-    series = healthy(STEPS + 5)
-    series[STEPS] |= ILL[name]
-    assert name not in [told for _, told in watched([rule(name)], series)]
+    series = healthy_series(STEPS + 5)
+    series[STEPS] |= SYMPTOMS[name]
+    assert name not in [rule_name for _, rule_name in find_alarms([rule(name)], series)]
 
 
-def test_a_fall_is_told_by_standard_errors_and_size() -> None:
-    """The plain account: means, a standard deviation, a square root."""
+def test_a_fall_is_detected_by_standard_errors_and_size() -> None:
+    """Computed directly from means and a standard deviation."""
     falls = rule("reward-fall")
-    series = [*wavy("reward/mean", 0.5), *wavy("reward/mean", 0.36, 30, 0.4)]
+    series = [*wavy_series("reward/mean", 0.5), *wavy_series("reward/mean", 0.36, 30, 0.4)]
     values = [step["reward/mean"] for step in series]
     expected = None
     for end in range(falls.of + falls.window // 2, len(values) + 1):
@@ -170,17 +170,17 @@ def test_a_fall_is_told_by_standard_errors_and_size() -> None:
             expected = end
             break
     assert expected is not None
-    assert watched([falls], series)[0] == (expected, "reward-fall")
+    assert find_alarms([falls], series)[0] == (expected, "reward-fall")
 
 
-def test_a_slow_fall_is_seen_beside_the_best_though_each_window_looks_usual() -> None:
+def test_a_slow_fall_is_detected_against_the_best_window() -> None:
     series = [{"reward/mean": max(0.05, 0.8 - 0.001 * step)} for step in range(700)]
-    found = {told: step for step, told in watched(RULES, series)}
-    assert "reward-fall" not in found and 400 < found["reward-lost"] < 480
+    first_steps = {rule_name: step for step, rule_name in find_alarms(RULES, series)}
+    assert "reward-fall" not in first_steps and 400 < first_steps["reward-lost"] < 480
 
 
-def still(chance: float, seed: int, low: float = 0.0, high: float = 1.0) -> list[dict[str, Any]]:
-    """32 problems of 8 answers, most of them all right or all wrong, at rates at which models begin."""
+def steady_rewards(chance: float, seed: int, low: float = 0.0, high: float = 1.0) -> list[dict[str, Any]]:
+    """Rewards of 32 problems with 8 answers each, mostly all right or all wrong, at the accuracy of an untrained model."""
     draw, steps = random.Random(seed), []
     for _ in range(600):
         rates = [draw.betavariate(chance, 1 - chance) for _ in range(32)]
@@ -190,149 +190,156 @@ def still(chance: float, seed: int, low: float = 0.0, high: float = 1.0) -> list
 
 
 @pytest.mark.parametrize(("chance", "low", "high"), [(0.02, 0.0, 1.0), (0.05, 0.0, 1.0), (0.1, 0.0, 1.0), (0.6, -1.0, 1.0)])
-def test_a_reward_that_does_not_move_is_not_lost(chance: float, low: float, high: float) -> None:
-    told = [name for _, name in watched(RULES, still(chance, 0, low, high))]
-    assert not {"reward-lost", "reward-below-start", "accuracy-lost", "collapse"} & {*told}
+def test_a_steady_reward_is_not_reported_as_lost(chance: float, low: float, high: float) -> None:
+    names = [name for _, name in find_alarms(RULES, steady_rewards(chance, 0, low, high))]
+    assert not {"reward-lost", "reward-below-start", "accuracy-lost", "collapse"} & {*names}
 
 
-def test_a_quiet_start_makes_no_alarm_of_the_steps_that_follow() -> None:
-    """Five values may lie close together by chance: what is chance beside them is then anything."""
-    below, runs = rule("reward-below-start"), [still(0.05, seed) for seed in range(10)]
-    assert any(watched([replace(below, hits=1)], steps) for steps in runs), "these runs would not show it"
-    assert not any(watched([below], steps) for steps in runs)
+def test_a_quiet_start_raises_no_alarm_in_later_steps() -> None:
+    """Five values may lie close together by chance; compared with their spread, any later value looks unusual."""
+    below, runs = rule("reward-below-start"), [steady_rewards(0.05, seed) for seed in range(10)]
+    assert any(find_alarms([replace(below, hits=1)], steps) for steps in runs), "these runs would not trigger the rule"
+    assert not any(find_alarms([below], steps) for steps in runs)
 
 
 def test_usual_values_are_measured_after_the_warm_up() -> None:
-    """Ratios spread with the learning rate: the first steps are no measure of what is usual."""
+    """The spread of ratios grows with the learning rate, so the first steps do not show usual values."""
     rising = [{"ratio/sequence_std": 0.5 * min(1.0, step / 30) ** 4 + 1e-6} for step in range(1, 80)]
-    assert watched([rule("ratio-spread")], rising) != []
-    assert watched([rule("ratio-spread")], rising, settled=30) == []
+    assert find_alarms([rule("ratio-spread")], rising) != []
+    assert find_alarms([rule("ratio-spread")], rising, settled=30) == []
 
 
 def test_good_news_is_no_alarm() -> None:
     solved = {"groups/zero_variance": 1.0, "groups/all_right": 1.0, "accuracy/mean": 1.0, "reward/mean": 1.0}
     certain = {"entropy/mean": 0.001}
-    told = [name for _, name in watched(RULES, [*healthy(), *[{**step, **solved, **certain} for step in healthy(30)]])]
-    assert told == ["solved"]
+    names = [
+        name
+        for _, name in find_alarms(
+            RULES, [*healthy_series(), *[{**step, **solved, **certain} for step in healthy_series(30)]]
+        )
+    ]
+    assert names == ["solved"]
 
 
-def test_an_accuracy_that_falls_with_the_reward_is_told_once() -> None:
-    ill = [{**step, "reward/mean": 0.2, "accuracy/mean": 0.2} for step in healthy(15)]
-    told = [name for _, name in watched(RULES, [*healthy(), *ill])]
-    assert "reward-fall" in told and "accuracy-fall" not in told and "accuracy-lost" not in told
+def test_an_accuracy_that_falls_with_the_reward_is_reported_once() -> None:
+    ill = [{**step, "reward/mean": 0.2, "accuracy/mean": 0.2} for step in healthy_series(15)]
+    names = [name for _, name in find_alarms(RULES, [*healthy_series(), *ill])]
+    assert "reward-fall" in names and "accuracy-fall" not in names and "accuracy-lost" not in names
 
 
-def test_a_rule_is_told_again_after_a_rest() -> None:
+def test_a_rule_reports_again_after_its_rest() -> None:
     bad, good = [{"rollouts/unscorable": 0.4}] * 5, [{"rollouts/unscorable": 0.0}]
     only = [rule("unscorable")]
-    assert len(watched(only, [*bad, *good * (REST - 3), *bad])) == 1
-    assert len(watched(only, [*bad, *good * (REST + 1), *bad])) == 2
+    assert len(find_alarms(only, [*bad, *good * (REST - 3), *bad])) == 1
+    assert len(find_alarms(only, [*bad, *good * (REST + 1), *bad])) == 2
 
 
-def test_a_metric_that_is_missing_is_no_sign() -> None:
-    series = healthy()
+def test_a_missing_metric_raises_no_alarm() -> None:
+    series = healthy_series()
     for step in series[20:]:
         for key in ("entropy/mean", "drift/k3", "clip/tokens", "reward/mean"):
             step.pop(key)
-    assert watched(RULES, series) == []
+    assert find_alarms(RULES, series) == []
 
 
-def test_rules_that_are_ignored_are_silent() -> None:
-    ill = [{**step, **ILL["drift"]} for step in healthy(10)]
-    assert "drift" not in [name for _, name in watched(RULES, [*healthy(), *ill], ignored=["drift"])]
+def test_ignored_rules_raise_no_alarm() -> None:
+    ill = [{**step, **SYMPTOMS["drift"]} for step in healthy_series(10)]
+    assert "drift" not in [name for _, name in find_alarms(RULES, [*healthy_series(), *ill], ignored=["drift"])]
 
 
 @pytest.mark.parametrize("cut", [1, 23, STEPS + 1, STEPS + 3])
-def test_a_watch_that_is_stored_and_read_finds_the_same(cut: int) -> None:
-    series = [*healthy(), *[{**step, **ILL["collapse"], **ILL["drift"]} for step in healthy(40)]]
+def test_a_watch_restored_from_its_state_reports_the_same_findings(cut: int) -> None:
+    series = [*healthy_series(), *[{**step, **SYMPTOMS["collapse"], **SYMPTOMS["drift"]} for step in healthy_series(40)]]
     straight, first = Watch(), Watch()
     expected = [straight.observe(step, metrics) for step, metrics in enumerate(series, 1)]
-    found = [first.observe(step, metrics) for step, metrics in enumerate(series[:cut], 1)]
+    findings = [first.observe(step, metrics) for step, metrics in enumerate(series[:cut], 1)]
     second = Watch()
     second.load(json.loads(json.dumps(first.state())))
-    found += [second.observe(step, metrics) for step, metrics in enumerate(series[cut:], cut + 1)]
-    assert found == expected and second.state() == straight.state()
+    findings += [second.observe(step, metrics) for step, metrics in enumerate(series[cut:], cut + 1)]
+    assert findings == expected and second.state() == straight.state()
 
 
-def test_spikes_that_come_now_and_then_are_usual() -> None:
-    """Late in a run few groups are left to learn from, and what they do jumps: half as high again as ever is more."""
+def test_occasional_spikes_count_as_usual() -> None:
+    """Late in a run few groups have an advantage, so drift jumps. Only 1.5 times the highest earlier value is unusual."""
     drift, spiky = rule("drift"), [{"drift/k3": 0.05 if step % 15 == 0 else 0.008} for step in range(100)]
     assert drift.threshold * 0.008 < 0.05 < 0.07 < drift.beyond * 0.05 < 0.077 < drift.far * 0.008 < 0.081
-    for value, told in {0.07: [], 0.077: [(102, "drift")]}.items():
-        assert watched([drift], [*spiky, *[{"drift/k3": value}] * 2]) == told
-    # Ten times the usual is enough, though the window held more.
+    for value, expected in {0.07: [], 0.077: [(102, "drift")]}.items():
+        assert find_alarms([drift], [*spiky, *[{"drift/k3": value}] * 2]) == expected
+    # Ten times the usual value is enough, even if the window held a higher value.
     high = [{"drift/k3": 0.09 if step % 15 == 0 else 0.008} for step in range(100)]
-    assert watched([drift], [*high, *[{"drift/k3": 0.081}] * 2]) == [(102, "drift")]
+    assert find_alarms([drift], [*high, *[{"drift/k3": 0.081}] * 2]) == [(102, "drift")]
 
 
-def test_a_reward_lost_while_the_learning_rate_warms_up_is_told() -> None:
-    """Rules of the usual know nothing of the first steps; the beginning of the run is what there is to compare with."""
+def test_a_reward_lost_during_warm_up_is_reported() -> None:
+    """Rules that compare with usual values skip the first steps, so this rule compares with the start of the run."""
     below = rule("reward-below-start")
-    series = [*wavy("reward/mean", 0.5, below.window), *wavy("reward/mean", 0.1, 30)]
-    assert watched(RULES, series, settled=25)[:1] == [(below.window + below.of + below.hits - 1, "reward-below-start")]
-    rising = [*wavy("reward/mean", 0.1, below.window), *wavy("reward/mean", 0.5, 60)]
-    assert watched(RULES, rising, settled=25) == []
-    # Half of next to nothing is chance: one right answer of 64 a step, then none.
+    series = [*wavy_series("reward/mean", 0.5, below.window), *wavy_series("reward/mean", 0.1, 30)]
+    assert find_alarms(RULES, series, settled=25)[:1] == [(below.window + below.of + below.hits - 1, "reward-below-start")]
+    rising = [*wavy_series("reward/mean", 0.1, below.window), *wavy_series("reward/mean", 0.5, 60)]
+    assert find_alarms(RULES, rising, settled=25) == []
+    # Losing a tiny reward may be chance: one right answer of 64 a step, then none.
     rare = [{"reward/mean": (step % 4 == 0) / 64 if step < 12 else 0.0} for step in range(40)]
-    assert "reward-below-start" not in [told for _, told in watched(RULES, rare)]
+    assert "reward-below-start" not in [rule_name for _, rule_name in find_alarms(RULES, rare)]
 
 
 def test_the_beginning_of_a_run_survives_a_checkpoint() -> None:
     below = rule("reward-below-start")
-    series = [*wavy("reward/mean", 0.5, below.window), *wavy("reward/mean", 0.1, below.of + below.hits - 1)]
+    series = [*wavy_series("reward/mean", 0.5, below.window), *wavy_series("reward/mean", 0.1, below.of + below.hits - 1)]
     for cut in range(1, len(series)):
         first, second = Watch([below]), Watch([below])
         for step, metrics in enumerate(series[:cut], 1):
             assert not first.observe(step, metrics)
         second.load(json.loads(json.dumps(first.state())))
-        told = [found.step for step, metrics in enumerate(series[cut:], cut + 1) for found in second.observe(step, metrics)]
-        assert told == [len(series)]
+        steps = [
+            finding.step for step, metrics in enumerate(series[cut:], cut + 1) for finding in second.observe(step, metrics)
+        ]
+        assert steps == [len(series)]
 
 
-def test_a_rule_loaded_midway_does_not_take_its_first_steps_for_the_start() -> None:
-    """A checkpoint of a version without the rule, or of a run that ignored it, says nothing of the first steps."""
+def test_a_rule_added_midway_does_not_treat_its_first_steps_as_the_start() -> None:
+    """A checkpoint written without the rule holds no values of the first steps."""
     below, other = rule("reward-below-start"), rule("reward-fall")
     before, after = Watch([other]), Watch([other, below])
-    for step, metrics in enumerate(wavy("reward/mean", 0.2, 30), 1):
+    for step, metrics in enumerate(wavy_series("reward/mean", 0.2, 30), 1):
         before.observe(step, metrics)
     after.load(json.loads(json.dumps(before.state())))
-    fallen = [*wavy("reward/mean", 0.8, below.window), *wavy("reward/mean", 0.3, 30)]
-    assert below.name not in [found.rule for step, each in enumerate(fallen, 31) for found in after.observe(step, each)]
+    fallen = [*wavy_series("reward/mean", 0.8, below.window), *wavy_series("reward/mean", 0.3, 30)]
+    assert below.name not in [finding.rule for step, each in enumerate(fallen, 31) for finding in after.observe(step, each)]
     again = Watch([other, below])
     again.load(json.loads(json.dumps(after.state())))
     assert not again.start
 
 
-def test_an_alarm_that_holds_is_told_again_where_somebody_takes_over() -> None:
+def test_a_persistent_alarm_is_reported_again_after_resuming() -> None:
     drift, bad, good = rule("drift"), {"drift/k3": 1.0}, {"drift/k3": 0.006}
 
-    def resumed(after: Sequence[Mapping[str, float]], **given: Any) -> list[tuple[int, int]]:
-        """Steps and first signs of what a watch says of steps 44 and on that takes over after 41 (bad), 42 and 43."""
+    def findings_after_resume(after: Sequence[Mapping[str, float]], **options: Any) -> list[tuple[int, int]]:
+        """(step, since) of the findings from step 44 on, by a watch restored after bad step 41 and the steps `before`."""
         first, second = Watch([drift]), Watch([drift])
         for step, metrics in enumerate([good] * 39 + [bad] * 2 + list(before), 1):
             first.observe(step, metrics)
         second.load(json.loads(json.dumps(first.state())))
-        second.renew(**given)
+        second.renew(**options)
         return [(f.step, f.since) for step, metrics in enumerate(after, 44) for f in second.observe(step, metrics)]
 
     before = [bad, bad]
-    assert resumed([bad, bad, bad]) == [(44, 40)], "once, and from the step it began with"
-    assert resumed([bad, bad], answered=["drift"]) == []
-    assert resumed([good, bad, bad]) == [(45, 40)]
-    assert resumed([good] * REST + [bad] * 3) == [(65, 64)], "another one"
+    assert findings_after_resume([bad, bad, bad]) == [(44, 40)], "one report, dated from its first step"
+    assert findings_after_resume([bad, bad], answered=["drift"]) == []
+    assert findings_after_resume([good, bad, bad]) == [(45, 40)]
+    assert findings_after_resume([good] * REST + [bad] * 3) == [(65, 64)], "a new alarm"
     before = [good, good]
-    assert resumed([bad, bad, bad]) == [], "it did not hold any more"
+    assert findings_after_resume([bad, bad, bad]) == [], "the alarm was over"
 
 
-def test_the_first_bad_step_is_known() -> None:
-    series = [*healthy(), *[{**step, **ILL["drift"]} for step in healthy(5)]]
+def test_a_finding_names_the_first_bad_step() -> None:
+    series = [*healthy_series(), *[{**step, **SYMPTOMS["drift"]} for step in healthy_series(5)]]
     watch = Watch([rule("drift")])
-    (found,) = (each for step, metrics in enumerate(series, 1) for each in watch.observe(step, metrics))
-    assert (found.since, found.step, found.level) == (STEPS + 1, STEPS + 2, "alarm")
-    assert found.usual == pytest.approx(0.006, rel=0.1) and f"{found.value:.3g}" in found.words
+    (finding,) = (each for step, metrics in enumerate(series, 1) for each in watch.observe(step, metrics))
+    assert (finding.since, finding.step, finding.level) == (STEPS + 1, STEPS + 2, "alarm")
+    assert finding.usual == pytest.approx(0.006, rel=0.1) and f"{finding.value:.3g}" in finding.words
 
 
-def test_rules_are_whole() -> None:
+def test_every_rule_is_complete_and_documented() -> None:
     known = {metric.key for metric in RUN_METRICS}
     for each in RULES:
         assert each.level in LEVELS and each.says.endswith(".") and each.causes and each.tries, each.name
@@ -344,8 +351,8 @@ def test_rules_are_whole() -> None:
 
 
 def test_the_watch_costs_next_to_nothing() -> None:
-    """Far less than the smallest step, which takes about a tenth of a second."""
-    watch, series = Watch(), healthy(200)
+    """A small fraction of the fastest training step, which takes about a tenth of a second."""
+    watch, series = Watch(), healthy_series(200)
     began = time.process_time()
     for step, metrics in enumerate(series, 1):
         watch.observe(step, metrics)
@@ -355,7 +362,7 @@ def test_the_watch_costs_next_to_nothing() -> None:
 # Repetition
 
 
-def slowly(rows: list[list[int]]) -> float:
+def slow_repetition(rows: list[list[int]]) -> float:
     shares = []
     for row in (row for row in rows if len(row) >= 8):
         runs = [tuple(row[at : at + 4]) for at in range(len(row) - 3)]
@@ -363,7 +370,7 @@ def slowly(rows: list[list[int]]) -> float:
     return statistics.mean(shares) if shares else math.nan
 
 
-def test_repetition_is_the_share_of_runs_that_stood_there_before() -> None:
+def test_repetition_is_the_share_of_repeated_four_token_runs() -> None:
     generator = torch.Generator().manual_seed(3)
     rows = [
         torch.randint(0, 3, (int(n),), generator=generator).tolist()
@@ -374,7 +381,7 @@ def test_repetition_is_the_share_of_runs_that_stood_there_before() -> None:
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row)
-    assert repetition(tokens, lengths) == pytest.approx(slowly(rows), abs=1e-6)
+    assert repetition(tokens, lengths) == pytest.approx(slow_repetition(rows), abs=1e-6)
 
 
 def test_short_responses_have_no_repetition() -> None:
@@ -382,18 +389,21 @@ def test_short_responses_have_no_repetition() -> None:
     assert math.isnan(repetition(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([2])))
 
 
-@pytest.mark.parametrize("name", [name for name in ILL if rule(name).test != "together"])
-def test_the_steps_a_rule_needs_are_those_after_which_it_can_hold(name: str) -> None:
-    """The watch itself, ill from every step on that there is: the earliest it is told."""
-    looked_at = rule(name)
-    enough = looked_at.window + 2 * looked_at.of
-    told = []
+@pytest.mark.parametrize("name", [name for name in SYMPTOMS if rule(name).test != "together"])
+def test_steps_needed_is_the_earliest_step_at_which_a_rule_can_report(name: str) -> None:
+    """Start the symptoms at every possible step and take the earliest report of the watch."""
+    tested = rule(name)
+    enough = tested.window + 2 * tested.of
+    alarms = []
     for settled in (0, 3):
         for well in range(enough + settled):
-            watch = Watch([looked_at], settled=settled)
-            course = [*healthy(well), *({**step, **ILL[name]} for step in healthy(looked_at.of + looked_at.hits))]
-            told += [(settled, n) for n, step in enumerate(course, start=1) if watch.observe(n, step)]
+            watch = Watch([tested], settled=settled)
+            course = [
+                *healthy_series(well),
+                *({**step, **SYMPTOMS[name]} for step in healthy_series(tested.of + tested.hits)),
+            ]
+            alarms += [(settled, n) for n, step in enumerate(course, start=1) if watch.observe(n, step)]
     for settled in (0, 3):
-        earliest = min(n for each, n in told if each == settled)
-        assert earliest >= steps_needed(looked_at, settled)
-        assert earliest == steps_needed(looked_at, settled) or looked_at.test in AVERAGING
+        earliest = min(n for each, n in alarms if each == settled)
+        assert earliest >= steps_needed(tested, settled)
+        assert earliest == steps_needed(tested, settled) or tested.test in AVERAGING

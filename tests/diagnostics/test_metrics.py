@@ -1,4 +1,4 @@
-"""Every metric by its definition, on the shared batch and on small cases worked by hand."""
+"""Every metric by its definition, on the shared batch and on small examples computed by hand."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def test_the_metric_has_its_printed_value_on_the_shared_batch(key: str) -> None:
     assert legato.loss("gspo", **shared_batch()).metrics[key] == pytest.approx(V[key], rel=1e-7)
 
 
-def test_token_members_clip_two_of_fourteen_tokens_on_the_shared_batch() -> None:
+def test_token_level_algorithms_clip_two_of_fourteen_tokens_on_the_shared_batch() -> None:
     for name in ("grpo", "dapo"):
         assert legato.loss(name, **shared_batch()).metrics["clip/tokens"] == pytest.approx(2 / 14)
 
@@ -93,22 +93,22 @@ def test_the_ratio_is_the_quotient_of_perplexities(dtype: torch.dtype, most: flo
     new = old + 0.05 * torch.randn(64, 500, generator=generator, dtype=dtype)
     mask = torch.arange(500) < torch.randint(1, 501, (64, 1), generator=generator)
     advantages = torch.randn(64, generator=generator, dtype=dtype)
-    found = legato.loss("gspo", logprobs=new, old_logprobs=old, advantages=advantages, mask=mask).metrics
-    assert found["equivalence/error"] < most
-    assert found["equivalence/entropy_change"] == pytest.approx(found["ratio/sequence_mean"], rel=most)
+    metrics = legato.loss("gspo", logprobs=new, old_logprobs=old, advantages=advantages, mask=mask).metrics
+    assert metrics["equivalence/error"] < most
+    assert metrics["equivalence/entropy_change"] == pytest.approx(metrics["ratio/sequence_mean"], rel=most)
 
 
 def test_a_rollout_of_several_rows_counts_once() -> None:
     signals = shared_batch()
     signals["rollout"] = torch.tensor([5, 5, 9, 2])
-    found = legato.loss("gspo-token", **signals).metrics
-    assert found["length/mean"] == pytest.approx(14 / 3)
-    assert found["length/max"] == 7
-    assert found["ratio/sequence_min"] == pytest.approx(math.exp((0.001 - 0.33) / 7))
+    metrics = legato.loss("gspo-token", **signals).metrics
+    assert metrics["length/mean"] == pytest.approx(14 / 3)
+    assert metrics["length/max"] == 7
+    assert metrics["ratio/sequence_min"] == pytest.approx(math.exp((0.001 - 0.33) / 7))
 
 
 def routed_example() -> dict[str, float]:
-    """The routers of the worked example: one token, two layers of four experts, two active; the engine chose as old did."""
+    """Metrics of the worked example: one token, two layers, two of four experts active. The engine chose as old did."""
     old = torch.tensor([[1.0, 0.5, 0.0, -0.5], [0.2, 0.9, -0.3, 0.4]], dtype=torch.float64)
     new = torch.tensor([[0.8, 0.7, 0.1, -0.5], [0.5, 0.6, -0.3, 0.4]], dtype=torch.float64)
     before, after = (logits.topk(2).indices[None, None] for logits in (old, new))
@@ -135,13 +135,13 @@ def routed_example() -> dict[str, float]:
 
 
 def test_the_worked_example_of_flips_and_router_shift() -> None:
-    found = routed_example()
+    metrics = routed_example()
     for prefix in ("router/", "router/mismatch_"):
-        assert [found[f"{prefix}flip_layer{layer}"] for layer in (0, 1)] == [0.0, 0.5]
-        assert (found[f"{prefix}flip_mean"], found[f"{prefix}any_flip"]) == (0.25, 0.5)
-        assert found[f"{prefix}jaccard"] == pytest.approx(1 / 3, abs=1e-7)
-    assert found["router/shift_mean"] == pytest.approx(0.839457020769, abs=1e-12)
-    assert found["router/load_max"] == 2.0 and found["router/load_unused"] == 0.5
+        assert [metrics[f"{prefix}flip_layer{layer}"] for layer in (0, 1)] == [0.0, 0.5]
+        assert (metrics[f"{prefix}flip_mean"], metrics[f"{prefix}any_flip"]) == (0.25, 0.5)
+        assert metrics[f"{prefix}jaccard"] == pytest.approx(1 / 3, abs=1e-7)
+    assert metrics["router/shift_mean"] == pytest.approx(0.839457020769, abs=1e-12)
+    assert metrics["router/load_max"] == 2.0 and metrics["router/load_unused"] == 0.5
 
 
 def test_every_reported_key_is_defined_and_every_definition_is_reported() -> None:
@@ -168,6 +168,6 @@ def test_every_reported_key_is_defined_and_every_definition_is_reported() -> Non
     assert defined == {metric.key for metric in METRICS}
 
 
-def test_a_metric_that_nobody_defined_is_an_error() -> None:
+def test_an_undefined_metric_is_an_error() -> None:
     with pytest.raises(KeyError, match="clip/teapots"):
         definition("clip/teapots")

@@ -1,4 +1,4 @@
-"""The printed numbers of the sources: routing, variance against length, clip fractions, the worked examples."""
+"""Published numbers: routing, variance against length, clip fractions, worked examples."""
 
 import math
 
@@ -59,15 +59,15 @@ def test_kappa_of_autoregressive_tokens() -> None:
 
 
 def test_other_explanations_of_the_same_gap() -> None:
-    found = explanations_of_gap(3.6, 512)
-    assert found["autoregressive_phi"] == pytest.approx(0.565217391304)
-    assert found["equal_correlation"] == pytest.approx(0.00508806, abs=1e-8)
-    assert found["block_correlation_16"] == pytest.approx(0.17333, abs=1e-5)
-    assert found["hurst"] == pytest.approx(0.602666, abs=1e-6)
-    assert found["drift_share"] == pytest.approx(2.6 / 512)
+    parameters = explanations_of_gap(3.6, 512)
+    assert parameters["autoregressive_phi"] == pytest.approx(0.565217391304)
+    assert parameters["equal_correlation"] == pytest.approx(0.00508806, abs=1e-8)
+    assert parameters["block_correlation_16"] == pytest.approx(0.17333, abs=1e-5)
+    assert parameters["hurst"] == pytest.approx(0.602666, abs=1e-6)
+    assert parameters["drift_share"] == pytest.approx(2.6 / 512)
 
 
-def test_slopes_tell_the_explanations_apart() -> None:
+def test_slopes_distinguish_the_explanations() -> None:
     lengths = 2.0 ** torch.arange(4, 12)
     kappas = torch.tensor([autoregressive_kappa(PHI, int(n)) for n in lengths])
     hurst = explanations_of_gap(3.6, 512)["hurst"]
@@ -79,7 +79,7 @@ def test_slopes_tell_the_explanations_apart() -> None:
 
 
 def autoregressive(rows: int, length: int, phi: float, generator: torch.Generator) -> Tensor:
-    """[rows, length] of unit variance."""
+    """[rows, length] AR(1) tokens of unit variance."""
     noise = torch.randn(rows, length, generator=generator, dtype=torch.float64)
     tokens = torch.empty_like(noise)
     tokens[:, 0] = noise[:, 0]
@@ -89,7 +89,7 @@ def autoregressive(rows: int, length: int, phi: float, generator: torch.Generato
 
 
 def test_simulated_correlation_has_the_predicted_gap_and_kappa() -> None:
-    """The relative error of a variance over 4,000 responses is 2.2 %; four of those are allowed."""
+    """The tolerance is four standard errors: a variance over 4,000 responses has a relative error of 2.2 %."""
     generator = torch.Generator().manual_seed(0)
     for length in (16, 128, 512):
         tokens = 0.02 * autoregressive(4000, length, PHI, generator)
@@ -120,7 +120,7 @@ def test_the_published_fifteen_per_cent_implies_a_deviation() -> None:
     assert predicted_clip_fraction(0.2, 0.2, 3.4e-4) == 0
 
 
-def test_the_lengths_at_which_the_published_clip_fractions_go_together() -> None:
+def test_the_published_clip_fractions_are_consistent_at_these_lengths() -> None:
     """0.26 % of the tokens at |lw| = 0.3 give the token deviation; the width that clips 15 % gives the length."""
     deviation = math.sqrt(0.0026 * 0.3**2)
     assert deviation == pytest.approx(0.0153, abs=5e-5)
@@ -135,8 +135,8 @@ def test_the_measured_clip_fraction_is_the_predicted_one() -> None:
     sign = torch.randint(0, 2, (20_000,), generator=generator).double() * 2 - 1
     old = torch.full((20_000, 3), -1.0, dtype=torch.float64)
     mask = torch.ones(20_000, 3, dtype=torch.bool)
-    found = legato.loss("gspo", logprobs=old + log_s, old_logprobs=old, advantages=sign, mask=mask).metrics
-    assert found["clip/sequences"] == pytest.approx(0.15, abs=0.01)
+    metrics = legato.loss("gspo", logprobs=old + log_s, old_logprobs=old, advantages=sign, mask=mask).metrics
+    assert metrics["clip/sequences"] == pytest.approx(0.15, abs=0.01)
 
 
 def test_the_calibrated_width_by_length() -> None:
@@ -164,7 +164,7 @@ def test_the_bound_as_widths_and_with_lengths() -> None:
 
 
 def test_the_worked_example_with_two_outliers() -> None:
-    """510 tokens unchanged, one at 1.9 and one at 0.4: out of the band, yet not clipped where A > 0."""
+    """510 tokens unchanged, one ratio of 1.9 and one of 0.4: outside the band, yet not clipped if A > 0."""
     shift = torch.zeros(2, 512, dtype=torch.float64)
     shift[:, 0], shift[:, 1] = math.log(1.9), math.log(0.4)
     old = torch.full((2, 512), -1.0, dtype=torch.float64)
@@ -196,9 +196,9 @@ def test_large_shifts_hide_in_the_mean(length: int, shifted: int, s: float, log1
     shift = torch.where(torch.arange(length) < shifted, -5.0, 0.0).unsqueeze(0).double()
     old = torch.full_like(shift, -1.0)
     mask, advantages = torch.ones_like(shift, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-    found = legato.loss("gspo", logprobs=old + shift, old_logprobs=old, advantages=advantages, mask=mask).metrics
-    assert found["ratio/sequence_mean"] == pytest.approx(s, abs=5e-9)
-    assert found["ratio/token_log_max"] == pytest.approx(5)
+    metrics = legato.loss("gspo", logprobs=old + shift, old_logprobs=old, advantages=advantages, mask=mask).metrics
+    assert metrics["ratio/sequence_mean"] == pytest.approx(s, abs=5e-9)
+    assert metrics["ratio/token_log_max"] == pytest.approx(5)
     assert float(shift.sum()) / math.log(10) == pytest.approx(log10_product, abs=5e-3)
 
 
@@ -214,8 +214,8 @@ def test_effective_sizes_of_plain_weights() -> None:
     from legato.core.sums import EffectiveSize
 
     weights = torch.tensor([4.0, 1, 1, 1], dtype=torch.float64)
-    found = EffectiveSize(weights.sum(), weights.square().sum(), torch.tensor(4.0)).report()[""]
-    assert found == pytest.approx(0.644736842105)
+    share = EffectiveSize(weights.sum(), weights.square().sum(), torch.tensor(4.0)).report()[""]
+    assert share == pytest.approx(0.644736842105)
 
 
 Z, Z_REF = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64), torch.tensor([0.0, 0.3, -0.2], dtype=torch.float64)
@@ -273,7 +273,7 @@ def test_the_masked_example_with_an_empty_response() -> None:
     [("token-mean", 13 / 7), ("group-token-mean", 7 / 3), ("sequence-mean", 2.0), ("sequence-sum", 13 / 3)],
 )
 def test_the_aggregations_of_the_two_group_example(aggregate: str, expected: float) -> None:
-    """Losses 1 1 | 2 2 2 2 in one group, 3 in the other, as minus the advantages of an on-policy batch."""
+    """Token losses 1 1 | 2 2 2 2 in one group and 3 in the other: the negative advantages of an on-policy batch."""
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
     advantages = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
@@ -285,7 +285,7 @@ def test_the_aggregations_of_the_two_group_example(aggregate: str, expected: flo
 
 
 def test_one_band_for_all_lengths_clips_the_short_ones() -> None:
-    """Log-normal lengths (median 1,000, sigma 1), token deviation 0.015, the band at which 15 % are clipped in all."""
+    """Log-normal lengths (median 1,000, sigma 1), token deviation 0.015, and the band that clips 15 % overall."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(4000, generator=generator, dtype=torch.float64) + math.log(1000)).exp().clamp(21, 32000)
     deviations = (0.015 / lengths.sqrt()).tolist()

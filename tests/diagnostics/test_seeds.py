@@ -1,4 +1,4 @@
-"""Statistics over seeds against slow forms of them that say what is meant."""
+"""Statistics over seeds against slow, direct implementations."""
 
 import itertools
 import math
@@ -52,15 +52,15 @@ def test_the_probability_of_improvement_is_counted_over_all_pairs(values: list[f
     assert probability_of_improvement(values, others) + probability_of_improvement(others, values) == pytest.approx(1.0)
 
 
-def slowly(statistic: object, samples: list[list[float]]) -> tuple[float, float]:
-    """All draws of the seeds, each listed by counting in base n; the outermost with more than 2.5 % up to them."""
-    count, found = len(samples[0]), []
+def slow_interval(statistic: object, samples: list[list[float]]) -> tuple[float, float]:
+    """The 95 % bootstrap interval over all n^n draws of seeds, enumerated by counting in base n."""
+    count, statistics = len(samples[0]), []
     for number in range(count**count):
         draw = [number // count**place % count for place in range(count)]
-        found.append(statistic(*[[sample[seed] for seed in draw] for sample in samples]))  # type: ignore[operator]
-    few = Fraction(25, 1000) * len(found)
-    low = min(end for end in found if sum(each <= end for each in found) > few)
-    high = max(end for end in found if sum(each >= end for each in found) > few)
+        statistics.append(statistic(*[[sample[seed] for seed in draw] for sample in samples]))  # type: ignore[operator]
+    few = Fraction(25, 1000) * len(statistics)
+    low = min(end for end in statistics if sum(each <= end for each in statistics) > few)
+    high = max(end for end in statistics if sum(each >= end for each in statistics) > few)
     return low, high
 
 
@@ -68,7 +68,7 @@ def slowly(statistic: object, samples: list[list[float]]) -> tuple[float, float]
 @pytest.mark.parametrize("statistic", [mean, interquartile_mean])
 def test_an_interval_of_one_arm_is_over_all_draws_of_its_seeds(count: int, statistic: object) -> None:
     values = [random.Random(count).random() for _ in range(count)]
-    assert interval(statistic, values) == pytest.approx(slowly(statistic, [values]), abs=1e-12)  # type: ignore[arg-type]
+    assert interval(statistic, values) == pytest.approx(slow_interval(statistic, [values]), abs=1e-12)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("statistic", [difference, probability_of_improvement])
@@ -76,19 +76,19 @@ def test_an_interval_of_two_arms_draws_the_same_seeds_from_both(statistic: objec
     generator = random.Random(1)
     one = [generator.random() for _ in range(4)]
     other = [value - 0.1 * generator.random() for value in one]
-    found = interval(statistic, one, other)  # type: ignore[arg-type]
-    assert found == pytest.approx(slowly(statistic, [one, other]), abs=1e-12)
+    result = interval(statistic, one, other)  # type: ignore[arg-type]
+    assert result == pytest.approx(slow_interval(statistic, [one, other]), abs=1e-12)
 
 
-def test_what_a_seed_does_to_both_arms_cancels() -> None:
-    """Seeds far apart, arms always 0.1 apart: drawn separately the interval would hold 0."""
+def test_an_effect_of_the_seed_on_both_arms_cancels() -> None:
+    """Scores vary much between seeds, but arms always differ by 0.1: unpaired draws would give an interval around 0."""
     one, other = [0.1, 0.4, 0.7, 0.9], [0.0, 0.3, 0.6, 0.8]
     assert interval(difference, one, other) == pytest.approx((0.1, 0.1))
     low, high = interval(mean, one) or (0, 0)
     assert high - low > 0.4
 
 
-def test_many_seeds_are_drawn_by_a_generator_that_is_the_same_every_time() -> None:
+def test_resampling_many_seeds_is_deterministic() -> None:
     values = [random.Random(seed).random() for seed in range(12)]
     draws = resamples(12)
     assert len(draws) == DRAWS and all(len(draw) == 12 and set(draw) <= set(range(12)) for draw in draws)
@@ -110,7 +110,7 @@ def test_one_seed_has_no_interval_and_unlike_samples_are_refused() -> None:
 # Collapse
 
 
-def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]:
+def make_course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]:
     return [(each / problems, *wilson_interval(each, problems)) for each in right]
 
 
@@ -132,11 +132,11 @@ def course(*right: int, problems: int = 128) -> list[tuple[float, float, float]]
     ],
 )
 def test_a_collapse_is_a_fall_that_chance_does_not_explain(right: tuple[int, ...], shares: list[float] | None) -> None:
-    """The shares in percent: at the end, then the best or the start, whichever it fell from."""
-    told = collapse(course(*right))
-    assert (told if told is None else numbers(told)) == shares
+    """`shares` in percent: the accuracy at the end, then the best or first accuracy it fell from."""
+    message = collapse(make_course(*right))
+    assert (message if message is None else numbers(message)) == shares
 
 
-def test_few_problems_make_no_collapse() -> None:
-    assert collapse(course(3, 1, problems=4)) is None
-    assert collapse(course(96, 32, problems=128)) is not None
+def test_a_fall_over_few_problems_is_no_collapse() -> None:
+    assert collapse(make_course(3, 1, problems=4)) is None
+    assert collapse(make_course(96, 32, problems=128)) is not None

@@ -1,4 +1,4 @@
-"""A configuration small enough for seconds, and a run of it."""
+"""A configuration that runs in seconds, and a run of it."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ SMALL = [
     ),
     *("evaluation.every_steps=0", "reward.kind=format", 'reward.pattern="[12].*"'),
 ]
-"""A reward that a hardly trained policy gets now and then: what is measured needs advantages, not skill."""
+"""A reward that a barely trained policy gets now and then: the measurements need advantages, not skill."""
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def small() -> list[str]:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps, all rollouts and the first and last checkpoint kept."""
+    """A run of four steps with all rollouts and its first and last checkpoint."""
     folder = tmp_path_factory.mktemp("lab")
     words = [*SMALL, "training.steps=4", "output.rollouts_every_steps=1", f"output.directory={folder}", "output.name=run"]
     return start(load([DEFAULT], words), Given(), Silent()).directory

@@ -1,4 +1,4 @@
-"""Worked examples, and rollouts of a run done again."""
+"""Worked examples, and replayed rollouts of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +13,24 @@ from legato.lab.strip import strips, walk_tokens
 from legato.lab.walkthrough import examples, inside_from, walk_run
 
 
-def quiet(text: str) -> None:
+def ignore(text: str) -> None:
     pass
 
 
-def test_the_worked_examples_come_out_as_worked() -> None:
-    found = examples()
-    assert len(found.checks) == 16
-    assert [check.what for check in found.checks if check.verdict != "as expected"] == []
+def test_the_worked_examples_match_their_expected_values() -> None:
+    account = examples()
+    assert len(account.checks) == 16
+    assert [check.what for check in account.checks if check.verdict != "as expected"] == []
 
 
-def test_the_outliers_would_be_inside_from_915_tokens_on() -> None:
+def test_the_outliers_are_inside_the_band_from_915_tokens_on() -> None:
     assert inside_from((1.9, 0.4), 3e-4, 4e-4) == 915
     for length, outside in ((914, True), (915, False)):
         assert walk_tokens(outliers(length), "gspo")[0].tokens[0].outside is outside
     assert inside_from((2.0,), 3e-4, 4e-4) == 1734  # above: ln 2 / log1p(4e-4) = 1733.2
 
 
-def test_the_group_of_four_by_token_and_by_sequence() -> None:
+def test_clipping_of_the_group_of_four_by_token_and_by_sequence() -> None:
     """Clip fractions of the specification: GRPO 2 of 14 tokens, GSPO 2 of 4 responses, which are 5 tokens; 3 outside."""
     token, sequence = walk_tokens(group(), "grpo"), walk_tokens(group(), "gspo")
     assert sum(walk.clipped for walk in token) == 2
@@ -40,7 +40,7 @@ def test_the_group_of_four_by_token_and_by_sequence() -> None:
     assert [t.coefficient for t in sequence[0].tokens] == pytest.approx([0.0625156269533] * 4)
 
 
-def test_what_a_token_says_is_shown_and_never_run() -> None:
+def test_token_text_is_escaped_in_html() -> None:
     rows = group()
     words = (("<script>", "\u202e", " ", "x"), *rows.words[1:])
     shown = strips(
@@ -52,37 +52,37 @@ def test_what_a_token_says_is_shown_and_never_run() -> None:
 def test_without_an_advantage_nothing_is_clipped() -> None:
     rows = replace(group(), advantages=torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64))
     shown = strips(walk_tokens(rows, "gspo"))
-    # The second response, of three tokens, is outside on the side that A pushes to; the last two have no A at all.
+    # The second response, of three tokens, is outside on the side of its advantage; the last two have none.
     assert shown.count("line-through") == 3
 
 
-def test_a_step_done_again_is_the_step_of_the_run(run: Path) -> None:
-    found = walk_run(run, step=2, rollout=None, words=[], say=quiet)
-    assert any("all 64 responses are those the run stored" in sentence for sentence in found.sentences)
-    assert found.data["update"] > 0
-    sheet = next(sheet for sheet in found.sheets if sheet.name == "group-responses")
+def test_a_replayed_step_matches_the_stored_step(run: Path) -> None:
+    account = walk_run(run, step=2, rollout=None, words=[], say=ignore)
+    assert any("all 64 responses are those the run stored" in sentence for sentence in account.sentences)
+    assert account.data["update"] > 0
+    sheet = next(sheet for sheet in account.sheets if sheet.name == "group-responses")
     assert len(sheet.rows) == 8 and sum("this one" in str(row[0]) for row in sheet.rows) == 1
 
 
-def test_any_rollout_can_be_named(run: Path) -> None:
-    found = walk_run(run, step=1, rollout=5, words=[], say=quiet)
-    assert found.data["rollout"] == 5 and found.title.startswith("Rollout 5 of step 1")
+def test_any_rollout_can_be_chosen(run: Path) -> None:
+    account = walk_run(run, step=1, rollout=5, words=[], say=ignore)
+    assert account.data["rollout"] == 5 and account.title.startswith("Rollout 5 of step 1")
 
 
-def test_without_a_step_the_next_one_is_done(run: Path) -> None:
-    assert walk_run(run, step=None, rollout=None, words=[], say=quiet).data["step"] == 5
+def test_without_a_step_the_next_step_is_walked_through(run: Path) -> None:
+    assert walk_run(run, step=None, rollout=None, words=[], say=ignore).data["step"] == 5
 
 
-def test_a_response_without_a_token_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walkthrough, "replay", lambda *given: replace(replay(*given), observed=()))
+def test_a_response_without_tokens_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walkthrough, "replay", lambda *arguments: replace(replay(*arguments), observed=()))
     with pytest.raises(ValueError, match="rollout 3 of step 5 has no token"):
-        walk_run(run, step=None, rollout=3, words=[], say=quiet)
+        walk_run(run, step=None, rollout=3, words=[], say=ignore)
 
 
-def test_what_cannot_be_walked_through_is_told(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rollouts 0 to 63"):
-        walk_run(run, step=None, rollout=64, words=[], say=quiet)
-    with pytest.raises(ValueError, match=r"--step 500 is asked for; .* has 4 steps; those from 1 can be done again"):
-        walk_run(run, step=500, rollout=None, words=[], say=quiet)
+def test_rollouts_steps_and_folders_that_do_not_exist_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected --rollout from 0 to 63, got 64"):
+        walk_run(run, step=None, rollout=64, words=[], say=ignore)
+    with pytest.raises(ValueError, match=r"expected --step from 1 to 5, got 500 \(.* has 4 steps\)"):
+        walk_run(run, step=500, rollout=None, words=[], say=ignore)
     with pytest.raises(ValueError, match="not a run directory"):
-        walk_run(tmp_path, step=None, rollout=None, words=[], say=quiet)
+        walk_run(tmp_path, step=None, rollout=None, words=[], say=ignore)

@@ -1,4 +1,4 @@
-"""Rewards of one's own, by module or file."""
+"""User rewards, imported by module or file."""
 
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ LIMIT = 3
 
 
 def import_reward(path: str) -> Any:
-    """As a run imports one."""
+    """Import and check a reward as a run does."""
     reward = make_imported("reward", path)
     check_reward(reward, path)
     return reward
@@ -68,20 +68,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("place", ["own_rewards", "own_rewards.py", "./own_rewards.py"])
-def test_a_function_or_an_instance_of_a_class_is_found(place: str, folder: Path) -> None:
+def test_a_function_or_class_is_imported_from_a_module_or_file(place: str, folder: Path) -> None:
     assert import_reward(f"{place}:right")(None) == 0.25
     assert import_reward(f"{place}:Judge")(None) == 3.0
     assert callable(import_reward(f"{place}:later"))
     assert import_reward(f"{folder}/own_rewards.py:right") is import_reward("own_rewards.py:right")
 
 
-def test_a_part_of_ours_is_found_too() -> None:
+def test_a_built_in_reward_is_imported_too() -> None:
     from legato.rewards.verifiers import ExactMatch
 
     assert import_reward("legato.rewards.verifiers:ExactMatch") == ExactMatch()
 
 
-def test_a_file_named_as_a_module_does_not_take_its_place(folder: Path) -> None:
+def test_a_file_named_like_a_module_does_not_replace_the_module(folder: Path) -> None:
     import math
 
     (folder / "math.py").write_text("def reward(rollout):\n    return 2.0")
@@ -102,15 +102,15 @@ def test_a_file_named_as_a_module_does_not_take_its_place(folder: Path) -> None:
         ),
         ("nowhere.py:right", "there is no file"),
         ("own_rewards:rihgt", "own_rewards has no 'rihgt'; did you mean 'right'?"),
-        ("own_rewards:LIMIT", "is a int; a function of one rollout is needed"),
-        ("own_rewards:two", "takes (rollout, answer); one positional argument, the rollout, is needed"),
-        ("own_rewards:none", "takes (); one positional argument"),
-        ("own_rewards:named", "takes (*, rollout); one positional argument"),
+        ("own_rewards:LIMIT", "expected a function of one rollout, got int"),
+        ("own_rewards:two", "expected one positional argument, the rollout, got (rollout, answer)"),
+        ("own_rewards:none", "expected one positional argument, the rollout, got ()"),
+        ("own_rewards:named", "expected one positional argument, the rollout, got (*, rollout)"),
         ("own_rewards:Needy", "Needy() could not be made without arguments: TypeError"),
-        ("own_rewards:Silent", "is a Silent; a function of one rollout is needed"),
+        ("own_rewards:Silent", "expected a function of one rollout, got Silent"),
     ],
 )
-def test_what_cannot_be_used_is_told(path: str, message: str) -> None:
+def test_unusable_rewards_are_refused_with_the_reason(path: str, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         import_reward(path)
     assert str(refusal.value).startswith(f"reward {path!r}: ")
@@ -128,7 +128,7 @@ def test_what_cannot_be_used_is_told(path: str, message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["broken_reward", "broken_reward.py"])
-def test_a_module_that_fails_is_told_with_the_cause(code: str, cause: str, place: str, folder: Path) -> None:
+def test_a_module_that_fails_to_import_is_refused_with_the_cause(code: str, cause: str, place: str, folder: Path) -> None:
     (folder / "broken_reward.py").write_text(code)
     with pytest.raises(ValueError, match=f"{place} could not be imported: {cause}") as refusal:
         import_reward(f"{place}:right")

@@ -1,4 +1,4 @@
-"""Mathematical equality, and answers made to hang whoever compares them."""
+"""Mathematical equality, and answers designed to make the comparison hang."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ pytest.importorskip("math_verify")
 HANGS = [r"$9^{9^{9^9}}$", r"$((999999)!)!$", r"$\binom{10^9}{5\cdot 10^8}$", r"\boxed{2^{2^{100}}}"]
 
 
-def rollout(text: str, answer: str | None = "42") -> Rollout:
+def make_rollout(text: str, answer: str | None = "42") -> Rollout:
     return response(Problem(prompt="?", answer=answer), text)
 
 
@@ -49,60 +49,60 @@ def rollout(text: str, answer: str | None = "42") -> Rollout:
         ("\ud800\0\\boxed{", "42", 0),
     ],
 )
-def test_what_means_the_answer_is_right_and_nothing_else(text: str, answer: str, expected: float) -> None:
-    assert MathVerify(seconds=60)(rollout(text, answer)) == expected
+def test_mathematically_equal_answers_score_1_and_others_0(text: str, answer: str, expected: float) -> None:
+    assert MathVerify(seconds=60)(make_rollout(text, answer)) == expected
 
 
 @pytest.mark.parametrize(("answer", "reason"), [(None, "no answer"), ("###", "'###' cannot be read"), (" ", "empty")])
-def test_an_answer_that_cannot_be_read_is_a_fault_of_the_data(answer: str | None, reason: str) -> None:
-    verdict = MathVerify(seconds=60)(rollout("42", answer))
+def test_a_reference_answer_that_cannot_be_read_is_unscorable(answer: str | None, reason: str) -> None:
+    verdict = MathVerify(seconds=60)(make_rollout("42", answer))
     assert isinstance(verdict, Unscorable)
     assert reason in verdict.reason
 
 
 @pytest.mark.parametrize("text", HANGS)
-def test_an_answer_that_hangs_is_unscorable_in_time_and_the_next_is_scored(text: str) -> None:
-    assert MathVerify(seconds=60)(rollout("42")) == 1
+def test_an_answer_that_hangs_times_out_and_the_next_is_scored(text: str) -> None:
+    assert MathVerify(seconds=60)(make_rollout("42")) == 1
     start = time.monotonic()
-    assert MathVerify(seconds=0.5)(rollout(text)) == Unscorable("timed out after 0.5 s")
+    assert MathVerify(seconds=0.5)(make_rollout(text)) == Unscorable("timed out after 0.5 s")
     assert time.monotonic() - start < 10
-    assert MathVerify(seconds=60)(rollout("$43$")) == 0
+    assert MathVerify(seconds=60)(make_rollout("$43$")) == 0
 
 
 def test_a_long_answer_is_equal_to_itself_at_once() -> None:
     long = "+".join(f"x_{{{n}}}^{{{n}}}" for n in range(2000))
     verify = MathVerify(seconds=0.001)
-    assert verify(rollout(long, long)) == 1
-    assert verify(rollout(rf"therefore \boxed{{{long}}}", long)) == 1
-    assert verify(rollout(HANGS[0], HANGS[0])) == 1
-    assert "longest = 4096" in verify(rollout("5", long)).reason
+    assert verify(make_rollout(long, long)) == 1
+    assert verify(make_rollout(rf"therefore \boxed{{{long}}}", long)) == 1
+    assert verify(make_rollout(HANGS[0], HANGS[0])) == 1
+    assert "longest = 4096" in verify(make_rollout("5", long)).reason
 
 
 def test_only_the_end_of_a_response_is_read() -> None:
     text = r"\boxed{42}" + " and so on" * 60
-    assert MathVerify(seconds=60, longest=1000)(rollout(text, "42.0")) == 1
-    assert MathVerify(seconds=60, longest=500)(rollout(text, "42.0")) == 0
+    assert MathVerify(seconds=60, longest=1000)(make_rollout(text, "42.0")) == 1
+    assert MathVerify(seconds=60, longest=500)(make_rollout(text, "42.0")) == 0
 
 
 def test_threads_score_while_others_hang() -> None:
     texts = [HANGS[0], "$84/2$", "$41$", HANGS[1], "$42.0$", r"$\sqrt{1764}$"]
-    MathVerify(seconds=60)(rollout("$1$"))
+    MathVerify(seconds=60)(make_rollout("$1$"))
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda text: MathVerify(seconds=3)(rollout(text)), texts))
+        verdicts = list(threads.map(lambda text: MathVerify(seconds=3)(make_rollout(text)), texts))
     late = Unscorable("timed out after 3 s")
-    assert found == [late, 1, 0, late, 1, 1]
+    assert verdicts == [late, 1, 0, late, 1, 1]
 
 
-def test_it_works_off_the_main_thread_and_after_its_worker_was_killed() -> None:
-    found: list[object] = []
+def test_math_verify_works_off_the_main_thread_and_after_its_worker_was_killed() -> None:
+    verdicts: list[object] = []
     verify = MathVerify(seconds=60)
-    verify(rollout("$1$"))
+    verify(make_rollout("$1$"))
     for process in shared(WORKER).processes:
         os.kill(process, signal.SIGKILL)
-    thread = threading.Thread(target=lambda: found.append(verify(rollout("$42.0$"))))
+    thread = threading.Thread(target=lambda: verdicts.append(verify(make_rollout("$42.0$"))))
     thread.start()
     thread.join()
-    assert found == [1]
+    assert verdicts == [1]
 
 
 CHILD = """
@@ -123,22 +123,22 @@ if __name__ == "__main__":
 """
 
 
-def test_it_works_in_a_spawned_child(tmp_path: Path) -> None:
+def test_math_verify_works_in_a_spawned_child(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
-    assert (done.stdout, done.stderr) == ("right\n", "")
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert (process.stdout, process.stderr) == ("right\n", "")
 
 
-def test_its_worker_does_not_load_torch() -> None:
+def test_the_math_worker_does_not_load_torch() -> None:
     program = """
 import sys
 from legato.rewards.math_worker import compare, prepare
 prepare()
 print(compare("1/2", "$0.5$"), sorted({"torch", "numpy"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == "right []\n"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert process.stdout == "right []\n"
 
 
 def test_without_the_package_it_says_what_to_install() -> None:
@@ -151,8 +151,8 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert "pip install 'legato[math]'" in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert "pip install 'legato[math]'" in process.stdout
 
 
 @pytest.mark.parametrize(

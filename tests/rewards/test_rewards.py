@@ -1,4 +1,4 @@
-"""What rewards say of responses, and what becomes of those that fail."""
+"""Scores of the built-in rewards, and responses that cannot be scored."""
 
 import math
 
@@ -10,7 +10,7 @@ from legato.rewards.verifiers import CountdownMatch, ExactMatch, FormatMatch, Le
 from tests.proof.responses import response
 
 
-def rollout(text: str, answer: str | None = "42", length: int = 3, **fields: object) -> Rollout:
+def make_rollout(text: str, answer: str | None = "42", length: int = 3, **fields: object) -> Rollout:
     return response(Problem(prompt="?", answer=answer, fields=fields), text, length)
 
 
@@ -19,7 +19,7 @@ def rollout(text: str, answer: str | None = "42", length: int = 3, **fields: obj
     [("42", 1), (" 42\n", 1), ("42.", 0), ("forty-two", 0), ("", 0)],
 )
 def test_exact_match(text: str, expected: float) -> None:
-    assert ExactMatch()(rollout(text)) == expected
+    assert ExactMatch()(make_rollout(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,22 @@ def test_exact_match(text: str, expected: float) -> None:
     ],
 )
 def test_number_match_is_exact(text: str, answer: str, expected: float) -> None:
-    assert NumberMatch()(rollout(text, answer)) == expected
+    assert NumberMatch()(make_rollout(text, answer)) == expected
 
 
-def test_only_a_number_may_be_asked_for() -> None:
-    assert NumberMatch(which="only")(rollout("42")) == 1
-    assert NumberMatch(which="only")(rollout("it is 42")) == 0
-    assert NumberMatch(tolerance=0.01)(rollout("42.005")) == 1
+def test_which_only_needs_a_response_of_one_number() -> None:
+    assert NumberMatch(which="only")(make_rollout("42")) == 1
+    assert NumberMatch(which="only")(make_rollout("it is 42")) == 0
+    assert NumberMatch(tolerance=0.01)(make_rollout("42.005")) == 1
 
 
 @pytest.mark.parametrize("reward", [ExactMatch(), NumberMatch()])
 def test_a_problem_without_an_answer_cannot_be_scored(reward: object) -> None:
-    assert isinstance(reward(rollout("42", answer=None)), Unscorable)
+    assert isinstance(reward(make_rollout("42", answer=None)), Unscorable)
 
 
-def test_an_answer_without_a_number_is_a_fault_of_the_data_and_not_of_the_model() -> None:
-    assert isinstance(NumberMatch()(rollout("42", answer="many")), Unscorable)
+def test_a_reference_answer_without_a_number_is_unscorable() -> None:
+    assert isinstance(NumberMatch()(make_rollout("42", answer="many")), Unscorable)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_an_answer_without_a_number_is_a_fault_of_the_data_and_not_of_the_model(
     ],
 )
 def test_countdown_takes_any_right_expression_and_runs_nothing(text: str, expected: float) -> None:
-    assert CountdownMatch()(rollout(text, numbers=[3, 5, 2], target=13)) == expected
+    assert CountdownMatch()(make_rollout(text, numbers=[3, 5, 2], target=13)) == expected
 
 
 def test_format_and_length() -> None:
-    assert FormatMatch(pattern=r"<a>\d+</a>")(rollout("<a>4</a>")) == 1
-    assert FormatMatch(pattern=r"<a>\d+</a>")(rollout("<a>4</a> and more")) == 0
+    assert FormatMatch(pattern=r"<a>\d+</a>")(make_rollout("<a>4</a>")) == 1
+    assert FormatMatch(pattern=r"<a>\d+</a>")(make_rollout("<a>4</a> and more")) == 0
     penalty = LengthPenalty(free=2, most=6)
-    assert [penalty(rollout("x", length=n)) for n in (1, 2, 4, 6, 9)] == [0, 0, -0.5, -1, -1]
+    assert [penalty(make_rollout("x", length=n)) for n in (1, 2, 4, 6, 9)] == [0, 0, -0.5, -1, -1]
     with pytest.raises(ValueError, match="expected a regular expression"):
         FormatMatch(pattern="(")
     with pytest.raises(ValueError, match="not below most"):
@@ -92,7 +92,7 @@ def test_numbers_as_people_write_them() -> None:
     assert read_number("") is None
 
 
-def test_a_weighted_sum_tells_its_parts_and_what_is_accuracy() -> None:
+def test_a_weighted_sum_reports_its_components_and_accuracy() -> None:
     reward = WeightedSum(
         components={
             "right": Component(reward=NumberMatch()),
@@ -100,17 +100,17 @@ def test_a_weighted_sum_tells_its_parts_and_what_is_accuracy() -> None:
             "style": Component(reward=lambda _: {"a": 0.1, "b": 0.2}, judges=False),
         }
     )
-    found = reward.score(rollout("42", length=4))
-    assert found.accuracy == 1
-    assert found.reward == pytest.approx(1 - 0.25 + 0.3)
-    assert found.components == {"right": 1, "short": -0.5, "style/a": 0.1, "style/b": 0.2}
+    score = reward.score(make_rollout("42", length=4))
+    assert score.accuracy == 1
+    assert score.reward == pytest.approx(1 - 0.25 + 0.3)
+    assert score.components == {"right": 1, "short": -0.5, "style/a": 0.1, "style/b": 0.2}
     with pytest.raises(ValueError, match="judges the answer"):
         WeightedSum(components={"short": Component(reward=LengthPenalty(), judges=False)})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1", {"a": math.nan}, {}, True, 1j])
-def test_what_is_not_a_finite_number_cannot_be_scored(bad: object) -> None:
-    verdict = judge(lambda _: bad, rollout("42"))
+def test_a_reward_that_is_not_a_finite_number_is_unscorable(bad: object) -> None:
+    verdict = judge(lambda _: bad, make_rollout("42"))
     assert isinstance(verdict, Unscorable)
     assert repr(bad) in verdict.reason
 
@@ -120,6 +120,6 @@ def test_a_reward_that_raises_is_unscorable_and_the_others_are_scored() -> None:
         return 1 / len(one.text)
 
     reward = WeightedSum(components={"fragile": Component(reward=fragile)})
-    broken, whole = reward.score(rollout("")), reward.score(rollout("ab"))
+    broken, whole = reward.score(make_rollout("")), reward.score(make_rollout("ab"))
     assert broken == Unscorable("fragile: ZeroDivisionError: division by zero")
     assert whole.reward == 0.5

@@ -1,4 +1,4 @@
-"""Small random models of the families the GPU engine is held to, and the plainest account of a response's log-probs."""
+"""Small random models of the families the GPU engine supports, and log-probs of responses by a plain forward."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -71,50 +71,55 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
-    """Weights lively enough to have opinions, the same for every device and, but for rounding, for every dtype."""
+def make_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Any:
+    """A random model with clearly unequal token probabilities.
+
+    Its weights are the same on every device and, up to rounding, in every dtype.
+    """
     config_class, own = {**FAMILIES, **OTHERS}[name]
     config = getattr(transformers, config_class)(**{**_COMMON, **own, **changes})
     automatic: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Eager where scores are capped: sdpa of transformers before 5.20 leaves the cap out without a word.
-        how = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-        made = automatic.from_config(config, dtype=torch.float32, attn_implementation=how).eval()
+        # Eager if scores are capped: sdpa of transformers before 5.20 silently ignores the cap.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+        model = automatic.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return made.to(device, dtype)
+    return model.to(device, dtype)
 
 
-def policy(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Policy:
-    return Policy(model=model(name, dtype, device, **changes), tokenizer=Words(), name=name)
+def make_policy(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> Policy:
+    return Policy(model=make_model(name, dtype, device, **changes), tokenizer=Words(), name=name)
 
 
-def prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
+def make_prompts(*lengths: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def asked(*lengths: int, each: int = 2, seed: int = 0) -> list[Request]:
-    """Prompts of these lengths, each with so many seeds of its own."""
+def make_requests(*lengths: int, each: int = 2, seed: int = 0) -> list[Request]:
+    """One request per prompt length, each with `each` seeds of its own."""
     return [
         Request(prompt=prompt, seeds=tuple(range(100 * place, 100 * place + each)))
-        for place, prompt in enumerate(prompts(*lengths, seed=seed))
+        for place, prompt in enumerate(make_prompts(*lengths, seed=seed))
     ]
 
 
-def plainly(of: Policy, prompt: Tensor, response: Response, temperature: float = 1.0) -> Tensor:
-    """[T]: the log-probs of a response by one forward of the model itself over the finished text."""
-    whole = torch.cat([prompt, response.tokens]).to(of.device)
+def forward_logprobs(policy: Policy, prompt: Tensor, response: Response, temperature: float = 1.0) -> Tensor:
+    """[T] log-probs of a response by one forward of the model over the finished text."""
+    whole = torch.cat([prompt, response.tokens]).to(policy.device)
     with torch.no_grad():
-        logits = of.model(input_ids=whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logits = policy.model(input_ids=whole[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, whole[len(prompt) :, None]).squeeze(1).cpu()
 
 
-def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]], within: float = 1e-5) -> None:
-    """The same tokens, ends and texts; log-probs within so much."""
+def assert_same_responses(
+    left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]], within: float = 1e-5
+) -> None:
+    """Assert equal tokens, stop reasons and texts; log-probs may differ by `within`."""
     assert [len(row) for row in left] == [len(row) for row in right]
     for one, other in zip(chain(*left), chain(*right), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -125,11 +130,11 @@ def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]
             assert torch.allclose(one.kept_logmass, other.kept_logmass, atol=within)
 
 
-def turn(of: Engine, requests: Sequence[Request], limits: Limits, more: int, seed: int = 9) -> list[Request]:
-    """The requests of a next turn: each prompt with its first response, and so many new tokens."""
-    found = of.generate(requests, Sampling(), limits)
-    later = prompts(*[more] * len(requests), seed=seed)
+def next_turn(engine: Engine, requests: Sequence[Request], limits: Limits, more: int, seed: int = 9) -> list[Request]:
+    """Requests of the next turn: each prompt, its first response and `more` new tokens."""
+    responses = engine.generate(requests, Sampling(), limits)
+    later = make_prompts(*[more] * len(requests), seed=seed)
     return [
         Request(prompt=torch.cat([request.prompt, row[0].tokens, new]), seeds=request.seeds)
-        for request, row, new in zip(requests, found, later, strict=True)
+        for request, row, new in zip(requests, responses, later, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The kernels of the GPU engine once more, in plain torch and a row at a time.
+"""The kernels of the GPU engine in plain torch, one row at a time.
 
-Triton's interpreter takes a tenth of a second for a row and a layer. What the engine does around its kernels is tested with
-these instead; `tests/policy/test_kernels.py` holds the kernels to torch, and `test_slots.py` runs whole engines with them.
+Triton's interpreter takes a tenth of a second per row and layer, so tests of the code around the kernels use these instead.
+`tests/policy/test_kernels.py` tests the kernels against torch; `test_slots.py` runs whole engines with the real kernels.
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ def attend_slots(
 
 
 def block_rows_of(block_rows: Tensor) -> list[tuple[int, int]]:
-    """(block, row) of every row that is in a block."""
+    """(block, row) pairs of all rows in blocks."""
     return [(block, row) for block, rows in enumerate(block_rows.tolist()) for row in rows if row >= 0]
 
 
@@ -92,12 +92,12 @@ def heads_ready(
     query, key, value = (x.reshape(len(x), -1, width) for x in (query, key, value))
     if norms is not None:
         query, key = rms_norm(query, (width,), norms[0], norms[2]), rms_norm(key, (width,), norms[1], norms[2])
-    turned = []
+    rotated = []
     for x in (query, key):
         low, high = x.chunk(2, -1)
-        turned.append(x * cosine[:, None] + torch.cat([-high, low], -1) * sine[:, None])
-    store_kv(turned[1], value, keys, values, slots, slot_length)
-    return turned[0]
+        rotated.append(x * cosine[:, None] + torch.cat([-high, low], -1) * sine[:, None])
+    store_kv(rotated[1], value, keys, values, slots, slot_length)
+    return rotated[0]
 
 
 def add_norm(residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Engines by name and by file, what they are told, and settings that need more than an engine can do."""
+"""Engines by name and by file, the options they receive, and settings that an engine cannot serve."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.run import wire
 from legato.training.memory.kept import training_bytes
-from tests.rollouts.families import policy
+from tests.rollouts.families import make_policy
 
 FILE = """
 from legato.rollouts.engine import Capabilities, QueuedEngine
@@ -27,7 +27,7 @@ class Plain(QueuedEngine):
 class Mine:
     def build(self, policy, options):
         engine = Plain()
-        engine.told = options
+        engine.options = options
         return engine
 
 class NoEngine:
@@ -46,17 +46,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_local_engine_is_found_by_name_and_told_its_options() -> None:
-    engine = build_engine("local", policy("qwen3"), EngineOptions(rows_at_once=7))
+def test_the_local_engine_is_built_by_name_with_its_options() -> None:
+    engine = build_engine("local", make_policy("qwen3"), EngineOptions(rows_at_once=7))
     assert isinstance(engine, LocalEngine) and engine.rows_at_once == 7
-    different = build_engine("local", policy("qwen3"), EngineOptions(mismatch=Mismatch(kind="int8")))
+    different = build_engine("local", make_policy("qwen3"), EngineOptions(mismatch=Mismatch(kind="int8")))
     assert isinstance(different, MismatchedEngine) and different.capabilities.holds_weights
 
 
-def test_an_engine_of_a_file_is_one_file(file: Path) -> None:
+def test_an_engine_is_built_from_a_file_path_and_class(file: Path) -> None:
     options = EngineOptions(rows_at_once=3, run_seed=5)
-    engine: Any = build_engine(f"{file}:Mine", policy("qwen3"), options)
-    assert isinstance(engine, QueuedEngine) and engine.told is options
+    engine: Any = build_engine(f"{file}:Mine", make_policy("qwen3"), options)
+    assert isinstance(engine, QueuedEngine) and engine.options is options
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,21 @@ def test_an_engine_of_a_file_is_one_file(file: Path) -> None:
         ("{file}:Nobody", r"has no 'Nobody'"),
     ],
 )
-def test_what_is_no_engine_is_refused(name: str, words: str, file: Path) -> None:
+def test_names_and_classes_that_are_no_engine_are_refused(name: str, words: str, file: Path) -> None:
     with pytest.raises(InputError, match=words):
-        build_engine(name.format(file=file), policy("qwen3"), EngineOptions())
+        build_engine(name.format(file=file), make_policy("qwen3"), EngineOptions())
 
 
-def wired(options: dict[str, Any], made: Policy | None = None, *, trains: bool = True) -> tuple[Engine, Engine | None]:
+def engines_from(
+    options: dict[str, Any], policy: Policy | None = None, *, trains: bool = True
+) -> tuple[Engine, Engine | None]:
     resolved = load([], (), {"policy.device": "cpu", **options})
-    return wire._engines(resolved.config, made or policy("qwen3"), trains=trains)
+    return wire._engines(resolved.config, policy or make_policy("qwen3"), trains=trains)
 
 
 def test_settings_an_engine_cannot_serve_are_refused_before_a_run(file: Path) -> None:
     mine = {"rollouts.engine": f"{file}:Mine"}
-    assert wired(mine)[0].name == "plain"
+    assert engines_from(mine)[0].name == "plain"
     settings = {
         "rollouts.top_p": (0.9, "truncation"),
         "rollouts.top_k": (5, "truncation"),
@@ -89,50 +91,50 @@ def test_settings_an_engine_cannot_serve_are_refused_before_a_run(file: Path) ->
     }
     for setting, (value, capability) in settings.items():
         with pytest.raises(InputError, match=rf"'{capability}' for {setting} = .*got 'plain' \(rollouts\.engine = "):
-            wired({**mine, setting: value})
-        assert wired({setting: value})[0].name == "local"
+            engines_from({**mine, setting: value})
+        assert engines_from({setting: value})[0].name == "local"
 
 
 @pytest.mark.parametrize("setting", [{"training.routing_replay": "R3"}, {"rollouts.record_routes": True}])
-def test_routes_are_needed_where_they_are_replayed_or_asked_for(setting: dict[str, Any], file: Path) -> None:
-    experts = policy("qwen3-moe")
-    assert wired(setting, experts)[0].capabilities.routes
+def test_replaying_or_recording_routes_needs_an_engine_with_routes(setting: dict[str, Any], file: Path) -> None:
+    experts = make_policy("qwen3-moe")
+    assert engines_from(setting, experts)[0].capabilities.routes
     with pytest.raises(InputError, match=r"'routes' for .*got 'plain'"):
-        wired({**setting, "rollouts.engine": f"{file}:Mine"}, experts)
+        engines_from({**setting, "rollouts.engine": f"{file}:Mine"}, experts)
 
 
-def test_only_the_local_engine_differs_on_purpose(file: Path) -> None:
+def test_a_mismatch_needs_the_local_engine(file: Path) -> None:
     with pytest.raises(
         InputError, match=r"expected rollouts\.engine = 'local' where rollouts\.mismatch\.kind = 'int8', got"
     ):
-        wired({"rollouts.engine": f"{file}:Mine", "rollouts.mismatch.kind": "int8"})
+        engines_from({"rollouts.engine": f"{file}:Mine", "rollouts.mismatch.kind": "int8"})
 
 
-def test_routes_are_reported_where_they_are_recorded_and_said_to_be() -> None:
-    recorded = LocalEngine(policy("qwen3-moe"), record_routes=True)
+def test_the_routes_capability_is_set_exactly_when_routes_are_recorded() -> None:
+    recorded = LocalEngine(make_policy("qwen3-moe"), record_routes=True)
     assert recorded.capabilities == Capabilities(routes=True)
-    assert not LocalEngine(policy("qwen3-moe")).capabilities.routes
-    assert not LocalEngine(policy("qwen3"), record_routes=True).capabilities.routes
-    assert not LocalEngine(policy("qwen3-moe"), way="recomputed", record_routes=True).capabilities.routes
+    assert not LocalEngine(make_policy("qwen3-moe")).capabilities.routes
+    assert not LocalEngine(make_policy("qwen3"), record_routes=True).capabilities.routes
+    assert not LocalEngine(make_policy("qwen3-moe"), way="recomputed", record_routes=True).capabilities.routes
 
 
-def test_only_what_will_be_trained_is_kept_back() -> None:
+def test_training_bytes_count_gradients_masters_and_moments() -> None:
     sixteen, exact = torch.zeros(10, 10, dtype=torch.bfloat16), torch.zeros(7)
-    # A float32 gradient, a float32 master of 16 bits, and two moments.
+    # A float32 gradient, a float32 master copy of 16-bit weights, and two moments.
     assert training_bytes([sixteen, exact], eight_bit=False, offload=False) == 100 * 16 + 7 * 12
     assert training_bytes([sixteen, exact], eight_bit=False, offload=True) == 107 * 4
     assert training_bytes([sixteen], eight_bit=True, offload=False) == pytest.approx(100 * 10, rel=0.01)
 
 
-def test_a_run_keeps_back_what_training_needs_and_an_evaluation_nothing(file: Path) -> None:
+def test_a_run_reserves_training_bytes_and_an_evaluation_none(file: Path) -> None:
     mine = {"rollouts.engine": f"{file}:Mine"}
-    made = policy("qwen3")
-    trained: Any = wired(mine, made)[0]
-    evaluated: Any = wired(mine, made, trains=False)[0]
-    assert trained.told.training_bytes == 12 * sum(weight.numel() for weight in made.model.parameters())
-    assert evaluated.told.training_bytes == 0
-    for weight in made.model.parameters():
+    policy = make_policy("qwen3")
+    trained: Any = engines_from(mine, policy)[0]
+    evaluated: Any = engines_from(mine, policy, trains=False)[0]
+    assert trained.options.training_bytes == 12 * sum(weight.numel() for weight in policy.model.parameters())
+    assert evaluated.options.training_bytes == 0
+    for weight in policy.model.parameters():
         weight.requires_grad_(False)
-    made.model.model.norm.weight.requires_grad_(True)
-    partly: Any = wired(mine, made)[0]
-    assert partly.told.training_bytes == 12 * made.model.model.norm.weight.numel()
+    policy.model.model.norm.weight.requires_grad_(True)
+    partly: Any = engines_from(mine, policy)[0]
+    assert partly.options.training_bytes == 12 * policy.model.model.norm.weight.numel()

@@ -1,4 +1,4 @@
-"""The scripted engine says what it was told, cut as a model's words would be; prompts are as the tokenizer has them."""
+"""The scripted engine returns its script, cut like a model's response. Prompts are rendered with the tokenizer."""
 
 from types import SimpleNamespace
 
@@ -16,49 +16,49 @@ from legato.rollouts.scripted import ScriptedEngine
 REQUEST = Request(prompt=torch.tensor([4, 5]), seeds=(7, 8))
 
 
-def scripted(tokens: list[int]) -> ScriptedEngine:
+def scripted_engine(tokens: list[int]) -> ScriptedEngine:
     return ScriptedEngine(lambda prompt, sample: ([*tokens, sample], [-0.5] * (len(tokens) + 1)))
 
 
-def test_both_engines_keep_the_protocol() -> None:
-    assert isinstance(scripted([2]), Engine) and isinstance(LocalEngine.__new__(LocalEngine), Engine)
+def test_both_engines_implement_the_engine_protocol() -> None:
+    assert isinstance(scripted_engine([2]), Engine) and isinstance(LocalEngine.__new__(LocalEngine), Engine)
 
 
-def test_each_sample_gets_its_own_line_in_the_order_of_requests() -> None:
-    seen = []
+def test_each_sample_calls_the_script_once_in_request_order() -> None:
+    calls = []
 
     def script(prompt: list[int], sample: int) -> tuple[list[int], list[float]]:
-        seen.append((prompt, sample))
+        calls.append((prompt, sample))
         return [sample + 10], [-1.0]
 
-    found = ScriptedEngine(script).generate([REQUEST, REQUEST], Sampling(), Limits(max_response_tokens=5, end_tokens=()))
-    assert seen == [([4, 5], 0), ([4, 5], 1)] * 2
-    assert [[response.tokens.tolist() for response in row] for row in found] == [[[10], [11]], [[10], [11]]]
+    responses = ScriptedEngine(script).generate([REQUEST, REQUEST], Sampling(), Limits(max_response_tokens=5, end_tokens=()))
+    assert calls == [([4, 5], 0), ([4, 5], 1)] * 2
+    assert [[response.tokens.tolist() for response in row] for row in responses] == [[[10], [11]], [[10], [11]]]
 
 
 def test_a_script_is_cut_at_the_end_token_and_at_the_length() -> None:
     limits = Limits(max_response_tokens=3, end_tokens=(1, 9))
-    ((ended, _),) = scripted([5, 9, 6]).generate([REQUEST], Sampling(), limits)
+    ((ended, _),) = scripted_engine([5, 9, 6]).generate([REQUEST], Sampling(), limits)
     assert ended.tokens.tolist() == [5, 9] and ended.stop is StopReason.END_TOKEN and ended.text == "5"
     assert ended.logprobs.tolist() == [-0.5, -0.5] and ended.logprobs.dtype == torch.float32
-    ((cut, _),) = scripted([5, 6, 7, 9]).generate([REQUEST], Sampling(), limits)
+    ((cut, _),) = scripted_engine([5, 6, 7, 9]).generate([REQUEST], Sampling(), limits)
     assert cut.tokens.tolist() == [5, 6, 7] and cut.stop is StopReason.LENGTH and cut.text == "5 6 7"
 
 
 def test_a_script_is_cut_at_a_stop_string() -> None:
     limits = Limits(max_response_tokens=9, end_tokens=(1,), stop=("6 7",))
-    ((found, _),) = scripted([5, 6, 7, 8]).generate([REQUEST], Sampling(), limits)
-    assert found.stop is StopReason.STOP_STRING and found.text == "5 " and found.tokens.tolist() == [5, 6, 7]
+    ((response, _),) = scripted_engine([5, 6, 7, 8]).generate([REQUEST], Sampling(), limits)
+    assert response.stop is StopReason.STOP_STRING and response.text == "5 " and response.tokens.tolist() == [5, 6, 7]
 
 
-def test_a_script_without_words_or_with_too_few_log_probs_is_refused() -> None:
+def test_a_script_without_tokens_or_with_too_few_log_probs_is_refused() -> None:
     limits = Limits(max_response_tokens=3, end_tokens=())
     for line in (([], []), ([2, 3], [-1.0])):
         with pytest.raises(ValueError, match="log-probs"):
             ScriptedEngine(lambda prompt, sample, line=line: line).generate([REQUEST], Sampling(), limits)
 
 
-def test_a_plain_prompt_is_its_characters_and_the_system_prompt_stands_before_it() -> None:
+def test_a_plain_prompt_is_tokenised_after_the_system_prompt() -> None:
     words = character_tokenizer()
     problem = Problem(prompt="2+3=")
     assert words.decode(Rendering(tokenizer=words).prompt(problem)) == "2+3="
@@ -75,7 +75,7 @@ def test_messages_need_a_chat_template_and_an_empty_prompt_is_refused() -> None:
         Rendering(tokenizer=words).prompt(Problem(prompt=""))
 
 
-def test_a_chat_template_is_used_where_there_is_one_with_its_options_and_the_system_prompt() -> None:
+def test_a_chat_template_is_applied_with_its_options_and_the_system_prompt() -> None:
     words = character_tokenizer()
     words.chat_template = (
         "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if think %}T{% endif %}"
@@ -83,8 +83,8 @@ def test_a_chat_template_is_used_where_there_is_one_with_its_options_and_the_sys
     )
     rendering = Rendering(tokenizer=words, system_prompt="hey", chat_template_kwargs={"think": True})
     assert words.decode(rendering.prompt(Problem(prompt="2+3="))) == "s:hey;u:2+3=;Ta:"
-    given = Problem(prompt=[{"role": "system", "content": "own"}, {"role": "user", "content": "1"}])
-    assert words.decode(rendering.prompt(given)) == "s:own;u:1;Ta:"
+    problem = Problem(prompt=[{"role": "system", "content": "own"}, {"role": "user", "content": "1"}])
+    assert words.decode(rendering.prompt(problem)) == "s:own;u:1;Ta:"
     assert words.decode(Rendering(tokenizer=words, chat="never").prompt(Problem(prompt="2+3="))) == "2+3="
 
 

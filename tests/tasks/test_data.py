@@ -1,4 +1,4 @@
-"""Problems from files and data sets: what is read, and what is refused in one sentence."""
+"""Problems from files and data sets: how they are read, and refusals in one sentence."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def test_json_lines_become_problems(tmp_path: Path) -> None:
     assert second.answer == "4"
 
 
-def test_compressed_blank_windows_and_byte_marks_make_no_difference(tmp_path: Path) -> None:
+def test_compression_blank_lines_crlf_and_byte_order_marks_change_nothing(tmp_path: Path) -> None:
     plain = Jsonl(path=write(tmp_path / "a.jsonl", ROWS)).load()
     data = b"\xef\xbb\xbf" + b"\r\n\r\n".join(json.dumps(row).encode() for row in ROWS) + b"\r\n"
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
@@ -63,17 +63,17 @@ def test_messages_are_prompts_and_a_system_message_goes_first(tmp_path: Path) ->
     plain = Jsonl(path=write(tmp_path / "a.jsonl", rows)).load()
     assert [problem.prompt for problem in plain] == [CHAT, "hi"]
     system = {"role": "system", "content": "be brief"}
-    told = Jsonl(path=str(tmp_path / "a.jsonl"), system_prompt="be brief").load()
-    assert [problem.prompt for problem in told] == [[system, *CHAT], [system, {"role": "user", "content": "hi"}]]
+    problems = Jsonl(path=str(tmp_path / "a.jsonl"), system_prompt="be brief").load()
+    assert [problem.prompt for problem in problems] == [[system, *CHAT], [system, {"role": "user", "content": "hi"}]]
     # Parquet fills in keys that only some messages have.
     mixed = [{"prompt": [{**CHAT[0], "name": None}], "answer": "a"}]
     assert Parquet(path=write_parquet(tmp_path / "a.parquet", mixed)).load() == plain[:1]
 
 
-def test_of_equal_prompts_the_first_is_kept_and_the_others_are_counted(tmp_path: Path) -> None:
-    found = Jsonl(path=write(tmp_path / "a.jsonl", [*ROWS, {"prompt": "1+1=", "answer": "3"}, ROWS[0]])).read()
-    assert [problem.answer for problem in found.problems] == ["2", "4"]
-    assert found.duplicates == 2
+def test_duplicate_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    contents = Jsonl(path=write(tmp_path / "a.jsonl", [*ROWS, {"prompt": "1+1=", "answer": "3"}, ROWS[0]])).read()
+    assert [problem.answer for problem in contents.problems] == ["2", "4"]
+    assert contents.duplicates == 2
 
 
 def line(**changes: object) -> bytes:
@@ -86,42 +86,42 @@ BAD_LINES = {
     b"": "holds no problems",
     b"\n \n": "holds no problems",
     GOOD + b"{": "line 2: is not JSON",
-    GOOD + b"\n[1]": "line 3: is a list; an object",
-    b"null": "line 1: is a NoneType; an object",
+    GOOD + b"\n[1]": "line 3: expected an object with a value for each column, got a list",
+    b"null": "line 1: expected an object with a value for each column, got a NoneType",
     b"[" * 100_000: "line 1: is not JSON",
     b'{"prompt": ' + b"9" * 5000 + b"}": "line 1: is not JSON",
     GOOD + b'{"prompt": "\xff"}': "line 2: is not UTF-8 at byte 12",
     GOOD + b"\0\0": "line 2: holds a NUL byte",
-    GOOD + b'{"question": "x", "answer": "y"}': "line 2: has no column 'prompt'; it has 'question', 'answer'",
-    b"{}": "line 1: has no column 'prompt'; it has none",
-    b'{"prompt": "x"}': "line 1: has no column 'answer'; it has 'prompt'",
-    line(prompt=None): "line 1: 'prompt' is null; text is needed",
-    line(prompt=7): "line 1: 'prompt' is 7; text is needed",
+    GOOD + b'{"question": "x", "answer": "y"}': "line 2: expected a column 'prompt', got 'question', 'answer'",
+    b"{}": "line 1: expected a column 'prompt', got none",
+    b'{"prompt": "x"}': "line 1: expected a column 'answer', got 'prompt'",
+    line(prompt=None): "line 1: expected text in 'prompt', got null",
+    line(prompt=7): "line 1: expected text in 'prompt', got 7",
     line(prompt=" \n"): "line 1: 'prompt' is empty",
     line(prompt="a\0"): "line 1: 'prompt' holds a NUL character",
     line(prompt="\ud800"): "line 1: 'prompt' holds half of a surrogate pair",
-    line(answer=None): "line 1: 'answer' is null; text or a finite number",
+    line(answer=None): "line 1: expected text or a finite number in 'answer', got null",
     line(answer=""): "line 1: 'answer' is empty",
-    line(answer=["y"]): "line 1: 'answer' is a list; text or a finite number",
-    line(answer=True): "line 1: 'answer' is True; text or a finite number",
-    line(answer=float("nan")): "line 1: 'answer' is nan; text or a finite number",
+    line(answer=["y"]): "line 1: expected text or a finite number in 'answer', got a list",
+    line(answer=True): "line 1: expected text or a finite number in 'answer', got True",
+    line(answer=float("nan")): "line 1: expected text or a finite number in 'answer', got nan",
     line(prompt=[]): "line 1: 'prompt' is an empty list of messages",
-    line(prompt=["hi"]): "line 1: 'prompt[0]' is a str; a message with role and content",
-    line(prompt=[{"role": "me", "content": "x"}]): "'prompt[0]' has the role 'me'; one of system, user, assistant, tool is",
-    line(prompt=[{"content": "x"}]): "'prompt[0]' has the role None",
-    line(prompt=[*CHAT, {"role": "user"}]): "'prompt[1].content' is null; text is needed",
+    line(prompt=["hi"]): "line 1: expected a message with role and content in 'prompt[0]', got a str",
+    line(prompt=[{"role": "me", "content": "x"}]): "one of system, user, assistant, tool as role in 'prompt[0]', got 'me'",
+    line(prompt=[{"content": "x"}]): "as role in 'prompt[0]', got None",
+    line(prompt=[*CHAT, {"role": "user"}]): "expected text in 'prompt[1].content', got null",
     line(prompt=[*CHAT, {"role": "user", "content": ""}]): "'prompt[1].content' is empty",
-    line(prompt=[CHAT[0] | {"name": "Ann"}]): "'prompt[0]' has 'name'; a message has role and content",
+    line(prompt=[CHAT[0] | {"name": "Ann"}]): "expected only role and content in 'prompt[0]', got 'name'",
 }
 
 
 @pytest.mark.parametrize("content", BAD_LINES, ids=BAD_LINES.values())
-def test_a_bad_line_is_told_with_its_place(content: bytes, tmp_path: Path) -> None:
+def test_a_bad_line_is_refused_with_its_line_number(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    refused(Jsonl(path=str(tmp_path / "a.jsonl")), BAD_LINES[content])
+    assert_refused(Jsonl(path=str(tmp_path / "a.jsonl")), BAD_LINES[content])
 
 
-def refused(data: object, message: str) -> None:
+def assert_refused(data: object, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         data.load()
     assert message in str(refusal.value)
@@ -130,44 +130,44 @@ def refused(data: object, message: str) -> None:
 
 def test_a_line_of_ten_megabytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD + line(prompt="x" * 11_000_000)))
-    refused(Jsonl(path=str(tmp_path / "a.jsonl.gz")), "line 2: is longer than 10485760 bytes")
+    assert_refused(Jsonl(path=str(tmp_path / "a.jsonl.gz")), "line 2: expected at most 10485760 bytes, got more")
 
 
-def test_files_that_are_not_what_they_are_called_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_match_their_extension_are_refused(tmp_path: Path) -> None:
     whole = gzip.compress(GOOD * 1000)
     cases = {
-        "plain.jsonl.gz": (GOOD, "is no whole gzip file"),
-        "cut.jsonl.gz": (whole[:-20], "is no whole gzip file"),
-        "damaged.jsonl.gz": (whole[:20] + b"\xff\xff\xff" + whole[23:], "is no whole gzip file"),
+        "plain.jsonl.gz": (GOOD, "is not a complete gzip file"),
+        "cut.jsonl.gz": (whole[:-20], "is not a complete gzip file"),
+        "damaged.jsonl.gz": (whole[:20] + b"\xff\xff\xff" + whole[23:], "is not a complete gzip file"),
         "a.pkl": (pickle.dumps(1), ".pkl files can run code when they are read and are refused"),
         "a.pt": (b"", ".pt files can run code"),
-        "a.csv": (b"prompt,answer", "a name that ends in .jsonl or .jsonl.gz is needed"),
-        "a.parquet": (b"PAR1", "a name that ends in .jsonl or .jsonl.gz is needed"),
+        "a.csv": (b"prompt,answer", "expected a name that ends in .jsonl or .jsonl.gz"),
+        "a.parquet": (b"PAR1", "expected a name that ends in .jsonl or .jsonl.gz"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
-        refused(Jsonl(path=str(tmp_path / name)), message)
-    refused(Jsonl(path=str(tmp_path / "none.jsonl")), "none.jsonl: there is no such file")
-    refused(Jsonl(path=str(tmp_path)), "is a folder; a .jsonl or .jsonl.gz file is needed")
+        assert_refused(Jsonl(path=str(tmp_path / name)), message)
+    assert_refused(Jsonl(path=str(tmp_path / "none.jsonl")), "none.jsonl: there is no such file")
+    assert_refused(Jsonl(path=str(tmp_path)), "expected a .jsonl or .jsonl.gz file, got a folder")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    refused(Jsonl(path=str(tmp_path / "pipe.jsonl")), "is no regular file")
+    assert_refused(Jsonl(path=str(tmp_path / "pipe.jsonl")), "expected a .jsonl or .jsonl.gz file, got no regular file")
 
 
 def test_bad_parquet_is_refused(tmp_path: Path) -> None:
     for content in (b"", GOOD, b"PAR1" + b"\0" * 100 + b"PAR1"):
         (tmp_path / "a.parquet").write_bytes(content)
-        refused(Parquet(path=str(tmp_path / "a.parquet")), "cannot be read as Parquet after row 0")
+        assert_refused(Parquet(path=str(tmp_path / "a.parquet")), "cannot be read as Parquet after row 0")
     empty = pyarrow.schema([("prompt", pyarrow.string()), ("answer", pyarrow.string())]).empty_table()
     pyarrow.parquet.write_table(empty, tmp_path / "b.parquet")
-    refused(Parquet(path=str(tmp_path / "b.parquet")), "holds no problems")
+    assert_refused(Parquet(path=str(tmp_path / "b.parquet")), "holds no problems")
     path = write_parquet(tmp_path / "c.parquet", [{"prompt": "x", "answer": "y"}, {"prompt": None, "answer": "y"}])
-    refused(Parquet(path=path), "c.parquet row 2: 'prompt' is null")
-    refused(Parquet(path=path, prompt="question"), "row 1: has no column 'question'; it has 'prompt', 'answer'")
+    assert_refused(Parquet(path=path), "c.parquet row 2: expected text in 'prompt', got null")
+    assert_refused(Parquet(path=path, prompt="question"), "row 1: expected a column 'question', got 'prompt', 'answer'")
 
 
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "system", "content": "x"}, *CHAT], "answer": "y"}])
-    refused(Jsonl(path=path, system_prompt="be brief"), "has a system message already; leave system_prompt out")
+    assert_refused(Jsonl(path=path, system_prompt="be brief"), "already has a system message; leave system_prompt out")
 
 
 GSM8K = [
@@ -176,16 +176,16 @@ GSM8K = [
 ]
 
 
-def test_gsm8k_takes_what_follows_the_hashes(tmp_path: Path) -> None:
+def test_gsm8k_answers_follow_the_hashes(tmp_path: Path) -> None:
     first, second = Gsm8k(path=write(tmp_path / "train.jsonl", GSM8K)).load()
     assert (first.prompt, first.answer) == ("Ducks?", "13")
     assert first.fields == {"solution": "16 - 3 = <<16-3=13>>13\n#### 13"}
     assert second.answer == "1234000"
-    refused(
+    assert_refused(
         Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "13"}])), "line 1: the answer '13' has no '####"
     )
-    refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "a ####"}])), "line 1: the answer")
-    refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x"}])), "line 1: has no column 'answer'")
+    assert_refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x", "answer": "a ####"}])), "line 1: the answer")
+    assert_refused(Gsm8k(path=write(tmp_path / "a.jsonl", [{"question": "x"}])), "line 1: expected a column 'answer'")
 
 
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
@@ -195,10 +195,10 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path) -> None:
     assert [problem.answer for problem in Gsm8k(path=str(tmp_path)).load()] == ["13", "1234000"]
     assert [problem.answer for problem in Gsm8k(path=str(tmp_path), split="test").load()] == ["1234000", "13"]
     (tmp_path / "empty").mkdir()
-    refused(Gsm8k(path=str(tmp_path / "empty")), "has none of train.jsonl, train.jsonl.gz, train.parquet")
+    assert_refused(Gsm8k(path=str(tmp_path / "empty")), "has none of train.jsonl, train.jsonl.gz, train.parquet")
 
 
-def test_math_takes_what_the_last_box_holds(tmp_path: Path) -> None:
+def test_math_answers_come_from_the_last_box(tmp_path: Path) -> None:
     row = {
         "problem": "Half?",
         "solution": r"Not \boxed{1} but $\boxed{\frac{1}{2}}$.",
@@ -208,33 +208,33 @@ def test_math_takes_what_the_last_box_holds(tmp_path: Path) -> None:
     [problem] = CompetitionMath(path=write(tmp_path / "a.jsonl", [row])).load()
     assert (problem.prompt, problem.answer) == ("Half?", r"\frac{1}{2}")
     assert problem.fields == {"solution": row["solution"], "level": "Level 1", "type": "Algebra"}
-    refused(
+    assert_refused(
         CompetitionMath(path=write(tmp_path / "a.jsonl", [row, row | {"solution": "a half"}])), "line 2: the solution ends"
     )
 
 
-def test_a_data_set_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The library is real; what it would fetch is handed to it."""
+def test_a_data_set_is_loaded_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Uses the real `datasets` library with a stand-in for the download."""
     datasets = pytest.importorskip("datasets")
-    asked = []
+    calls = []
 
-    def fetch(*arguments: object, **options: object) -> object:
-        asked.append((arguments, options))
+    def load_dataset(*arguments: object, **options: object) -> object:
+        calls.append((arguments, options))
         return datasets.Dataset.from_list(GSM8K)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", fetch)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert [problem.answer for problem in Gsm8k(split="test").load()] == ["13", "1234000"]
     assert NamedDataset(dataset="a/b", config="c", split="train[:2]", prompt="question").load()[0].answer.endswith("13")
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("a/b", "c"), {"split": "train[:2]"})]
-    refused(NamedDataset(dataset="a/b"), "data set 'a/b' split 'train' row 1: has no column 'prompt'")
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"}), (("a/b", "c"), {"split": "train[:2]"})]
+    assert_refused(NamedDataset(dataset="a/b"), "data set 'a/b' split 'train' row 1: expected a column 'prompt'")
 
 
-def test_a_data_set_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    refused(NamedDataset(dataset="../a/b"), "a name such as 'openai/gsm8k' is needed")
+def test_a_data_set_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert_refused(NamedDataset(dataset="../a/b"), "expected a name such as 'openai/gsm8k'")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()
-    refused(NamedDataset(dataset="local"), "there is a file or folder of this name; give it as path")
+    assert_refused(NamedDataset(dataset="local"), "there is a file or folder of this name; give it as path")
     program = """
 from legato.tasks.data import NamedDataset
 try:
@@ -243,11 +243,11 @@ except ValueError as error:
     print(error)
 """
     offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], env=offline, capture_output=True, text=True, timeout=100, check=True
     )
-    assert done.stdout.startswith("data set 'nobody/nothing-at-all' split 'train': could not be loaded: ")
-    assert done.stdout.count("\n") == 1
+    assert process.stdout.startswith("data set 'nobody/nothing-at-all' split 'train': could not be loaded: ")
+    assert process.stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["datasets", "pyarrow"])
@@ -263,11 +263,11 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert "pip install 'legato[data]'" in done.stdout
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert "pip install 'legato[data]'" in process.stdout
 
 
-def test_the_kinds_of_data_by_name() -> None:
+def test_data_kinds_are_listed_and_found_by_name() -> None:
     assert names("data") == ["dataset", "gsm8k", "jsonl", "math", "parquet"]
     assert lookup("data", "math") is CompetitionMath
     with pytest.raises(TypeError, match="path"):

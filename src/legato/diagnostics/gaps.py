@@ -74,8 +74,8 @@ def correction_effect(weights: Tensor, uncut: Tensor, exact: Tensor) -> dict[str
 
     weights   as the correction leaves them, 0 where it rejects
     uncut     the same weights before its cap or bounds; all ones where it only rejects
-    exact     the importance weights of the same units: their mean is 1 but for chance, so what the mean of `weights` differs
-              from theirs is bias
+    exact     the importance weights of the same units: their mean is 1 but for chance; the mean of `weights` minus theirs
+              is bias
     """
     return {
         "mean": float(weights.double().mean()),

@@ -24,7 +24,7 @@ from legato.training.report import StepReport
 
 GO_ON = "continue"
 """The file in the run directory that ends a pause."""
-_LOOK_EVERY_SECONDS = 0.5
+_CHECK_EVERY_SECONDS = 0.5
 
 
 def inapplicable_rules(algorithm: Algorithm) -> tuple[str, ...]:
@@ -113,10 +113,10 @@ class Health:
 
     def _healthy_before(self, step: int) -> int:
         """Return the newest step whose checkpoint counts as healthy, seen from `step`."""
-        signs = [self.watch.since[name] for name in self.watch.active if self._grave(name, step)]
+        signs = [self.watch.since[name] for name in self.watch.active if self._is_grave(name, step)]
         return min([step, *signs]) - (MARGIN << len(self.recoveries))
 
-    def _grave(self, name: str, step: int) -> bool:
+    def _is_grave(self, name: str, step: int) -> bool:
         """Whether an active rule belongs to the present trouble. Notes and rules that have long held do not."""
         level = next(rule.level for rule in self.watch.rules if rule.name == name)
         return level != "note" and self.watch.since[name] > step - REST
@@ -141,9 +141,9 @@ class Health:
         file = self.directory.path / GO_ON
         file.unlink(missing_ok=True)
         self.say(f"paused, with the state saved: `touch {file}` goes on, SIGINT ends the run")
-        # Ranks look at different moments: what one has seen goes for all.
+        # Ranks check at different moments, so they agree on what any of them has seen.
         while not (answered := bool(world.agree(int(file.exists())))) and not interrupted():
-            time.sleep(_LOOK_EVERY_SECONDS)
+            time.sleep(_CHECK_EVERY_SECONDS)
         if answered:
             file.unlink(missing_ok=True)
             self.answered |= self.watch.alarms()

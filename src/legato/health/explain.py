@@ -91,7 +91,7 @@ def lr_scale(records: Iterable[Record]) -> float:
 
 
 def rank(diagnoses: Iterable[Diagnosis]) -> list[Diagnosis]:
-    """Sort alarms first, then what still holds, then what began first: the first sign is nearest to the cause."""
+    """Sort alarms first, then diagnoses that still hold, then the earliest: the first sign is nearest to the cause."""
     return sorted(diagnoses, key=lambda each: (-LEVELS.index(each.level), not each.lasting, each.first or 0))
 
 
@@ -261,8 +261,8 @@ def _held_out_collapse(records: Sequence[Record], run: str, checkpoints: set[int
         for record in records
         if record.get("kind") == "evaluation" and all(_finite(record, key) is not None for key in keys)
     ]
-    measured = [tuple(float(record[key]) for key in keys) for record in evaluations]
-    why = collapse([(value, low, high) for value, low, high in measured])
+    intervals = [tuple(float(record[key]) for key in keys) for record in evaluations]
+    why = collapse([(value, low, high) for value, low, high in intervals])
     if why is None:
         return []
     accuracies = {int(each["step"]): float(each[keys[0]]) for each in evaluations if int(each["step"]) in checkpoints}
@@ -277,7 +277,7 @@ def _held_out_collapse(records: Sequence[Record], run: str, checkpoints: set[int
             name="held-out",
             level="alarm",
             says=f"Held-out accuracy (sampled) {why}.",
-            evidence=(", ".join(f"{value:.1%}" for value, *_ in measured[-8:]) + " in the last evaluations",),
+            evidence=(", ".join(f"{value:.1%}" for value, *_ in intervals[-8:]) + " in the last evaluations",),
             causes=("a collapse of the policy", "a reward that is gamed: it may have stayed up meanwhile"),
             tries=(*export, "see the findings that began before the fall"),
             lasting=True,

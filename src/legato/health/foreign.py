@@ -28,8 +28,7 @@ TRL: dict[str, str] = {
     "reference/k3": "kl",
     "mismatch/absolute": "sampling/sampling_logp_difference/mean",
 }
-"""Our key to the one of TRL's GRPOTrainer (1.16.0). A mapping that is given comes before it; keys of ours are taken as they
-are."""
+"""Legato's keys -> those of TRL's GRPOTrainer (1.16.0). A mapping of the user comes first; Legato's own keys are kept."""
 
 _READ = {
     key.partition("@")[0]
@@ -62,11 +61,11 @@ OPTIONS: dict[str, str] = {
 _OPTION = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in sorted(OPTIONS, key=len, reverse=True)))
 
 OURS = ("start", "origin", "warm-up", "evaluation", "checkpoint", "probe", "note", "end", "finding", "recovery")
-"""Kinds of records of ours that are no steps, should a file of ours be read by itself."""
+"""Kinds of Legato records that are no steps, in case a Legato file is read here."""
 
 STEPS = ("step", "global_step", "_step", "Step", "iteration", "iter")
 _PREFIX = "train/"
-"""Weights & Biases and TensorBoard put it before what the trainer logs."""
+"""The prefix that Weights & Biases and TensorBoard put before the trainer's keys."""
 _LARGEST = 500_000_000
 
 

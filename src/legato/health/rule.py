@@ -38,58 +38,58 @@ class Rule:
 
     name: str
     family: str
-    """Rules of one family look at one thing; signs count as two where their families differ."""
+    """Rules of one family test the same thing. Two findings count as two signs only if their families differ."""
     level: Level
     metrics: tuple[str, ...]
-    """The first of these that a step has is looked at; "key@*" is the largest over the updates of the step. For `together`
-    the name of a rule."""
+    """The first of these keys that a step has is tested; "key@*" is the largest value over the step's updates. For
+    `together`, the name of a rule."""
     test: Test
     threshold: float = 0.0
     window: int = 0
-    """Steps that say what is usual, before the last `of`; half of them are enough to begin. of-start: the run's first."""
+    """Number of steps before the last `of` that define usual values; half are enough to begin. of-start: the first steps."""
     hits: int = 1
     of: int = 1
-    """So many of the last so many steps must pass; tests of a mean average over `of` steps and pass so often in a row."""
+    """`hits` of the last `of` steps must pass. Averaging tests average `of` steps and must pass `hits` times in a row."""
     least: float = 0.0
-    """times: the value must be above it too; share: the median must be; rises, falls: the change relative to the usual."""
+    """A lower limit. times: of the value; share: of the median; rises, falls: of the change relative to the usual value."""
     beyond: float = 0.0
-    """times: the value must be above so many times the largest of the window, too: spikes now and then are usual."""
+    """times: the value must also exceed `beyond` times the largest of the window, since occasional spikes are usual."""
     far: float = 0.0
-    """times, with `beyond`: so many times the median is enough whatever the window held."""
+    """times, with `beyond`: `far` times the median is enough, whatever the largest value of the window."""
     unless: tuple[str, float] | None = None
-    """Quiet where this metric is above this value: what would be bad is good news there."""
+    """(metric, value): no finding while the metric is above the value, where the symptom is good news."""
     under: str = ""
-    """Quiet while this rule holds, which says the same of more."""
+    """No finding while this broader rule holds."""
     says: str
     """The sentence; {value}, {usual} (as per cent: {share}, {usual_share}), {threshold}, {of} and {window} are filled in."""
     causes: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    """Metrics that tell causes apart, shown as evidence."""
+    """Metrics that help to find the cause, shown as evidence."""
 
     @property
     def test_in_words(self) -> str:
         """The metric and the test as a sentence."""
         if self.test == "together":
             return f"`{self.metrics[0]}` and a warning of another family within {self.window} steps"
-        looked_at = " or ".join(f"`{metric}`" for metric in self.metrics)
+        keys = " or ".join(f"`{metric}`" for metric in self.metrics)
         if self.test == "not-finite":
-            return f"{looked_at} is not a finite number"
+            return f"{keys} is not a finite number"
         sides = {"above": ">", "below": "<", "times": ">", "share": "<"}
         if self.test in sides:
             usual = f" x median of {self.window} steps" if self.window else ""
             also = f" and > {self.least:g}" if self.least and self.test == "times" else ""
             also += f" and (> {self.beyond:g} x the largest of them or > {self.far:g} x the median)" if self.beyond else ""
             persists = f", on {self.hits} of {self.of} steps" if self.of > 1 else ""
-            words = f"{looked_at} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
+            words = f"{keys} {sides[self.test]} {self.threshold:g}{usual}{also}{persists}"
         elif self.test in ("of-best", "of-start"):
             best = f"its best mean of {self.window}" if self.test == "of-best" else f"that of the first {self.window}"
-            words = f"mean of {self.of} steps of {looked_at} < {self.threshold:g} x {best} steps, beyond chance"
+            words = f"mean of {self.of} steps of {keys} < {self.threshold:g} x {best} steps, beyond chance"
             words += f", {self.hits} steps in a row" if self.hits > 1 else ""
         else:
             side = ">" if self.test == "rises" else "<"
             words = (
-                f"mean of {self.of} steps of {looked_at} {side} mean of the {self.window} before by {self.threshold:g}"
+                f"mean of {self.of} steps of {keys} {side} mean of the {self.window} before by {self.threshold:g}"
                 f" standard errors and by {self.least:.0%} of it"
             )
         words += f", unless `{self.unless[0]}` > {self.unless[1]:g}" if self.unless else ""
@@ -105,9 +105,9 @@ class Finding:
     family: str
     step: int
     since: int
-    """The first of the steps that made it hold."""
+    """The first of the steps that made the rule hold."""
     metric: str
     value: float | None
     usual: float | None
-    """What the value was compared with, where the rule compares."""
+    """The value compared with; None if the rule does not compare."""
     words: str

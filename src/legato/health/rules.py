@@ -22,7 +22,7 @@ def _rule(fields: dict[str, Any]) -> Rule:
 
 
 MARGIN, RULES = _read()
-"""How many steps before the first sign of trouble a checkpoint counts as healthy; and every rule."""
+"""The number of steps before the first finding at which a checkpoint counts as healthy, and all rules."""
 
 
 def document() -> str:

@@ -1,5 +1,5 @@
-"""`legato lab clipping`: epsilon from 1e-6 to 0.2, measured beside what a normal log s would give, and what it does to
-training: reward, drift, lengths, updates, token against sequence ratios."""
+"""`legato lab clipping`: clipping for epsilon from 1e-6 to 0.2 against the prediction for a normal log s, and its effects
+on training: reward, drift, lengths, updates, token against sequence ratios."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Any
 
 from legato.diagnostics.statistics.clipping import predicted_clip_fraction
 from legato.lab.recorder import Say, target_of
-from legato.lab.sweep import LOOK, Arm, Course, arms, course, inspect_run, train_arms
+from legato.lab.sweep import FURTHER_STEPS, Arm, Course, arms, course, inspect_run, train_arms
 from legato.pages.experiment import Account, Check, Sheet, Value
 from legato.pages.traces import AMBER, BLUE, GREEN, GREY, RED, UPDATES, VIOLET, Figure, Trace, figure, line, shares
 from legato.records.directory import RunDirectory
 
 TOLERANCE = 0.1
-"""How far measured and predicted share may differ before the page says that log s is not as the formula has it."""
+"""Largest difference between measured and predicted share at which the page still says that the formula holds."""
 _DILUTED = (
     "training.load_balance keeps responses without an advantage in the updates; they count as not clipped, so measured"
     " shares are too low by their part."
@@ -56,10 +56,10 @@ def clipping(
     """Train all arms (or continue a stopped sweep), measure each, and return the report."""
     listed = arms(epsilons)
     results = train_arms(words, listed, folder=folder, seeds=seeds, steps=steps, parallel=parallel, say=say)
-    measured = [_arm_result(arm, results, folder, seeds, say) for arm in listed]
-    # The runs begin at a copy of the weights; people know them by the name of what they are a copy of.
+    arm_results = [_arm_result(arm, results, folder, seeds, say) for arm in listed]
+    # The runs start from a copy of the weights; show the name of the original model.
     config = target_of(words).resolved.config
-    return account(measured, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
+    return account(arm_results, {**results, "model": config.policy.model, "load_balance": config.training.load_balance})
 
 
 def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Sequence[int], say: Say) -> ArmResult:
@@ -68,20 +68,20 @@ def _arm_result(arm: Arm, results: Mapping[str, Any], folder: Path, seeds: Seque
     scores = [run["score"] for run in runs if run["score"] is not None]
     starts = [run["start"] for run in runs if run["start"] is not None]
     first = paths.get(seeds[0])
-    look = {} if first is None else inspect_run(first, folder / "looks" / f"{first.name}.json", say)
+    measurements = {} if first is None else inspect_run(first, folder / "looks" / f"{first.name}.json", say)
     return ArmResult(
         arm=arm,
         courses=tuple(course(RunDirectory.open(path).metrics(), arm) for path in paths.values()),
         accuracy=sum(scores) / len(scores) if scores else math.nan,
         start=sum(starts) / len(starts) if starts else math.nan,
         collapsed=sum(run["status"] in ("collapsed", "failed") for run in runs),
-        quintiles=tuple(look.get("quintiles", ())),
+        quintiles=tuple(measurements.get("quintiles", ())),
     )
 
 
-def account(measured: Sequence[ArmResult], results: Mapping[str, Any]) -> Account:
+def account(arm_results: Sequence[ArmResult], results: Mapping[str, Any]) -> Account:
     """Build the report of a sweep."""
-    sweep = [each for each in measured if each.arm.name.startswith("sequence-")]
+    sweep = [each for each in arm_results if each.arm.name.startswith("sequence-")]
     steps = max((run["steps"] for run in results["runs"]), default=0)
     return Account(
         name="clipping",
@@ -96,21 +96,26 @@ def account(measured: Sequence[ArmResult], results: Mapping[str, Any]) -> Accoun
             "steps": str(steps),
             "seeds": ", ".join(map(str, results["seeds"])),
         },
-        sentences=[*_sentences(measured, sweep), *([_DILUTED] if results.get("load_balance") else [])],
-        checks=_checks(measured, sweep),
-        sheets=[_main(measured), _updates(measured), _quintiles(measured), _granularity(measured)],
-        figures=_figures(measured, sweep),
-        data={"arms": [_arm_data(each) for each in measured]},
+        sentences=[*_sentences(arm_results, sweep), *([_DILUTED] if results.get("load_balance") else [])],
+        checks=_checks(arm_results, sweep),
+        sheets=[
+            _sweep_sheet(arm_results),
+            _update_sheet(arm_results),
+            _length_sheet(arm_results),
+            _granularity_sheet(arm_results),
+        ],
+        figures=_figures(arm_results, sweep),
+        data={"arms": [_arm_data(each) for each in arm_results]},
     )
 
 
-def _find_arm(measured: Sequence[ArmResult], name: str) -> ArmResult | None:
-    return next((each for each in measured if each.arm.name == name), None)
+def _find_arm(arm_results: Sequence[ArmResult], name: str) -> ArmResult | None:
+    return next((each for each in arm_results if each.arm.name == name), None)
 
 
-def _sentences(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[str]:
+def _sentences(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[str]:
     sentences = []
-    gspo, grpo = _find_arm(measured, "gspo"), _find_arm(measured, "grpo")
+    gspo, grpo = _find_arm(arm_results, "gspo"), _find_arm(arm_results, "grpo")
     if gspo is not None and grpo is not None:
         more, less = gspo.mean("clipped_tokens"), grpo.mean("clipped_tokens")
         times = f"{more / less:.0f} times as many" if less > 0 else "while GRPO clipped none"
@@ -144,13 +149,14 @@ def _sentences(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> lis
     return sentences
 
 
-def _checks(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Check]:
+def _checks(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Check]:
     checks = [
-        Check(what=f"clipped at epsilon {each.arm.low:g}", expected=_known(each.mean("predicted")),
-              measured=_known(each.mean("clipped")), tolerance=TOLERANCE, source="normal log s of the measured spread")
+        Check(what=f"clipped at epsilon {each.arm.low:g}", expected=_finite_or_none(each.mean("predicted")),
+              measured=_finite_or_none(each.mean("clipped")), tolerance=TOLERANCE,
+              source="normal log s of the measured spread")
         for each in sweep
     ]  # fmt: skip
-    firsts = [by[0] for each in measured if (by := each.by_update())]
+    firsts = [by[0] for each in arm_results if (by := each.by_update())]
     if firsts:
         checks.append(
             Check(what="clipped in the first update of a step, any arm", expected=0.0, measured=max(firsts), tolerance=0)
@@ -158,29 +164,29 @@ def _checks(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[C
     if sweep:
         checks.append(
             Check(what=f"clipped at the narrowest band, {sweep[0].arm.low:g}", expected=0.5,
-                  measured=_known(sweep[0].mean("clipped")), tolerance=TOLERANCE, source="one half, not all")
+                  measured=_finite_or_none(sweep[0].mean("clipped")), tolerance=TOLERANCE, source="one half, not all")
         )  # fmt: skip
     return checks
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _main(measured: Sequence[ArmResult]) -> Sheet:
+def _sweep_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = tuple(
         (
             each.arm.name,
             f"{each.arm.low:g}/{each.arm.high:g}",
-            _known(each.mean("clipped")),
-            # The formula is of s; a band on token ratios is another thing.
-            _known(each.mean("predicted")) if each.arm.algorithm == "gspo" else None,
-            *(_known(each.mean(key)) for key in ("clipped_tokens", "reward_start", "reward")),
-            _known(each.accuracy),
-            *(_known(each.mean(key)) for key in ("k3", "spread", "furthest", "gradient", "entropy", "length")),
+            _finite_or_none(each.mean("clipped")),
+            # The formula predicts clipping of s, not of token ratios.
+            _finite_or_none(each.mean("predicted")) if each.arm.algorithm == "gspo" else None,
+            *(_finite_or_none(each.mean(key)) for key in ("clipped_tokens", "reward_start", "reward")),
+            _finite_or_none(each.accuracy),
+            *(_finite_or_none(each.mean(key)) for key in ("k3", "spread", "furthest", "gradient", "entropy", "length")),
             each.collapsed,
         )
-        for each in measured
+        for each in arm_results
     )
     return Sheet(
         name="sweep",
@@ -195,9 +201,9 @@ def _main(measured: Sequence[ArmResult]) -> Sheet:
     )  # fmt: skip
 
 
-def _updates(measured: Sequence[ArmResult]) -> Sheet:
-    width = max((len(each.by_update()) for each in measured), default=0)
-    rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in measured)
+def _update_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
+    width = max((len(each.by_update()) for each in arm_results), default=0)
+    rows = tuple((each.arm.name, *(each.by_update() + [None] * width)[:width]) for each in arm_results)
     headings = tuple(f"update {number + 1}" for number in range(width))
     return Sheet(
         name="by-update",
@@ -209,34 +215,34 @@ def _updates(measured: Sequence[ArmResult]) -> Sheet:
     )
 
 
-def _quintiles(measured: Sequence[ArmResult]) -> Sheet:
+def _length_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = list[tuple[Value, ...]]()
-    for each in measured:
+    for each in arm_results:
         if each.arm.algorithm == "gspo" and each.quintiles:
             rows.append((each.arm.name, *(q["clipped"] for q in each.quintiles)))
-    known = next((each.quintiles for each in measured if each.quintiles), ())
+    known = next((each.quintiles for each in arm_results if each.quintiles), ())
     headings = tuple(f"fifth {number + 1}" for number in range(len(known)))
     lengths = ", ".join(f"{q['shortest']} to {q['longest']}" for q in known)
     return Sheet(
         name="by-length",
         title="Clipped by length",
-        note=f"{LOOK} further steps of each run, responses in fifths by length, short to long (in the first arm: {lengths}"
-        " tokens).",
+        note=f"{FURTHER_STEPS} further steps of each run, responses in fifths by length, short to long (in the first arm:"
+        f" {lengths} tokens).",
         headings=("arm", *headings),
         rows=tuple(row for row in rows if len(row) == len(headings) + 1),
         shares=headings,
     )
 
 
-def _granularity(measured: Sequence[ArmResult]) -> Sheet:
+def _granularity_sheet(arm_results: Sequence[ArmResult]) -> Sheet:
     rows = []
-    for token in (each for each in measured if each.arm.algorithm == "grpo"):
-        other = _find_arm(measured, f"sequence-{token.arm.low:g}")
+    for token in (each for each in arm_results if each.arm.algorithm == "grpo"):
+        other = _find_arm(arm_results, f"sequence-{token.arm.low:g}")
         if other is None:
             continue
         for word, each in (("sequence", other), ("token", token)):
             values = (each.mean("clipped_tokens"), each.mean("reward"), each.accuracy, each.mean("k3"))
-            rows.append((f"{each.arm.low:g}", word, *map(_known, values)))
+            rows.append((f"{each.arm.low:g}", word, *map(_finite_or_none, values)))
     return Sheet(
         name="granularity",
         title="The same band on token and on sequence ratios",
@@ -247,14 +253,14 @@ def _granularity(measured: Sequence[ArmResult]) -> Sheet:
     )
 
 
-def _log(title: str) -> dict[str, Any]:
+def _log_axis(title: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": title}, "type": "log", "exponentformat": "power"}}
 
 
-def _figures(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Figure]:
+def _figures(arm_results: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[Figure]:
     x = [each.arm.low for each in sweep]
     spread = [each.mean("spread") for each in sweep if math.isfinite(each.mean("spread"))]
-    drawn: list[Figure | None] = []
+    figures: list[Figure | None] = []
     if spread:
         typical = sorted(spread)[len(spread) // 2]
         fine = [10 ** (-6 + 5.5 * place / 80) for place in range(81)]
@@ -265,16 +271,18 @@ def _figures(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[
             _points(sweep, "clipped", "measured", BLUE),
         ]
         caption = "Responses with an advantage, updates after the first of a step. One half is the limit, not all."
-        drawn.append(
-            figure("Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log("epsilon"), wide=True)
+        figures.append(
+            figure(
+                "Clipped against epsilon", caption, data, shares("clipped", whole=False) | _log_axis("epsilon"), wide=True
+            )
         )
     for title, key, colour in (("Reward against epsilon", "reward", GREEN), ("Drift against epsilon", "k3", VIOLET)):
         axis = {"title": {"text": key}} | (
             {"type": "log", "exponentformat": "power"} if key == "k3" else {"rangemode": "tozero"}
         )
         caption = "Mean reward of the last fifth of the run." if key == "reward" else "k3 between old and new policy, mean."
-        drawn.append(figure(title, caption, [_points(sweep, key, key, colour)], _log("epsilon") | {"yaxis": axis}))
-    chosen = [each for each in measured if each.by_update()]
+        figures.append(figure(title, caption, [_points(sweep, key, key, colour)], _log_axis("epsilon") | {"yaxis": axis}))
+    chosen = [each for each in arm_results if each.by_update()]
     updates = [
         line(
             [float(n + 1) for n in range(len(each.by_update()))], each.by_update(), each.arm.name, UPDATES[i % len(UPDATES)]
@@ -282,34 +290,36 @@ def _figures(measured: Sequence[ArmResult], sweep: Sequence[ArmResult]) -> list[
         for i, each in enumerate(chosen)
     ]
     at = {"xaxis": {"title": {"text": "update within the step"}}}
-    drawn.append(
+    figures.append(
         figure("Clipped by update index", "Responses clipped as a whole.", updates, shares("clipped", whole=False) | at)
     )
-    drawn.append(_by_length(measured))
-    drawn.append(_learning(measured, x))
-    return [each for each in drawn if each is not None]
+    figures.append(_length_figure(arm_results))
+    figures.append(_learning_figure(arm_results, x))
+    return [each for each in figures if each is not None]
 
 
 def _points(sweep: Sequence[ArmResult], key: str, name: str, colour: str) -> Trace:
     known = [(each.arm.low, value) for each in sweep if math.isfinite(value := each.mean(key))]
-    drawn = line([a for a, _ in known], [b for _, b in known], name, colour)
-    return drawn | {"mode": "lines+markers", "marker": {"color": colour, "size": 9}}
+    trace = line([a for a, _ in known], [b for _, b in known], name, colour)
+    return trace | {"mode": "lines+markers", "marker": {"color": colour, "size": 9}}
 
 
-def _by_length(measured: Sequence[ArmResult]) -> Figure | None:
+def _length_figure(arm_results: Sequence[ArmResult]) -> Figure | None:
     data: list[Trace] = []
-    for each, colour in zip((e for e in measured if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False):
+    for each, colour in zip(
+        (e for e in arm_results if e.arm.algorithm == "gspo" and e.quintiles), UPDATES * 3, strict=False
+    ):
         x = [float(number + 1) for number in range(len(each.quintiles))]
         data.append(line(x, [q["clipped"] for q in each.quintiles], each.arm.name, colour))
     layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "fifth of the responses, short to long"}}}
     return figure("Clipped by length", "At the end of each run, of responses with an advantage.", data, layout)
 
 
-def _learning(measured: Sequence[ArmResult], epsilons: Sequence[float]) -> Figure | None:
+def _learning_figure(arm_results: Sequence[ArmResult], epsilons: Sequence[float]) -> Figure | None:
     wanted = ["gspo", "grpo", *(f"sequence-{e:g}" for e in (epsilons[0], epsilons[-1]))] if epsilons else ["gspo", "grpo"]
     data = []
     for name, colour in zip(wanted, (BLUE, RED, AMBER, GREY), strict=False):
-        each = _find_arm(measured, name)
+        each = _find_arm(arm_results, name)
         if each is not None and each.courses:
             points = _smooth(each.courses[0].rewards)
             data.append(line([a for a, _ in points], [b for _, b in points], name, colour))

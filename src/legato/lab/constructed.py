@@ -12,7 +12,7 @@ from legato.diagnostics.statistics.clipping import calibrated_width, quantile_bo
 from legato.diagnostics.statistics.correlation import processes
 
 SHARE = 0.15
-"""The share of responses a band is calibrated to clip: what is published for GSPO."""
+"""The share of responses a band is calibrated to clip, as published for GSPO."""
 QUINTILES = (0.2909, 0.2046, 0.1488, 0.0819, 0.0232)
 FAIR_QUINTILES = (0.1436, 0.1527, 0.1605, 0.1528, 0.1399)
 """Expected clip rates by length quintile, of one band and of a band c / sqrt(L)."""

@@ -1,5 +1,5 @@
 """`legato lab equivalence`: s = PPL_old / PPL_new = exp(delta H) on responses of your model, what breaks it, and how
-perplexity and cross-entropy go over a training run."""
+perplexity and cross-entropy change over a training run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,26 +58,28 @@ def equivalence(target: Target, *, steps: int, say: Say) -> Account:
             if number % 50 == 0 or number == steps:
                 say(f"step {number} of {steps}")
             if pair is None:  # after one step: the shift that a clip sees
-                pair = _pair(recorder.policy, first, tokens, at_start)
+                pair = _score_pair(recorder.policy, first, tokens, at_start)
             course.append(
-                _point(number, recorder.observed, report.metrics)
-                | _since(recorder.policy, first, tokens, at_start, number, steps)
+                _measure_step(number, recorder.observed, report.metrics)
+                | _score_first_responses(recorder.policy, first, tokens, at_start, number, steps)
             )
         last = recorder.groups(prompts)
         at_end = channels_of(recorder.policy, last)
     assert pair is not None
-    ends = _ends(course, before, likelihoods(at_end[0], channels_of(recorder.policy, last)[0], collate(last).texts.mask))
+    ends = _start_and_end(
+        course, before, likelihoods(at_end[0], channels_of(recorder.policy, last)[0], collate(last).texts.mask)
+    )
     return _account(recorder, pair, course, ends)
 
 
-def _pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor]) -> Pair:
+def _score_pair(policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor]) -> Pair:
     new, full = channels_of(policy, groups)
     heated = collate(groups).texts.temperature[0].item() * OTHER_TEMPERATURE
     hotter = channels_of(policy, groups, heated)[0]
     return Pair(old=at_start[0], new=new, mask=tokens, full_old=at_start[1], full_new=full, new_hotter=hotter)
 
 
-def _point(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str, float]) -> dict[str, float]:
+def _measure_step(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str, float]) -> dict[str, float]:
     """Measure the identity in the updates of a step, in training precision and float64, and the policy's entropy."""
     updates = [each for each in observed if each.step == number]
     exact = [likelihoods(each.new, each.old, each.mask) for each in updates]
@@ -95,7 +97,7 @@ def _point(number: int, observed: Sequence[ObservedUpdate], metrics: Mapping[str
     }
 
 
-def _since(
+def _score_first_responses(
     policy: Policy, groups: Sequence[Group], tokens: Tensor, at_start: tuple[Tensor, Tensor], number: int, steps: int
 ) -> dict[str, float]:
     """Score the first responses under the current policy, about twenty times over the run: each costs a forward pass."""
@@ -109,7 +111,9 @@ def _since(
     }
 
 
-def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Likelihoods) -> dict[str, dict[str, float]]:
+def _start_and_end(
+    course: Sequence[Mapping[str, float]], before: Likelihoods, last: Likelihoods
+) -> dict[str, dict[str, float]]:
     """Return entropy and perplexity at start and end, for each set of responses they can be measured on."""
     own = [point for point in course if point["responses"]]
     count = max(1, min(10, len(own) // 4))
@@ -118,7 +122,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
     def mean(points: Sequence[Mapping[str, float]], key: str) -> float:
         return sum(point[key] for point in points) / len(points)
 
-    measured = [point for point in course if "first_entropy" in point]
+    scored = [point for point in course if "first_entropy" in point]
     return {
         _OWN: {
             "entropy_start": mean(own_old, "entropy"),
@@ -128,9 +132,9 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
         },
         "what the first policy wrote": {
             "entropy_start": float(before.entropy_old.mean()),
-            "entropy_end": measured[-1]["first_entropy"],
+            "entropy_end": scored[-1]["first_entropy"],
             "perplexity_start": float(before.entropy_old.exp().mean()),
-            "perplexity_end": measured[-1]["first_perplexity"],
+            "perplexity_end": scored[-1]["first_perplexity"],
         },
         # The old policy of `last` is that of the start, the new one that of the end.
         "what the last policy writes": {
@@ -142,7 +146,7 @@ def _ends(course: Sequence[Mapping[str, float]], before: Likelihoods, last: Like
     }
 
 
-def breaks(pair: Pair) -> dict[str, float]:
+def identity_errors(pair: Pair) -> dict[str, float]:
     """Return the largest relative error of PPL_old / PPL_new against s, for each way to compute it."""
     exact = likelihoods(pair.new, pair.old, pair.mask)
     s = exact.s
@@ -174,7 +178,7 @@ def _account(
     recorder: UpdateRecorder, pair: Pair, course: Sequence[Mapping[str, float]], ends: Mapping[str, Mapping[str, float]]
 ) -> Account:
     exact = likelihoods(pair.new, pair.old, pair.mask)
-    broken = breaks(pair)
+    broken = identity_errors(pair)
     mean_s, of_means = quotient_of_means(exact)
     responses = int(sum(point["responses"] for point in course))
     updates = int(sum(point["updates"] for point in course))
@@ -185,7 +189,7 @@ def _account(
         Check(what="the same, float32", expected=0.0, measured=broken["float32"], tolerance=1e-6),
         Check(what=f"the same in all {updates} updates, as trained", expected=0.0, measured=live, tolerance=1e-6),
         Check(what="exp(H_new - H_old) times s, minus 1", expected=0.0, measured=inverse, tolerance=1e-12),
-        *_changes(ends["what the last policy writes"]),
+        *_change_checks(ends["what the last policy writes"]),
     ]
     sentences = [
         f"The identity held for all {responses:,} responses of {updates:,} updates: the largest relative error was"
@@ -210,7 +214,7 @@ def _account(
     )
 
 
-def _changes(ends: Mapping[str, float]) -> list[Check]:
+def _change_checks(ends: Mapping[str, float]) -> list[Check]:
     """Show the changes beside the published totals, without judging them: the model is another."""
     return [
         Check(
@@ -294,11 +298,11 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
     scatter: Trace = {"type": "scatter", "mode": "markers", "name": "responses", "x": s, "y": quotient}
     scatter["marker"] = {"color": BLUE, "size": 7, "opacity": 0.7}
     steps = [point["step"] for point in course]
-    kept = [point for point in course if "first_perplexity" in point]
+    scored = [point for point in course if "first_perplexity" in point]
     # Errors of exactly 0 have no place on a logarithmic axis.
     shown = {name: max(error, 1e-17) for name, error in broken.items()}
     colours = [GREEN if error < 1e-6 else RED for error in shown.values()]
-    drawn = [
+    figures = [
         figure(
             "s and the quotient of perplexities",
             "A point a response, after one step of training; the line is equality.",
@@ -318,7 +322,7 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
             "Perplexity over the run",
             "Of what the policy writes at each step, and of what the first policy wrote under the policy of now.",
             [line(steps, [round_six(point["perplexity"]) for point in course], "its own responses", BLUE),
-             line([p["step"] for p in kept], [round_six(p["first_perplexity"]) for p in kept], "the first responses",
+             line([p["step"] for p in scored], [round_six(p["first_perplexity"]) for p in scored], "the first responses",
                   AMBER)],
             {"yaxis": {"title": {"text": "perplexity"}, "type": "log"}},
         ),
@@ -326,8 +330,9 @@ def _figures(exact: Likelihoods, broken: Mapping[str, float], course: Sequence[M
             "Cross-entropy over the run",
             "H = log PPL of a response, mean over responses.",
             [line(steps, [round_six(point["entropy"]) for point in course], "its own responses", VIOLET),
-             line([p["step"] for p in kept], [round_six(p["first_entropy"]) for p in kept], "the first responses", AMBER)],
+             line([p["step"] for p in scored], [round_six(p["first_entropy"]) for p in scored], "the first responses",
+                  AMBER)],
             {"yaxis": {"title": {"text": "nats a token"}, "rangemode": "tozero"}},
         ),
     ]  # fmt: skip
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]

@@ -52,7 +52,7 @@ REWARDS = (1.0, 0.0, 1.0, 0.0)
 
 
 def group() -> Rows:
-    """Four responses to one prompt with rewards 1, 0, 1, 0, each in another place beside the band."""
+    """Four responses to one prompt with rewards 1, 0, 1, 0, each at another position relative to the band."""
     old = [torch.tensor(row, dtype=torch.float64) for row in _OLD]
     new = [row + torch.tensor(shift, dtype=torch.float64) for row, shift in zip(old, _SHIFT, strict=True)]
     lengths = torch.tensor([len(row) for row in _OLD])

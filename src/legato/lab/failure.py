@@ -1,4 +1,4 @@
-"""`legato lab failure`: five ways in which a mean over tokens misleads, constructed, and looked for in your own model."""
+"""`legato lab failure`: five ways in which a mean over tokens misleads, constructed, and measured in your own model."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ LOW, HIGH = 3e-4, 4e-4
 
 
 def failure(target: Target | None, *, steps: int, say: Say) -> Account:
-    """All constructions; with a target also what is found of them in its training."""
+    """Return the report of all constructed failure modes and, with a target, of their size in its training."""
     lengths, hidden = constructed.heterogeneous_lengths(), HIDDEN
     related, tails = constructed.correlated_tokens(), constructed.heavy_tails()
     ways: list[Shift] = []
@@ -30,12 +30,12 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
         ways = shifts(target.resolved, policy, source, steps=steps, say=say)
         described = facts(recorder_of(target.resolved, policy, source)) | {"steps of each way": str(steps)}
         described.pop("a step")
-    measured = _measure(ways[0]) if ways else None
+    modes = _measure(ways[0]) if ways else None
     sheets = [_lengths_sheet(lengths), _hidden_sheet(), _related_sheet(related), _tails_sheet(tails)]
     sentences = _sentences(lengths, related, tails)
-    if measured is not None:
-        sheets = [*_shift_sheets(ways), _measured_lengths(measured["quintiles"]), *sheets]
-        sentences = [*_measured_sentences(ways, measured), *sentences]
+    if modes is not None:
+        sheets = [*_shift_sheets(ways), _measured_lengths(modes["quintiles"]), *sheets]
+        sentences = [*_measured_sentences(ways, modes), *sentences]
     return Account(
         name="failure",
         title="Where a mean over tokens misleads",
@@ -45,7 +45,7 @@ def failure(target: Target | None, *, steps: int, say: Say) -> Account:
         sentences=sentences,
         checks=_checks(lengths, related, tails),
         sheets=sheets,
-        figures=_figures(lengths, related, tails, ways, measured),
+        figures=_figures(lengths, related, tails, ways, modes),
         data={"hidden": [{"tokens": h.length, "shifted": h.shifted, "log_s": h.log_s} for h in hidden]},
     )
 
@@ -119,7 +119,7 @@ def _sentences(lengths: Sequence[Quintile], related: Sequence[Correlated], tails
     ]
 
 
-def _measured_sentences(ways: Sequence[Shift], measured: dict[str, Any]) -> list[str]:
+def _measured_sentences(ways: Sequence[Shift], modes: dict[str, Any]) -> list[str]:
     ends = [(way, way.updates[-1]) for way in ways]
     sentences = [
         "Measured, large shifts, in the last update of a step: "
@@ -129,14 +129,14 @@ def _measured_sentences(ways: Sequence[Shift], measured: dict[str, Any]) -> list
             for way, end in ends
         )
         + ".",
-        f"Measured, hidden shifts: {measured['inside']:.0%} of the responses have s inside the published band;"
-        f" {measured['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all:"
-        f" {measured['largest']:.2f}).",
-        f"Measured, heavy tails: kurtosis of lw {measured['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
-        f" {measured['half']:.2%} of the tokens.",
+        f"Measured, hidden shifts: {modes['inside']:.0%} of the responses have s inside the published band;"
+        f" {modes['hidden']:.0%} of those hold a token with |lw| above 0.1 (the largest of all:"
+        f" {modes['largest']:.2f}).",
+        f"Measured, heavy tails: kurtosis of lw {modes['kurtosis']:.0f} (normal 3); half of the sum of squares comes from"
+        f" {modes['half']:.2%} of the tokens.",
     ]
-    if measured["quintiles"]:
-        first, last = measured["quintiles"][0], measured["quintiles"][-1]
+    if modes["quintiles"]:
+        first, last = modes["quintiles"][0], modes["quintiles"][-1]
         sentences.insert(
             1,
             f"Measured, lengths: the band that clips {SHARE:.0%} of all clips {first.one_band:.0%} of the shortest fifth"
@@ -237,25 +237,25 @@ def _figures(
     related: Sequence[Correlated],
     tails: Sequence[Heavy],
     ways: Sequence[Shift],
-    measured: dict[str, Any] | None,
+    modes: dict[str, Any] | None,
 ) -> list[Figure]:
-    drawn: list[Figure | None] = []
+    figures: list[Figure | None] = []
     if ways:
         data, drift = (
-            [_course(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
+            [_update_trace(way, key, colour) for way, colour in zip(ways, (BLUE, RED, AMBER), strict=True)]
             for key in ("clipped", "deviation")
         )
         at = {"xaxis": {"title": {"text": "update within the step"}}}
-        drawn += [
+        figures += [
             figure("Clipped by update", "Share of the responses with an advantage.", data, shares("clipped") | at),
             figure("Spread of log s by update", "Standard deviation over responses.", drift,
                    at | {"yaxis": {"title": {"text": "sd of log s"}, "rangemode": "tozero"}}),
         ]  # fmt: skip
-    if measured is not None and measured["quintiles"]:
-        drawn.append(_by_length("Clip rate by length, measured", measured["quintiles"]))
-    drawn.append(_by_length("Clip rate by length, constructed", lengths))
+    if modes is not None and modes["quintiles"]:
+        figures.append(_length_figure("Clip rate by length, measured", modes["quintiles"]))
+    figures.append(_length_figure("Clip rate by length, constructed", lengths))
     names = [each.process for each in related]
-    drawn.append(
+    figures.append(
         figure(
             "Correlated tokens and the clip",
             "The band clips 15 % of independent tokens (dashed).",
@@ -276,11 +276,11 @@ def _figures(
                 },
             ],
             shares("clipped", whole=False)
-            | {"xaxis": {"title": {"text": ""}, "type": "category"}, "shapes": [_level(SHARE)]},
+            | {"xaxis": {"title": {"text": ""}, "type": "category"}, "shapes": [_level_line(SHARE)]},
         )
     )
     x = [float(each.length) for each in tails]
-    drawn.append(
+    figures.append(
         figure(
             "Heavy tails of log s",
             "Beyond four standard deviations, which are the same for both.",
@@ -294,16 +294,16 @@ def _figures(
             },
         )
     )
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]
 
 
-def _course(way: Shift, key: str, colour: str) -> dict[str, Any]:
-    """By update; one in which no response had an advantage has no share of them."""
+def _update_trace(way: Shift, key: str, colour: str) -> dict[str, Any]:
+    """The trace of `key` by update; updates without a share, because no response had an advantage, are left out."""
     known = [(float(each.index + 1), value) for each in way.updates if math.isfinite(value := getattr(each, key))]
     return line([at for at, _ in known], [value for _, value in known], way.name, colour)
 
 
-def _by_length(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
+def _length_figure(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
     names = [f"{q.shortest:,} to {q.longest:,}" for q in quintiles]
     data: list[dict[str, Any]] = [
         {"type": "bar", "name": "one band", "x": names, "y": [q.one_band for q in quintiles], "marker": {"color": BLUE}},
@@ -316,10 +316,10 @@ def _by_length(title: str, quintiles: Sequence[Quintile]) -> Figure | None:
         },
     ]
     layout = shares("clipped", whole=False) | {"xaxis": {"title": {"text": "tokens"}, "type": "category"}}
-    return figure(title, "Both bands clip 15 % of all (dashed).", data, layout | {"shapes": [_level(SHARE)]})
+    return figure(title, "Both bands clip 15 % of all (dashed).", data, layout | {"shapes": [_level_line(SHARE)]})
 
 
-def _level(value: float) -> dict[str, Any]:
+def _level_line(value: float) -> dict[str, Any]:
     return {
         "type": "line",
         "x0": 0,

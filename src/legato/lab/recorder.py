@@ -32,9 +32,7 @@ def split_target(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split the words of a command into the target (recipe, run or model; else the default) and the options."""
     targets, options = split_words(words)
     if len(targets) > 1:
-        raise InputError(
-            f"{targets[0]!r} and {targets[1]!r} are given; one recipe, run or model is allowed, then path=value"
-        )
+        raise InputError(f"expected one recipe, run or model, then path=value, got {targets[0]!r} and {targets[1]!r}")
     return targets[0] if targets else str(DEFAULT), options
 
 

@@ -44,25 +44,26 @@ def replay(path: Path, step: int | None, words: Sequence[str], say: Say) -> Repl
     directory = RunDirectory.open(path)
     checkpoints = directory.checkpoint_steps()
     if not checkpoints:
-        raise InputError(f"{path} has no checkpoint; a step can be done again from one")
+        raise InputError(f"{path} has no checkpoint, which repeating a step needs")
     wanted = checkpoints[-1] + 1 if step is None else step
     done = max((int(each["step"]) for each in directory.metrics() if each.get("kind") == "step"), default=0)
-    # Without --step the one after the newest checkpoint is done, which a run that ended there has not come to.
+    # Without --step it is the step after the newest checkpoint, which a finished run has not reached.
     if wanted > max(done, checkpoints[-1] + 1):
         raise InputError(
-            f"--step {wanted} is asked for; {path} has {done} steps; those from {checkpoints[0] + 1} can be done again"
+            f"expected --step from {checkpoints[0] + 1} to {max(done, checkpoints[-1] + 1)}, got {wanted}"
+            f" ({path} has {done} steps)"
         )
     before = [each for each in checkpoints if each < wanted]
     if not before:
         raise InputError(
-            f"--step {wanted} is asked for; the earliest checkpoint of {path} is of step {checkpoints[0]}, so steps from"
-            f" {checkpoints[0] + 1} can be done again; output.keep_last and output.checkpoint_every_steps keep more of a run"
+            f"expected --step from {checkpoints[0] + 1} on, got {wanted} (the earliest checkpoint of {path} is of step"
+            f" {checkpoints[0]}); output.keep_last and output.checkpoint_every_steps keep more checkpoints"
         )
     recorder = restore_recorder(directory, before[-1], words)
     while recorder.trainer.steps_done < wanted - 1:
         recorder.trainer.step()
-        say(f"step {recorder.trainer.steps_done} again")
-    # Here also responses without an advantage are looked at; the updates are the same but for rounding.
+        say(f"repeated step {recorder.trainer.steps_done}")
+    # Also record responses without an advantage; the updates are the same up to rounding.
     recorder.trainer.settings = replace(recorder.trainer.settings, skip_silent_rows=False)
     report = recorder.step()
     if not report.groups:

@@ -30,7 +30,7 @@ class Token:
     coefficient: float
     """Minus dLoss / dlogprob."""
     weight: float
-    """The same beside that of an unmoved token, A / (N L): what the ratio makes of it."""
+    """The coefficient relative to that of an unmoved token, A / (N L): the effect of the ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from legato.training.checkpoint import save_model
 
 EPSILONS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 0.2)
 TOKEN_EPSILONS = (3e-4, 1e-2, 0.2)
-"""The same bands on token ratios: what granularity does."""
-LOOK = 6
+"""The same bands on token ratios, to show the effect of granularity."""
+FURTHER_STEPS = 6
 """Further steps that are recorded after a run has ended."""
 
 
@@ -90,7 +90,7 @@ def define_comparison(
     recipes, options = prepare_start(words, folder, say)
     if steps is not None:
         options["training.steps"] = steps
-    # The share that is predicted is of responses with an advantage, so only those may be among the measured.
+    # The prediction is for responses with an advantage, so only those may be measured.
     options["training.skip_silent_rows"] = True
     return Definition(recipes=recipes, arms={arm.name: arm.options for arm in listed}, seeds=tuple(seeds), options=options)
 
@@ -123,9 +123,9 @@ class Course:
     clipped: float
     """Of responses with an advantage, over the updates after the first of each step."""
     clipped_tokens: float
-    """Of all tokens, over all updates: what compares token and sequence ratios."""
+    """Share of all tokens over all updates, to compare token and sequence ratios."""
     predicted: float
-    """By the formula, with the spread of s measured in each of those updates."""
+    """By the formula, with the spread of s measured in each of these updates."""
     by_update: tuple[float, ...]
     reward: float
     """Mean over the last fifth of the steps."""
@@ -189,8 +189,8 @@ def inspect_run(run: Path, file: Path, say: Say) -> dict[str, Any]:
         return result
     directory = RunDirectory.open(run)
     recorder = restore_recorder(directory, directory.checkpoint_steps()[-1])
-    say(f"a look at {run.name}")
-    for _ in range(LOOK):
+    say(f"measuring clipping of {run.name}")
+    for _ in range(FURTHER_STEPS):
         recorder.step()
     later = [each for each in recorder.observed if each.index > 0]
     moved = [each.advantages != 0 for each in later]

@@ -34,7 +34,7 @@ class Simulated:
 
 
 def gap_error(rows: int) -> float:
-    """The relative standard error of a variance over so many responses."""
+    """The relative standard error of a variance over `rows` responses."""
     return float((2 / rows) ** 0.5)
 
 

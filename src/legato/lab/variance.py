@@ -97,7 +97,8 @@ def _account(
         sentences += [
             f"{where}: {overall.verdict}.",
             f"Slope of log Var(log s) against log L {overall.slope:.2f} (s.e. {overall.slope_error:.2f}; independent tokens"
-            f" -1), gap {overall.gap:.2f} over all lengths (independent 1, published 3.6). {_longest(overall.bins[-1])}",
+            f" -1), gap {overall.gap:.2f} over all lengths (independent 1, published 3.6)."
+            f" {_longest_bin_sentence(overall.bins[-1])}",
             f"sigma {overall.sigma:.3g} a token, tau {overall.tau:.3g} between responses, kappa {overall.kappa:.2f} within"
             f" 40 tokens (r_1 {overall.first:.2f}).",
         ]
@@ -131,7 +132,7 @@ def _account(
     )
 
 
-def _longest(last: Bin) -> str:
+def _longest_bin_sentence(last: Bin) -> str:
     where = f"In the longest bin, {last.responses} responses of about {last.length:.0f} tokens, it is {last.gap:.2f}"
     where += f" (s.e. {last.gap_error:.2f})"
     if not last.differs_from_one:
@@ -198,7 +199,7 @@ def _synthetic_sheets(simulated: Sequence[Simulated]) -> list[Sheet]:
     ]
 
 
-def _logs(x: str, y: str) -> dict[str, Any]:
+def _log_axes(x: str, y: str) -> dict[str, Any]:
     return {
         "xaxis": {"title": {"text": x}, "type": "log"},
         "yaxis": {"title": {"text": y}, "type": "log", "exponentformat": "power"},
@@ -227,13 +228,13 @@ def _measured_figures(overall: Spread) -> list[Figure]:
     layout = {"xaxis": {"title": {"text": "tokens"}, "type": "log"}, "hovermode": "closest",
               "yaxis": {"title": {"text": "gap"}, "rangemode": "tozero"}}  # fmt: skip
     one = line(x, [1.0] * len(x), "independent", GREY, dash="dash")
-    drawn = [
+    figures = [
         figure("Var(log s) against length", "Bins of responses with their standard errors, and the explanations.", data,
-               _logs("tokens (harmonic mean of the bin)", "Var(log s)"), wide=True),
+               _log_axes("tokens (harmonic mean of the bin)", "Var(log s)"), wide=True),
         figure("Gap against length", "1 would be independent tokens.", [gaps, one],
                layout),
     ]  # fmt: skip
-    return [each for each in drawn if each is not None]
+    return [each for each in figures if each is not None]
 
 
 def _synthetic_figures(simulated: Sequence[Simulated]) -> list[Figure]:
@@ -245,8 +246,8 @@ def _synthetic_figures(simulated: Sequence[Simulated]) -> list[Figure]:
         points = {"type": "scatter", "mode": "markers", "name": each.name, "x": x, "y": list(each.variances)}
         data.append(points | {"marker": {"color": colour, "size": 7}, "showlegend": False})
     caption = "Lines: closed forms; points: simulated. All cross at 512 tokens and part elsewhere."
-    drawn = figure("Synthetic correlation", caption, data, _logs("tokens", "Var(log s)"), wide=True)
-    return [] if drawn is None else [drawn]
+    chart = figure("Synthetic correlation", caption, data, _log_axes("tokens", "Var(log s)"), wide=True)
+    return [] if chart is None else [chart]
 
 
 def _simulation_data(each: Simulated) -> dict[str, Any]:

@@ -46,7 +46,9 @@ def examples() -> Account:
         "Advantages of +1 and -1 for rewards 1, 0, 1, 0 are population z-scores; with the sample deviation, as libraries"
         f" take it, they are +-{_with_sample_deviation():.3f}.",
     ]
-    body = "".join(f"<section><h2>{html.escape(title)}</h2>{strips(found)}</section>" for title, found in walks.items())
+    body = "".join(
+        f"<section><h2>{html.escape(title)}</h2>{strips(walk_list)}</section>" for title, walk_list in walks.items()
+    )
     return Account(
         name="walkthrough",
         title="One response through GRPO and GSPO",
@@ -121,7 +123,7 @@ def _products() -> Sheet:
 
 
 def _power(exponent: float) -> str:
-    """10^x in few characters, whatever x is."""
+    """10^x as a short text, for any x."""
     if abs(exponent) < 4:
         return f"{10**exponent:.4g}"
     whole = math.floor(exponent)
@@ -208,10 +210,10 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
     """Return the report of one rollout of a run, as the run's trainer saw it in its update."""
     again = replay(path, step, words, say)
     row = _choose_row(again, rollout)
-    look = next((each for each in again.observed if row in each.rows.tolist()), None)
-    if look is None:
+    update = next((each for each in again.observed if row in each.rows.tolist()), None)
+    if update is None:
         raise InputError(f"rollout {row} of step {again.step} has no token that an update saw; another --rollout has")
-    rows, here = _rows(again, look, row)
+    rows, here = _rows(again, update, row)
     record = again.rollouts()[row]
     walks = [walk_tokens(rows, name)[here] for name in PAIR]
     token, sequence = walks
@@ -221,12 +223,12 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
     )  # fmt: skip
     prompt = record.problem.prompt if isinstance(record.problem.prompt, str) else str(record.problem.prompt)
     sentences = [
-        f"Rollout {row} of step {again.step}, in update {look.index + 1} of the step: {len(token.tokens)} tokens,"
+        f"Rollout {row} of step {again.step}, in update {update.index + 1} of the step: {len(token.tokens)} tokens,"
         f" A = {token.advantage:+.4f}, s = {math.exp(token.log_s):.6f}.",
         f"GSPO: {outcome}. GRPO: {token.clipped} of {len(token.tokens)} tokens clipped; the largest |lw| is"
         f" {float(rows.log_ratios[here].abs().max()):.4g}.",
         f"{again.note}.",
-        *(["In the first update of a step every ratio is 1: nothing has moved yet."] if look.index == 0 else []),
+        *(["In the first update of a step every ratio is 1: nothing has moved yet."] if update.index == 0 else []),
     ]
     page = f"<section><h2>The strip</h2><pre>{html.escape(legible(prompt))}</pre>{strips(walks)}</section>"
     return Account(
@@ -238,7 +240,7 @@ def walk_run(path: Path, *, step: int | None, rollout: int | None, words: Sequen
         sentences=sentences,
         sheets=[_group_sheet(rows, here), _strip_sheet(walks, "rollout")],
         figures=_figures(rows, f"rollout {row}", here),
-        data={"prompt": prompt, "text": record.text, "step": again.step, "rollout": row, "update": look.index},
+        data={"prompt": prompt, "text": record.text, "step": again.step, "rollout": row, "update": update.index},
         extra=page,
     )
 
@@ -248,30 +250,30 @@ def _choose_row(again: ReplayedStep, rollout: int | None) -> int:
     if rollout is not None:
         count = len(again.rollouts())
         if not 0 <= rollout < count:
-            raise InputError(f"--rollout {rollout} is asked for; step {again.step} has the rollouts 0 to {count - 1}")
+            raise InputError(f"expected --rollout from 0 to {count - 1}, got {rollout} (step {again.step})")
         return rollout
     best, at = -1.0, int(again.observed[0].rows[0])
-    for look in again.observed:
-        size = torch.where(look.advantages != 0, look.log_ratios.abs().amax(1), -1.0)
+    for update in again.observed:
+        size = torch.where(update.advantages != 0, update.log_ratios.abs().amax(1), -1.0)
         if float(size.max()) > best:
-            best, at = float(size.max()), int(look.rows[int(size.argmax())])
+            best, at = float(size.max()), int(update.rows[int(size.argmax())])
     return at
 
 
-def _rows(again: ReplayedStep, look: ObservedUpdate, row: int) -> tuple[Rows, int]:
+def _rows(again: ReplayedStep, update: ObservedUpdate, row: int) -> tuple[Rows, int]:
     """Return the group of a row as its update saw it, and the position of the row in the group."""
     groups, rollouts = again.group_of(), again.rollouts()
-    member = (groups[look.rows] == groups[row]).nonzero().squeeze(1)
+    member = (groups[update.rows] == groups[row]).nonzero().squeeze(1)
     words = []
-    for each in look.rows[member].tolist():
-        written = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
-        words.append(tuple(text for text, own in zip(written, rollouts[each].mask.tolist(), strict=True) if own))
+    for each in update.rows[member].tolist():
+        texts = pieces(rollouts[each].tokens.tolist(), again.recorder.policy.tokenizer)
+        words.append(tuple(text for text, own in zip(texts, rollouts[each].mask.tolist(), strict=True) if own))
     members = Rows(
         title="the group",
-        old=look.old[member],
-        new=look.new[member],
-        mask=look.mask[member],
-        advantages=look.advantages[member],
+        old=update.old[member],
+        new=update.new[member],
+        mask=update.mask[member],
+        advantages=update.advantages[member],
         words=tuple(words),
     )
-    return members, look.rows[member].tolist().index(row)
+    return members, update.rows[member].tolist().index(row)

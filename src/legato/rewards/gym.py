@@ -34,22 +34,22 @@ class ReasoningGymScore(Part):
         fields = rollout.problem.fields
         if not {"dataset", "settings", "whole"} <= set(fields):
             return Unscorable("the problem is not of reasoning-gym; reward 'reasoning-gym' goes with task 'reasoning-gym'")
-        said = tagged_answer(rollout.text) if self.extract == "answer-tag" else rollout.text.strip()
-        if len(said) > self.longest:
+        answer = tagged_answer(rollout.text) if self.extract == "answer-tag" else rollout.text.strip()
+        if len(answer) > self.longest:
             return 0.0
         try:
-            found: float = shared(WORKER).ask(
-                fields["dataset"], dict(fields["settings"]), fields["whole"], said, seconds=self.seconds
+            score: float = shared(WORKER).ask(
+                fields["dataset"], dict(fields["settings"]), fields["whole"], answer, seconds=self.seconds
             )
         except TimedOutError:
             return Unscorable(f"timed out after {self.seconds:g} s")
         except (DiedError, RefusedError) as error:
             return Unscorable(str(error))
-        return found
+        return score
 
 
 def tagged_answer(text: str) -> str:
-    """What the last <answer>...</answer> holds; all of the text where there is none."""
+    """The content of the last <answer>...</answer>; the whole text if there is none."""
     before, end, _ = text.rpartition("</answer>")
     _, start, answer = before.rpartition("<answer>")
     return (answer if end and start else text).strip()

@@ -24,7 +24,7 @@ _FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|[aA]bs
 
 
 def prepare() -> None:
-    """Import it and take its means of running text as code."""
+    """Import Reasoning Gym and replace the functions with which it runs text as code."""
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
     import sympy  # type: ignore[import-untyped, unused-ignore]
     from sympy.parsing import sympy_parser  # type: ignore[import-untyped, unused-ignore]
@@ -44,7 +44,7 @@ def prepare() -> None:
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """What Python's `eval` gives for literals and their arithmetic; anything with a name in it is refused."""
+    """The value that Python's `eval` gives for literals and their arithmetic; any name in the text is refused."""
     tree = ast.parse(text.strip(), mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _LITERALS):
@@ -53,7 +53,10 @@ def evaluate_literal(text: str, *_: Any) -> Any:
 
 
 def check_formula(text: str) -> None:
-    """Only numbers, operators, one-letter variables and known functions: sympy's parser calls whatever it finds by name."""
+    """InputError unless the text has only numbers, operators, one-letter variables and known functions.
+
+    sympy's parser would call any function by its name.
+    """
     words = _WORD.findall(text)
     if not _FORMULA.fullmatch(text) or re.search(r"\.\s*[^\W\d]", text) or "__" in text:
         raise InputError("is no formula")
@@ -70,12 +73,12 @@ def _dataset(name: str, settings: str) -> Any:
 
 
 def score(dataset: str, settings: Mapping[str, Any], whole: str, answer: str) -> float:
-    """What the data set itself gives for an answer to one of its problems."""
+    """The score that the data set itself gives for an answer to one of its problems."""
     return float(_dataset(dataset, json.dumps(settings)).score_answer(answer, _untag_types(json.loads(whole))))
 
 
 def _untag_types(value: Any) -> Any:
-    """The other way of `tasks.gym_worker`: tuples and mappings as they were."""
+    """Inverse of `_tag_types` in `tasks.gym_worker`: restores tuples and mappings."""
     if isinstance(value, list):
         return [_untag_types(item) for item in value]
     if isinstance(value, dict):

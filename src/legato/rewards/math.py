@@ -34,22 +34,22 @@ class MathVerify(Part):
     def __call__(self, rollout: Rollout) -> Verdict:
         if rollout.problem.answer is None:
             return Unscorable("the problem has no answer")
-        said, right = rollout.text.strip(), rollout.problem.answer.strip()
-        if not right:
+        response, answer = rollout.text.strip(), rollout.problem.answer.strip()
+        if not answer:
             return Unscorable("the answer is empty")
-        # Before any parsing: a long answer is equal to itself, however long sympy would take to find out.
-        if said == right or last_boxed(said) == right:
+        # Compare before parsing: sympy may take very long to find a long answer equal to itself.
+        if response == answer or last_boxed(response) == answer:
             return 1.0
-        if len(right) > self.longest:
-            return Unscorable(f"the answer has {len(right)} characters; longest = {self.longest} is allowed")
-        if not said:
+        if len(answer) > self.longest:
+            return Unscorable(f"the answer has {len(answer)} characters; longest = {self.longest} is allowed")
+        if not response:
             return 0.0
         try:
-            verdict = shared(WORKER).ask(right, said[-self.longest :], seconds=self.seconds)
+            verdict = shared(WORKER).ask(answer, response[-self.longest :], seconds=self.seconds)
         except TimedOutError:
             return Unscorable(f"timed out after {self.seconds:g} s")
         except (DiedError, RefusedError) as error:
             return Unscorable(str(error))
         if verdict == "gold":
-            return Unscorable(f"the answer {right[:40]!r} cannot be read as mathematics")
+            return Unscorable(f"the answer {answer[:40]!r} cannot be read as mathematics")
         return float(verdict == "right")

@@ -1,4 +1,4 @@
-"""Math-Verify as it runs in a worker (`workers/pool.py`). Nothing of this is imported by the process that asks."""
+"""Math-Verify as it runs in a worker (`workers/pool.py`). The calling process imports none of it."""
 
 from functools import lru_cache
 from typing import Any
@@ -7,7 +7,7 @@ _MARKED = ("$", r"\boxed", r"\(", r"\[")
 
 
 def prepare() -> None:
-    """Import it, build its parser, and keep it quiet: its warning that nobody limits the time is answered by our limit."""
+    """Import Math-Verify, build its parser, and silence its warning about a missing time limit: the caller has one."""
     import logging
 
     logging.disable(logging.CRITICAL)
@@ -16,7 +16,7 @@ def prepare() -> None:
 
 @lru_cache(maxsize=256)
 def _read_gold(gold: str) -> tuple[Any, ...]:
-    """The answer of the data set; the rollouts of a group share it. Bare TeX is boxed, or half of it would go unread."""
+    """Parse the answer of the data set, cached because a group shares it. Bare TeX is boxed, or parts would not be read."""
     marked = any(mark in gold for mark in _MARKED)
     return _read(gold if marked else rf"\boxed{{{gold}}}")
 
@@ -25,7 +25,7 @@ def _read(text: str) -> tuple[Any, ...]:
     from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
 
     try:
-        # Its own limit is an alarm signal, which fails off the main thread and cuts long answers; the asker kills instead.
+        # Its own time limit is a signal, which fails off the main thread and cuts long answers. The caller kills instead.
         return tuple(parse(text, parsing_timeout=None, raise_on_error=True))
     except MemoryError:
         raise
@@ -34,21 +34,21 @@ def _read(text: str) -> tuple[Any, ...]:
 
 
 def compare(gold: str, response: str) -> str:
-    """'right', 'wrong', or 'gold' where it is the answer of the data set that cannot be read as mathematics."""
-    right = _read_gold(gold)
-    if all(isinstance(found, str) for found in right):
+    """'right', 'wrong', or 'gold' if the answer of the data set cannot be read as mathematics."""
+    answers = _read_gold(gold)
+    if all(isinstance(parsed, str) for parsed in answers):
         return "gold"
-    said = _read(response)
-    return "right" if any(_equal(one, other) for one in right for other in said) else "wrong"
+    responses = _read(response)
+    return "right" if any(_equal(one, other) for one in answers for other in responses) else "wrong"
 
 
-def _equal(right: Any, said: Any) -> bool:
+def _equal(answer: Any, response: Any) -> bool:
     from math_verify import verify
 
     try:
-        return bool(verify(right, said, timeout_seconds=None, raise_on_error=True))
+        return bool(verify(answer, response, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
         raise
     except Exception:
-        # Two things that cannot be compared are not equal: a matrix and an interval.
+        # Things that cannot be compared, such as a matrix and an interval, are not equal.
         return False

@@ -21,6 +21,6 @@ class OverlongPunishment:
     factor: float = number(default=1.0, says="The full punishment.", above=0.0)
 
     def punishment(self, lengths: RowIds, longest: int) -> PerSequence:
-        """What is added to the reward of each response, by its length in tokens; L_max is `longest`."""
+        """The term added to the reward of each response, by its length in tokens. L_max is `longest`."""
         cache = self.cache_share * longest
         return self.factor * ((longest - cache - lengths.double()) / cache).clamp(-1.0, 0.0)

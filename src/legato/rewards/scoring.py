@@ -58,7 +58,7 @@ def is_async(reward: Callable[..., Any]) -> bool:
 def check_reward(reward: Any, name: str) -> None:
     """InputError if an object cannot be called with one rollout; `name` is its name in the configuration."""
     if not callable(reward):
-        raise InputError(f"reward {name!r}: is a {type(reward).__name__}; a function of one rollout is needed")
+        raise InputError(f"reward {name!r}: expected a function of one rollout, got {type(reward).__name__}")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def check_reward(reward: Any, name: str) -> None:
     try:
         signature.bind(object())
     except TypeError:
-        raise InputError(f"reward {name!r}: takes {signature}; one positional argument, the rollout, is needed") from None
+        raise InputError(f"reward {name!r}: expected one positional argument, the rollout, got {signature}") from None
 
 
 @settings()
@@ -128,7 +128,7 @@ class WeightedSum(RewardSettings):
 
     def score_all(self, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
         """One score per rollout, in order. A component does not see rollouts that an earlier component could not score."""
-        found: list[dict[str, Judgement]] = [{} for _ in rollouts]
+        breakdowns: list[dict[str, Judgement]] = [{} for _ in rollouts]
         failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
             places = [place for place in range(len(rollouts)) if place not in failed]
@@ -136,8 +136,8 @@ class WeightedSum(RewardSettings):
             for place, verdict in zip(places, verdicts, strict=True):
                 if isinstance(verdict, Unscorable):
                     failed[place] = Unscorable(f"{name}: {verdict.reason}")
-                found[place][name] = verdict
-        return [failed.get(place) or self._sum(rollout, found[place]) for place, rollout in enumerate(rollouts)]
+                breakdowns[place][name] = verdict
+        return [failed.get(place) or self._sum(rollout, breakdowns[place]) for place, rollout in enumerate(rollouts)]
 
     def _sum(self, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> Score:
         listed: dict[str, float] = {}
@@ -151,8 +151,8 @@ class WeightedSum(RewardSettings):
                 judged.append(value)
         if self.overlong is not None:
             assert self.longest_response is not None
-            written = rollout.mask.sum().reshape(1).to(torch.int64)
-            listed["overlong"] = float(self.overlong.punishment(written, self.longest_response)[0])
+            length = rollout.mask.sum().reshape(1).to(torch.int64)
+            listed["overlong"] = float(self.overlong.punishment(length, self.longest_response)[0])
             total += listed["overlong"]
         turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
         return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)

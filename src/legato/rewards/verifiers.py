@@ -20,7 +20,7 @@ Verdict = float | dict[str, float] | Unscorable
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+")
 _LONGEST_NUMBER = 1000
-"""Digits; beyond that a number is an attack on the parser, not an answer."""
+"""In digits. A longer number is an attack on the parser, not an answer."""
 
 
 def _answer(rollout: Rollout) -> str | Unscorable:
@@ -46,8 +46,8 @@ class ExactMatch(Part):
         answer = _answer(rollout)
         if isinstance(answer, Unscorable):
             return answer
-        said, right = rollout.text.strip(), answer.strip()
-        return float(said.lower() == right.lower() if self.ignore_case else said == right)
+        response, right = rollout.text.strip(), answer.strip()
+        return float(response.lower() == right.lower() if self.ignore_case else response == right)
 
 
 @part("reward", "number")
@@ -65,15 +65,15 @@ class NumberMatch(Part):
         if right is None:
             return Unscorable(f"the answer {answer[:40]!r} holds no number")
         text = rollout.text.strip() if self.which == "only" else _last_number(rollout.text)
-        said = read_number(text or "")
-        return float(said is not None and abs(said - right) <= Fraction(self.tolerance))
+        value = read_number(text or "")
+        return float(value is not None and abs(value - right) <= Fraction(self.tolerance))
 
 
 def _last_number(text: str) -> str | None:
-    found = None
+    last = None
     for match in _NUMBER.finditer(text):
-        found = match
-    return found.group() if found else None
+        last = match
+    return last.group() if last else None
 
 
 @part("reward", "countdown")

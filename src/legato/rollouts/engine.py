@@ -89,7 +89,7 @@ def make_responses(
     tokenizer: Any,
     tokens: Tensor,
     logprobs: Tensor,
-    kept: Tensor | None,
+    kept_logmass: Tensor | None,
     lengths: Sequence[int],
     stops: Sequence[StopReason],
     cut: Mapping[int, str],
@@ -99,7 +99,7 @@ def make_responses(
 
     `versions` are [length] each.
     """
-    tokens, logprobs, kept = tokens.cpu(), logprobs.cpu(), None if kept is None else kept.cpu()
+    tokens, logprobs, kept_logmass = tokens.cpu(), logprobs.cpu(), None if kept_logmass is None else kept_logmass.cpu()
     token_lists = [
         tokens[row, : length - (stops[row] is StopReason.END_TOKEN)].tolist() for row, length in enumerate(lengths)
     ]
@@ -108,7 +108,7 @@ def make_responses(
         Response(
             tokens=tokens[row, :length].clone(),
             logprobs=logprobs[row, :length].clone(),
-            kept_logmass=None if kept is None else kept[row, :length].clone(),
+            kept_logmass=None if kept_logmass is None else kept_logmass[row, :length].clone(),
             text=cut.get(row, texts[row]),
             stop=stops[row],
             version=versions[row],

@@ -162,14 +162,14 @@ class Runner:
                     raise RuntimeError(f"the engine {self.engine.name!r} polled [] with {len(waiting)} requests outstanding")
                 self._continue(finished, waiting, sampling)
         except BaseException:
-            # Nobody will ask for these any more.
+            # The caller will not poll for these requests.
             for handle in waiting:
                 self.engine.cancel(handle)
             raise
         return [[self._rollout(playing, sampling.temperature) for playing in group] for group in groups]
 
     def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
-        """Take finished turns out of `waiting`, submit the turns that follow them and put those in."""
+        """Replace finished turns in `waiting` by the turns that follow them, which are submitted."""
         going_on: dict[int, list[_Playing]] = {}
         for each in finished:
             for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
@@ -181,7 +181,7 @@ class Runner:
             waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
     def _add_turn(self, playing: _Playing, response: Response) -> bool:
-        """Add a turn of the policy and the environment's reply to it; whether another turn follows."""
+        """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
         playing.turns.append(response)
         length = len(response.tokens)
         playing.versions.append(response.version)
@@ -208,7 +208,7 @@ class Runner:
         return self._insert_reply(playing, response, reply)
 
     def _insert_reply(self, playing: _Playing, response: Response, reply: Reply) -> bool:
-        """Put the environment's tokens behind the turn; False where no token of the policy would fit after them."""
+        """Append the environment's tokens to the turn; False if no token of the policy would fit after them."""
         inserted = self.rendering.reply(
             playing.problem,
             playing.messages,
@@ -237,7 +237,7 @@ class Runner:
         first = playing.turns[0]
         length = len(first.tokens)
         if self.environment.max_turns == 1:
-            # Most rollouts by far: nothing has to be joined.
+            # Most rollouts have a single turn: nothing has to be joined.
             return Rollout(
                 problem=playing.problem,
                 rollout_id=playing.number,
@@ -295,7 +295,7 @@ _COLUMNS = ("tokens", "sampler_logprobs", "version", "mask", "turn", "author", "
 
 
 def _add_reply(columns: dict[str, list[Tensor]], inserted: Inserted) -> None:
-    """The environment's tokens in every table; log-probs are 0 where nobody sampled, and are never read."""
+    """Append the environment's tokens to every table. Their log-probs are 0 and are never read."""
     length = len(inserted.tokens)
     columns["tokens"].append(inserted.tokens)
     columns["sampler_logprobs"].append(torch.zeros(length))
@@ -308,24 +308,24 @@ def _add_reply(columns: dict[str, list[Tensor]], inserted: Inserted) -> None:
 
 
 def _join_routes(routes: Sequence[Routes | None]) -> Routes | None:
-    """One record of all turns: of each token that of its first reading. None where a turn has no record."""
-    known = [each for each in routes if each is not None]
-    if len(known) < len(routes):
+    """The routes of all turns, each token's from its first forward. None if a turn has no routes."""
+    records = [each for each in routes if each is not None]
+    if len(records) < len(routes):
         return None
-    joined = known[0]
-    for later in known[1:]:
-        # A turn's engine read the prompt with all turns before it; what was read before keeps the record it has.
-        new = slice(len(joined.tokens), None)
-        joined = Routes(
-            tokens=torch.cat([joined.tokens, later.tokens[new]]),
-            experts=torch.cat([joined.experts, later.experts[new]]),
-            count=joined.count,
+    whole = records[0]
+    for later in records[1:]:
+        # The engine read all earlier turns again as the prompt; their tokens keep the routes they already have.
+        new = slice(len(whole.tokens), None)
+        whole = Routes(
+            tokens=torch.cat([whole.tokens, later.tokens[new]]),
+            experts=torch.cat([whole.experts, later.experts[new]]),
+            count=whole.count,
         )
-    return joined
+    return whole
 
 
 def _fault_of(reply: Any) -> str | None:
-    """What is wrong with a reply; None: nothing."""
+    """What is wrong with a reply; None if nothing is."""
     if not isinstance(reply, Reply):
         return f"environment: expected a Reply or None, got {reply!r:.80}"
     reward, content = reply.reward, reply.content

@@ -133,8 +133,8 @@ class MismatchedEngine(Engine):
         if mismatch.kind.startswith("kv-"):
             if not policy.views:
                 raise InputError(
-                    f"rollouts.mismatch.kind = {mismatch.kind!r}: {type(policy.body).__name__} keeps its keys and values to"
-                    " itself; a model that attends through the interface of transformers is needed"
+                    f"rollouts.mismatch.kind = {mismatch.kind!r}: expected a model that attends through the interface of"
+                    f" transformers, got {type(policy.body).__name__}, which hides its keys and values"
                 )
             round_values = round_to_int8 if mismatch.kind == "kv-int8" else _round_to_bf16
             sampler: Policy = _RoundedPolicy(round_values=round_values, **_policy_fields(policy, policy.model))

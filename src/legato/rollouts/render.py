@@ -99,7 +99,9 @@ class Rendering(ChatSettings, SystemPrompt):
         """
         if not self.by_template:
             if not isinstance(content, str):
-                raise InputError(f"expected replies of text, got chat messages: {_why(self.chat)} (task.environment)")
+                raise InputError(
+                    f"expected replies of text, got chat messages: {_why_no_template(self.chat)} (task.environment)"
+                )
             plain = _ids(self.tokenizer(content, add_special_tokens=False)["input_ids"])
             return Inserted(tokens=plain, authors=torch.full_like(plain, Author.TOOL.value), text=content, messages=())
         answer = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(each) for each in content]
@@ -134,9 +136,9 @@ class Rendering(ChatSettings, SystemPrompt):
         """The text that the template adds after the policy's turn."""
         rest = after[len(before) :]
         # Templates may strip white space. Any other change would make the policy read a different past.
-        for written in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
-            if after.startswith(before) and rest.startswith(written):
-                return rest[len(written) :]
+        for rendered in (turn, turn.lstrip(), turn.rstrip(), turn.strip()):
+            if after.startswith(before) and rest.startswith(rendered):
+                return rest[len(rendered) :]
         raise InputError(
             f"expected a chat template that leaves earlier turns as they were, got that of {self._name}: after a reply it"
             f" renders {rest[:60]!r} where the policy wrote {turn[:60]!r} (task.environment); use a template without such"
@@ -169,7 +171,8 @@ class Rendering(ChatSettings, SystemPrompt):
         if isinstance(problem.prompt, str):
             return problem.prompt if self.system_prompt is None else f"{self.system_prompt}\n{problem.prompt}"
         raise InputError(
-            f"problem {problem.key} is chat messages, but {_why(self.chat)}; use a model with a template or text prompts"
+            f"problem {problem.key} is chat messages, but {_why_no_template(self.chat)}; use a model with a template or text"
+            " prompts"
         )
 
 
@@ -177,7 +180,7 @@ def _ids(tokens: Sequence[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def _why(chat: str) -> str:
+def _why_no_template(chat: str) -> str:
     return "policy.chat = 'never'" if chat == "never" else "the tokenizer has no chat template"
 
 

@@ -50,20 +50,20 @@ def choose(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Choice:
     # The sum of a softmax over a long vocabulary may differ from 1 by more than rounding, so it is computed and divided out.
     probabilities = scaled.softmax(1)
     if sampling.temperature == 0:
-        tokens, kept = exact.argmax(1), None
+        tokens, kept_mass = exact.argmax(1), None
         total = probabilities.sum(1)
     elif not sampling.truncates:
         tokens, total = _inverse(probabilities, uniform)
-        kept = None
+        kept_mass = None
     else:
         total = probabilities.sum(1)
         ordered, order = probabilities.sort(1, descending=True)
-        places, kept = _inverse(torch.where(_kept_mask(ordered, sampling), ordered, 0.0), uniform)
+        places, kept_mass = _inverse(torch.where(_kept_mask(ordered, sampling), ordered, 0.0), uniform)
         tokens = _gather_columns(order, places)
     return Choice(
         tokens=tokens,
         logprobs=(_gather_columns(probabilities, tokens) / total).log().clamp(max=0.0).to(exact.dtype),
-        kept_logmass=None if kept is None else (kept / total).log().clamp(max=0.0).to(exact.dtype),
+        kept_logmass=None if kept_mass is None else (kept_mass / total).log().clamp(max=0.0).to(exact.dtype),
     )
 
 
@@ -83,7 +83,7 @@ def _kept_mask(ordered: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _inverse(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] each: the place at which the cumulative weight passes that share of the total, and the total, in float64.
+    """[n] each: the place where the cumulative weight passes `share` of the total, and the total, in float64.
 
     In two levels, so that only one chunk is summed up token by token. Inside it the share is of the chunk's own tokens,
     summed in float64: every token has its weight to the last digits, however rare it is.

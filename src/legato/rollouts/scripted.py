@@ -32,7 +32,7 @@ class ScriptedEngine(QueuedEngine):
         tokens, logprobs = self.script(request.prompt.tolist(), sample)
         if len(tokens) != len(logprobs) or not tokens:
             raise InputError(
-                f"the script gave {len(tokens)} tokens and {len(logprobs)} log-probs; as many of each, at least 1"
+                f"expected as many log-probs as tokens, at least 1, got {len(tokens)} tokens and {len(logprobs)} log-probs"
             )
         ends = [place for place, token in enumerate(tokens) if token in limits.end_tokens]
         length = min(ends[0] + 1 if ends else len(tokens), limits.max_response_tokens)

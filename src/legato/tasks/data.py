@@ -98,7 +98,9 @@ class Gsm8k(Part):
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
 
     def read(self) -> Loaded:
-        rows = _with_extracted_answer(_split_rows(self.path, self.dataset, self.config, self.split), "answer", _after_hashes)
+        rows = _with_extracted_answer(
+            _split_rows(self.path, self.dataset, self.config, self.split), "answer", _answer_after_hashes
+        )
         return collect(_problems(rows, "question", _EXTRACTED, self.system_prompt), self.path or self.dataset)
 
     def load(self) -> list[Problem]:
@@ -118,7 +120,9 @@ class CompetitionMath(Part):
     system_prompt: str | None = text(default=None, says=_SYSTEM, optional=True)
 
     def read(self) -> Loaded:
-        rows = _with_extracted_answer(_split_rows(self.path, self.dataset, self.config, self.split), "solution", _in_box)
+        rows = _with_extracted_answer(
+            _split_rows(self.path, self.dataset, self.config, self.split), "solution", _boxed_answer
+        )
         return collect(_problems(rows, "problem", _EXTRACTED, self.system_prompt), self.path or self.dataset)
 
     def load(self) -> list[Problem]:
@@ -126,7 +130,7 @@ class CompetitionMath(Part):
 
 
 def collect(problems: Iterable[Problem], source: str) -> Loaded:
-    """All problems without duplicates; the first of equal prompts stays."""
+    """All problems with distinct prompts. Of equal prompts the first is kept."""
     by_prompt: dict[str, Problem] = {}
     count = 0
     for problem in problems:
@@ -152,18 +156,18 @@ _EXTRACTED = "answer"
 def _with_extracted_answer(rows: Iterable[Row], column: str, extract: Callable[[str, str], str]) -> Iterator[Row]:
     """Rows of worked solutions with the extracted answer added; the full solution stays as `solution`."""
     for where, row in rows:
-        solution = _words(_cell(row, column, where), column, where)
+        solution = _text(_cell(row, column, where), column, where)
         yield where, {**row, "solution": solution, _EXTRACTED: extract(solution, where)}
 
 
-def _after_hashes(solution: str, where: str) -> str:
+def _answer_after_hashes(solution: str, where: str) -> str:
     _, marker, answer = solution.rpartition("####")
     if not marker or not answer.strip():
         raise InputError(f"{where}: the answer {solution[-40:]!r} has no '#### ' with the result after it")
     return answer.strip().replace(",", "")
 
 
-def _in_box(solution: str, where: str) -> str:
+def _boxed_answer(solution: str, where: str) -> str:
     answer = last_boxed(solution)
     if answer is None:
         raise InputError(rf"{where}: the solution ends {solution[-40:]!r} and has no \boxed{{...}} with the answer")
@@ -182,21 +186,21 @@ def _problems(rows: Iterable[Row], prompt: str, answer: str | None, system_promp
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
     if column not in row:
-        raise InputError(f"{where}: has no column {column!r}; it has {', '.join(map(repr, row)) or 'none'}")
+        raise InputError(f"{where}: expected a column {column!r}, got {', '.join(map(repr, row)) or 'none'}")
     return row[column]
 
 
-def _words(value: Any, column: str, where: str) -> str:
+def _text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where}: {column!r} is {_kind(value)}; text is needed")
+        raise InputError(f"{where}: expected text in {column!r}, got {_describe(value)}")
     if not value.strip():
         raise InputError(f"{where}: {column!r} is empty")
-    _check_signs(value, column, where)
+    _check_characters(value, column, where)
     return value
 
 
-def _check_signs(value: str, column: str, where: str) -> None:
-    # JSON can spell what no file and no tokenizer can take: \u0000 and half of a surrogate pair.
+def _check_characters(value: str, column: str, where: str) -> None:
+    # JSON can contain \u0000 and half of a surrogate pair, which no file and no tokenizer accepts.
     if "\0" in value:
         raise InputError(f"{where}: {column!r} holds a NUL character")
     if any("\ud800" <= sign <= "\udfff" for sign in value):
@@ -208,17 +212,17 @@ def _answer(value: Any, column: str, where: str) -> str:
     if number and math.isfinite(value):
         return str(value)
     if not isinstance(value, str):
-        raise InputError(f"{where}: {column!r} is {_kind(value)}; text or a finite number is needed")
-    return _words(value, column, where)
+        raise InputError(f"{where}: expected text or a finite number in {column!r}, got {_describe(value)}")
+    return _text(value, column, where)
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "null" if value is None else f"{value!r}"[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def _prompt(value: Any, column: str, where: str) -> str | list[Message]:
     if not isinstance(value, list):
-        return _words(value, column, where)
+        return _text(value, column, where)
     if not value:
         raise InputError(f"{where}: {column!r} is an empty list of messages")
     return [_message(item, f"{column}[{place}]", where) for place, item in enumerate(value)]
@@ -226,20 +230,20 @@ def _prompt(value: Any, column: str, where: str) -> str | list[Message]:
 
 def _message(item: Any, column: str, where: str) -> Message:
     if not isinstance(item, dict):
-        raise InputError(f"{where}: {column!r} is {_kind(item)}; a message with role and content is needed")
-    # Parquet gives every message all keys that any message has, empty where it had none.
+        raise InputError(f"{where}: expected a message with role and content in {column!r}, got {_describe(item)}")
+    # Parquet gives every message the keys of all messages; missing values are None.
     message = {name: value for name, value in item.items() if value is not None}
     other = sorted(set(message) - {"role", "content"})
     if other:
-        raise InputError(f"{where}: {column!r} has {other[0]!r}; a message has role and content")
+        raise InputError(f"{where}: expected only role and content in {column!r}, got {other[0]!r}")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise InputError(f"{where}: {column!r} has the role {role!r}; one of {', '.join(ROLES)} is allowed")
-    return {"role": role, "content": _words(content, f"{column}.content", where)}
+        raise InputError(f"{where}: expected one of {', '.join(ROLES)} as role in {column!r}, got {role!r}")
+    return {"role": role, "content": _text(content, f"{column}.content", where)}
 
 
 def _with_system(prompt: str | Sequence[Message], system_prompt: str, where: str) -> list[Message]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if messages[0]["role"] == "system":
-        raise InputError(f"{where}: the prompt has a system message already; leave system_prompt out")
+        raise InputError(f"{where}: the prompt already has a system message; leave system_prompt out")
     return [{"role": "system", "content": system_prompt}, *messages]

@@ -15,7 +15,7 @@ from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
 
 WORKER = "legato.tasks.gym_worker:entry"
 SECONDS = 60.0
-"""For one problem; the slowest data sets take about one."""
+"""Time limit for one problem; the slowest data sets take about one second."""
 
 
 @part("task", "reasoning-gym")
@@ -30,28 +30,28 @@ class ReasoningGym(Part):
             raise InputError("task 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")
         taken = sorted({"seed", "size"} & set(dict(self.settings)))
         if taken:
-            raise InputError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be given")
-        # Made once now, so that settings it does not take are told before a model is loaded.
-        made = self._entry(0)
-        if "known" in made:
+            raise InputError(f"task 'reasoning-gym': settings.{taken[0]} is drawn for each problem and cannot be set")
+        # Draw one problem now, so that invalid settings are refused before a model is loaded.
+        entry = self._entry(0)
+        if "known" in entry:
             raise InputError(
-                f"task 'reasoning-gym': unknown dataset {self.dataset!r}; {_nearest(self.dataset, made['known'])}"
+                f"task 'reasoning-gym': unknown dataset {self.dataset!r}; {_nearest(self.dataset, entry['known'])}"
             )
 
     def problem(self, source: random.Random) -> Problem:
-        made = self._entry(source.randrange(2**31))
+        entry = self._entry(source.randrange(2**31))
         fields = {
             "dataset": self.dataset,
             "settings": dict(self.settings),
-            "metadata": made["metadata"],
-            "whole": made["whole"],
+            "metadata": entry["metadata"],
+            "whole": entry["whole"],
         }
-        return Problem(prompt=made["question"], answer=made["answer"], fields=fields)
+        return Problem(prompt=entry["question"], answer=entry["answer"], fields=fields)
 
     def _entry(self, seed: int) -> dict[str, Any]:
         try:
-            made: dict[str, Any] = shared(WORKER).ask(self.dataset, dict(self.settings), seed, seconds=SECONDS)
-            return made
+            entry: dict[str, Any] = shared(WORKER).ask(self.dataset, dict(self.settings), seed, seconds=SECONDS)
+            return entry
         except TimedOutError:
             reason = f"one problem took more than {SECONDS:g} s"
         except (DiedError, RefusedError) as error:
@@ -60,6 +60,6 @@ class ReasoningGym(Part):
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    # Its names have underscores where ours have hyphens; `nearest` compares with hyphens.
+    # Names of Reasoning Gym have underscores; `nearest` compares names with hyphens.
     close = nearest(word, [name.replace("_", "-") for name in names])
     return close.replace("-", "_")

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Import it before the first question."""
+    """Import Reasoning Gym before the first problem."""
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
 
 
 def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One problem: a pure function of its arguments. `whole` is all of it in the form that scoring reads.
+    """One problem, a pure function of the arguments. `whole` is the full entry in the form that scoring reads.
 
-    For a data set it does not have, `known` are the names of those it has.
+    For an unknown data set, `known` lists the names of all data sets.
     """
     import numpy
     import reasoning_gym
@@ -28,17 +28,17 @@ def entry(dataset: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
 
     random.seed(seed)
     numpy.random.seed(seed)
-    made = reasoning_gym.create_dataset(dataset, seed=seed, size=1, **settings)[0]
+    problem = reasoning_gym.create_dataset(dataset, seed=seed, size=1, **settings)[0]
     return {
-        "question": made["question"],
-        "answer": made["answer"],
-        "metadata": json.loads(json.dumps(made["metadata"], default=str)),
-        "whole": json.dumps(_tag_types(made)),
+        "question": problem["question"],
+        "answer": problem["answer"],
+        "metadata": json.loads(json.dumps(problem["metadata"], default=str)),
+        "whole": json.dumps(_tag_types(problem)),
     }
 
 
 def _tag_types(value: Any) -> Any:
-    """A tuple as {"tuple": [...]}, a mapping as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
+    """Encode tuples as {"tuple": [...]} and mappings as {"mapping": pairs}: some data sets compare tuples, JSON has none."""
     if isinstance(value, tuple):
         return {"tuple": [_tag_types(item) for item in value]}
     if isinstance(value, list):

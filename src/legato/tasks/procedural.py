@@ -12,7 +12,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _number(source: random.Random, digits: int) -> int:
-    """A number of exactly so many digits (one digit: 0 to 9)."""
+    """A random number with exactly `digits` digits (one digit: 0 to 9)."""
     return source.randrange(0 if digits == 1 else 10 ** (digits - 1), 10**digits)
 
 

@@ -19,7 +19,7 @@ Row = tuple[str, Mapping[str, Any]]
 """("train.jsonl line 3", {"question": ...})"""
 
 LONGEST_LINE = 10 * 2**20
-"""Bytes. A longer line is a file of another kind, or an attack on memory."""
+"""In bytes. A longer line means another kind of file, or an attempt to exhaust memory."""
 JSON_LINES, PARQUET = (".jsonl", ".jsonl.gz"), (".parquet",)
 _PICKLED = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".npy", ".npz")
 _DATASET_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
@@ -37,18 +37,18 @@ def read_rows(path: Path, endings: tuple[str, ...] = JSON_LINES + PARQUET) -> It
 def _check_path(path: Path, endings: tuple[str, ...]) -> None:
     allowed = " or ".join(endings)
     if not path.exists():
-        raise InputError(f"{path}: there is no such file; a {allowed} file is needed")
+        raise InputError(f"{path}: there is no such file; expected a {allowed} file")
     if path.is_dir():
-        raise InputError(f"{path}: is a folder; a {allowed} file is needed")
+        raise InputError(f"{path}: expected a {allowed} file, got a folder")
     if path.name.endswith(_PICKLED):
         raise InputError(
-            f"{path}: {path.suffix} files can run code when they are read and are refused; a {allowed} file is needed"
+            f"{path}: {path.suffix} files can run code when they are read and are refused; expected a {allowed} file"
         )
     if not path.name.endswith(endings):
-        raise InputError(f"{path}: a name that ends in {allowed} is needed")
-    # A pipe or a device would be read for ever.
+        raise InputError(f"{path}: expected a name that ends in {allowed}")
+    # Reading a pipe or a device might never end.
     if not path.is_file():
-        raise InputError(f"{path}: is no regular file; a {allowed} file is needed")
+        raise InputError(f"{path}: expected a {allowed} file, got no regular file")
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -57,7 +57,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
         with gzip.open(path, "rb") if compressed else path.open("rb") as file:
             yield from _json_lines(path, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: is no whole gzip file: {error}") from None
+        raise InputError(f"{path}: is not a complete gzip file: {error}") from None
 
 
 def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
@@ -66,7 +66,7 @@ def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
         number += 1
         where = f"{path} line {number}"
         if len(line) > LONGEST_LINE:
-            raise InputError(f"{where}: is longer than {LONGEST_LINE} bytes")
+            raise InputError(f"{where}: expected at most {LONGEST_LINE} bytes, got more")
         if b"\0" in line:
             raise InputError(f"{where}: holds a NUL byte; JSON Lines is text")
         try:
@@ -80,7 +80,7 @@ def _json_lines(path: Path, file: io.BufferedIOBase) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: is not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise InputError(f"{where}: is a {type(row).__name__}; an object with a column for each name is needed")
+            raise InputError(f"{where}: expected an object with a value for each column, got a {type(row).__name__}")
         yield where, row
 
 
@@ -97,7 +97,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", row
-    # A damaged file comes out as any of these: text that is none, a date beyond all calendars.
+    # A damaged file may raise any of these, for example for invalid text or an impossible date.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise InputError(f"{path}: cannot be read as Parquet after row {number}: {_first_line(error)}") from None
 
@@ -106,19 +106,19 @@ def dataset_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     """The rows of a data set on the Hugging Face hub, from the local cache if present."""
     described = f"data set {name!r}" + (f" config {config!r}" if config else "") + f" split {split!r}"
     if not _DATASET_NAME.fullmatch(name):
-        raise InputError(f"{described}: a name such as 'openai/gsm8k' is needed")
-    # The library would prefer what lies in the working directory to what was named.
+        raise InputError(f"{described}: expected a name such as 'openai/gsm8k'")
+    # The library would prefer a file in the working directory to the data set of that name.
     if Path(name).exists():
         raise InputError(f"{described}: there is a file or folder of this name; give it as path, or run from another folder")
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise InputError(f"{described}: needs the package datasets; pip install 'legato[data]'") from None
-    # Before 4.0 the library could run a script of the data set's author; from 4.0 on it has no such thing.
+    # Before version 4.0 the library could run a script of the data set's author.
     older = {"trust_remote_code": False} if int(datasets.__version__.split(".")[0]) < 4 else {}
     try:
         rows = datasets.load_dataset(name, config, split=split, **older)
-    except Exception as error:  # whatever its many layers raise, the person needs the one sentence
+    except Exception as error:  # its layers raise many types; the user needs one sentence
         raise InputError(f"{described}: could not be loaded: {type(error).__name__}: {_first_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         yield f"{described} row {number}", row
@@ -129,7 +129,7 @@ def _first_line(error: Exception) -> str:
 
 
 def split_files(path: Path, split: str) -> list[Path]:
-    """The files of one split: the path itself, or of a folder train.jsonl, train.parquet, train-00000-of-00002.parquet."""
+    """The files of one split: the path itself, or in a folder train.jsonl, train.parquet or train-00000-of-00002.parquet."""
     if not path.is_dir():
         return [path]
     for ending in JSON_LINES + PARQUET:

@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 LENGTH = 4
-"""Tokens of a run that is looked for again."""
+"""Number of tokens in a run that counts as repeated."""
 SHORTEST = 2 * LENGTH
-"""Shorter responses are not looked at: there is no room for a loop."""
+"""Shorter responses do not count: they have no room for a loop."""
 
 _FACTOR = 1_000_003
 """Runs are compared by a hash modulo 2^64; two that differ and collide would need a response of billions of tokens."""
 
 
 def repetition(tokens: Tensor, lengths: Tensor) -> float:
-    """Mean over responses of at least `SHORTEST` tokens of: runs of `LENGTH` tokens that stood there before / runs.
+    """Mean over responses of at least `SHORTEST` tokens of: runs of `LENGTH` tokens that occurred before / runs.
 
-    tokens [B, T] padded at the end, lengths [B]; on the host. NaN where no response is long enough.
+    tokens [B, T] padded at the end, lengths [B]; on the host. NaN if no response is long enough.
     """
     long = lengths >= SHORTEST
     if not bool(long.any()):

@@ -1,8 +1,8 @@
 """Statistics over a few seeds, of one arm and of two arms with the same seeds. Deterministic.
 
-An interval is the middle 95 % of what the statistic would have been with other draws of the same seeds (the percentile
-bootstrap). Arms are resampled together: a draw takes the same seeds from each, so what a seed does to all arms cancels in
-their difference. With few seeds such intervals are too narrow (docs/compare.md has the figures); with one there is none.
+An interval is the middle 95 % of the statistic over resampled seeds (the percentile bootstrap). Arms are resampled
+together: a draw takes the same seeds from each, so an effect of the seed on all arms cancels in their difference. With few
+seeds such intervals are too narrow (docs/compare.md has the figures); with one seed there is none.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from operator import itemgetter
 from legato.errors import InputError
 
 DRAWS = 10_000
-"""Draws where not all can be listed."""
+"""Number of draws if there are too many to list all."""
 
 
 def mean(values: Sequence[float]) -> float:

@@ -143,18 +143,18 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
     moved = log_s - means[batch]
     # Share of a response that remains after removing a mean that contains it: small for long responses of small batches.
     left = 1 - lengths.double() / weights[batch]
-    measured = [
+    filled_bins = [
         _bin(low, high, lengths[member].double(), moved[member], left[member], sigma2)
         for low, high, member in length_bins(lengths, bins)
         if int(member.sum()) >= FEWEST
     ]
-    measured = [each for each in measured if each.variance > 0]
-    fits = fit_explanations(measured, sigma2)
-    slope, error = weighted_slope(measured)
-    between = intercept(measured)
-    total = sum(each.responses for each in measured)
-    mean = sum(each.responses * each.variance for each in measured) / max(1, total)
-    plain = sum(each.responses * each.independent for each in measured) / max(1, total)
+    filled_bins = [each for each in filled_bins if each.variance > 0]
+    fits = fit_explanations(filled_bins, sigma2)
+    slope, error = weighted_slope(filled_bins)
+    between = intercept(filled_bins)
+    total = sum(each.responses for each in filled_bins)
+    mean = sum(each.responses * each.variance for each in filled_bins) / max(1, total)
+    plain = sum(each.responses * each.independent for each in filled_bins) / max(1, total)
     return Spread(
         sigma=math.sqrt(sigma2),
         tau=math.sqrt(max(between, 0.0)),  # in this order: NaN stays NaN
@@ -163,7 +163,7 @@ def spread(log_ratios: Tensor, tokens: Tensor, batch: Tensor, bins: int = 8) -> 
         slope=slope,
         slope_error=error,
         gap=mean / plain if plain else math.nan,
-        bins=tuple(measured),
+        bins=tuple(filled_bins),
         fits=fits,
     )
 

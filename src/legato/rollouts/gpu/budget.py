@@ -52,7 +52,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def nothing_fits(room: Room, per_token: int, device: torch.device) -> str:
+def nothing_fits_message(room: Room, per_token: int, device: torch.device) -> str:
     """The error message if not even one sequence fits."""
     needed, free = room.within(1).tokens * per_token / 2**20, free_bytes(device)
     there = "" if free is None else f", {free / 2**20:.1f} MiB are free"

@@ -289,7 +289,7 @@ class GraphedEngine(JobEngine):
         self.forget()
         gc.collect()
         if room.slots == 1:
-            raise torch.OutOfMemoryError(budget.nothing_fits(room, self._per_token, self.policy.device))
+            raise torch.OutOfMemoryError(budget.nothing_fits_message(room, self._per_token, self.policy.device))
         self.rows_at_once = room.slots // 2
         self.say(
             f"out of memory with {room.slots} sequences at a time: the engine goes on with {self.rows_at_once}"

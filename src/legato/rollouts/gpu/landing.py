@@ -30,13 +30,13 @@ class Row:
 class Landing:
     """Finished responses being copied. Their slots can be reused at once: the copies are enqueued first."""
 
-    def __init__(self, store: KVStore, rows: Sequence[Row], width: int, *, kept: bool) -> None:
+    def __init__(self, store: KVStore, rows: Sequence[Row], width: int, *, truncated: bool) -> None:
         self.rows, self.routers = list(rows), store.routers
         index = device_ints([row.slot for row in rows], store.device)
         self.tokens = to_host(store.tokens[index, :width])
         self.logprobs = to_host(store.logprobs[index, :width])
-        self.lengths = to_host(store.written[index])
-        self.kept = to_host(store.kept[index, :width]) if kept else None
+        self.lengths = to_host(store.sampled_count[index])
+        self.kept_logmass = to_host(store.kept_logmass[index, :width]) if truncated else None
         self.routes: Tensor | None = None
         """[rows, width, M, K]"""
         if store.routers is not None:
@@ -66,7 +66,7 @@ class Landing:
                 lengths[place], texts[place] = cut.pop(row)
                 stops[place] = StopReason.STOP_STRING
         versions = [_token_versions(row.versions, length) for row, length in zip(self.rows, lengths, strict=True)]
-        responses = make_responses(tokenizer, self.tokens, self.logprobs, self.kept, lengths, stops, texts, versions)
+        responses = make_responses(tokenizer, self.tokens, self.logprobs, self.kept_logmass, lengths, stops, texts, versions)
         if self.routes is not None:
             assert self.routers is not None
             responses = [

@@ -50,7 +50,7 @@ def read_prompts(policy: Policy, store: KVStore, openings: Sequence[Opening]) ->
     """Prefill prompts into their entries and store the last hidden state of each."""
     for continued in (False, True):
         chosen = sorted((one for one in openings if (one.known > 0) is continued), key=lambda one: one.new)
-        for part in _parts(chosen):
+        for part in _batches_in_budget(chosen):
             entries = device_ints([one.entry for one in part], store.device)
             store.prompt_length[entries] = device_ints([len(one.prompt) for one in part], store.device)
             hidden = _read_rest(policy, store, part, entries) if continued else _read_whole(policy, store, part, entries)
@@ -95,7 +95,7 @@ def _reread_groups(policy: Policy, store: KVStore, groups: Sequence[Sequence[Par
     store.keep_ending(hidden[packed.prompt_ends], entries)
 
 
-def _parts(openings: Sequence[Opening]) -> list[list[Opening]]:
+def _batches_in_budget(openings: Sequence[Opening]) -> list[list[Opening]]:
     """Group openings, sorted by length, so that each padded batch is within the budget; a longer prompt is alone."""
     parts: list[list[Opening]] = []
     for one in openings:
@@ -163,7 +163,7 @@ class _PromptRests:
 
     def __init__(self, store: KVStore, openings: Sequence[Opening], entries: Tensor) -> None:
         self.store, self.entries, device = store, entries, store.device
-        known, total = (torch.tensor([get(one) for one in openings]) for get in (_known, _total))
+        known, total = (torch.tensor([get(one) for one in openings]) for get in (_known_tokens, _prompt_tokens))
         steps = torch.arange(int((total - known).max()))
         real = steps < (total - known)[:, None]
         # Padding comes last and repeats the last position: it attends to real keys, and no token attends to it.
@@ -193,9 +193,9 @@ class _PromptRests:
         return self._biases[window]
 
 
-def _known(one: Opening) -> int:
+def _known_tokens(one: Opening) -> int:
     return one.known
 
 
-def _total(one: Opening) -> int:
+def _prompt_tokens(one: Opening) -> int:
     return len(one.prompt)

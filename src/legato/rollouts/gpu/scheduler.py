@@ -24,7 +24,7 @@ from legato.rollouts.gpu.slot_copy import SlotCopy
 from legato.rollouts.gpu.slots import KVStore, device_ints
 from legato.rollouts.sampling import Choice, Sampling
 
-_LOOK_EVERY = 8
+_COPY_EVERY = 8
 """Steps between two copies of the finished flags. A finished row idles for at most twice as many."""
 
 
@@ -88,8 +88,8 @@ class Scheduler:
         self.steps = 0
         self.until = 0
         """The step by which every active response has ended at its length limit."""
-        self.free_looks = [SlotCopy(store, texts=bool(kind.stop)) for _ in range(2)]
-        self.looks_under_way: deque[SlotCopy] = deque()
+        self.free_copies = [SlotCopy(store, texts=bool(kind.stop)) for _ in range(2)]
+        self.pending_copies: deque[SlotCopy] = deque()
         self.landings: list[Landing] = []
         self.placement: tuple[Bucket, list[tuple[int, int]]] | None = None
 
@@ -115,17 +115,17 @@ class Scheduler:
         self._admit_if_worth_it()
         while self.active:
             # Steps beyond the longest response would advance no row.
-            steps = min(_LOOK_EVERY, self.until - self.steps)
+            steps = min(_COPY_EVERY, self.until - self.steps)
             if steps > 0:
                 self._advance(steps)
-            if steps > 0 or not self.looks_under_way:
-                self.looks_under_way.append(self.free_looks.pop().start(dict(self.active)))
-            if len(self.looks_under_way) == 2 or steps <= 0:
-                look = self.looks_under_way.popleft().wait()
-                self.free_looks.append(look)
+            if steps > 0 or not self.pending_copies:
+                self.pending_copies.append(self.free_copies.pop().start(dict(self.active)))
+            if len(self.pending_copies) == 2 or steps <= 0:
+                copy = self.pending_copies.popleft().wait()
+                self.free_copies.append(copy)
                 # Responses found finished by the last slot copy were copied before the steps that run now.
                 finished = self._land()
-                self._collect(look)
+                self._collect(copy)
                 if finished:
                     return finished
         return self._land()
@@ -208,7 +208,7 @@ class Scheduler:
         # Finished responses have keys of the old weights: no later prompt may reuse them.
         self.last = dict(self.active)
         self.held = {entry: job for entry, job in self.held.items() if entry in self.users}
-        tokens, lengths = self.store.tokens.cpu(), self.store.written.tolist()
+        tokens, lengths = self.store.tokens.cpu(), self.store.sampled_count.tolist()
         texts = []
         for slot, row in self.active.items():
             row.versions.append((lengths[slot], self.engine.version))
@@ -217,17 +217,17 @@ class Scheduler:
 
     # Finished responses
 
-    def _collect(self, look: SlotCopy) -> None:
+    def _collect(self, copy: SlotCopy) -> None:
         """Start copying finished responses to the host and refill their slots."""
-        there = [slot for slot, row in look.rows.items() if self.active.get(slot) is row]
-        finished = [slot for slot in there if bool(look.done[slot])]
-        if look.texts is not None:
-            finished = sorted({*finished, *self._slots_at_stop_strings(there, *look.texts)})
+        there = [slot for slot, row in copy.rows.items() if self.active.get(slot) is row]
+        finished = [slot for slot in there if bool(copy.done[slot])]
+        if copy.texts is not None:
+            finished = sorted({*finished, *self._slots_at_stop_strings(there, *copy.texts)})
         if not finished:
             return
         rows = [self.active[slot] for slot in finished]
         width = max(row.job.limits.max_response_tokens for row in rows)
-        self.landings.append(Landing(self.store, rows, width, kept=self.kind.sampling.truncates))
+        self.landings.append(Landing(self.store, rows, width, truncated=self.kind.sampling.truncates))
         self._free(finished)
         self._admit_if_worth_it()
 
@@ -269,7 +269,7 @@ class Scheduler:
             for row, response in landing.wait(
                 self.engine.policy.tokenizer, self.kind.end_tokens, self.cut, self.prompt_routes
             ):
-                self._remember(row, response)
+                self._index_texts(row, response)
                 row.job.responses[row.place] = response
                 if row.job.complete and self.jobs.pop(row.job.handle, None) is not None:
                     self.prompt_routes.pop(row.job.handle, None)
@@ -277,7 +277,7 @@ class Scheduler:
         self.landings.clear()
         return finished
 
-    def _remember(self, row: Row, response: Response) -> None:
+    def _index_texts(self, row: Row, response: Response) -> None:
         """Add the response's texts to the prefix index if they are still in the store. The last token has no stored key."""
         if self.held.get(row.entry) is not row.job:
             return

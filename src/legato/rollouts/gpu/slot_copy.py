@@ -16,7 +16,7 @@ class SlotCopy:
         self.texts: tuple[Tensor, Tensor] | None = None
         """(tokens, response lengths); None without stop strings"""
         if texts:
-            self.texts = self._pinned(store.tokens), self._pinned(store.written)
+            self.texts = self._pinned(store.tokens), self._pinned(store.sampled_count)
         self.event = torch.cuda.Event() if store.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.rows: dict[int, Row] = {}
         """slot -> its response at the time of the copy; the slot may have been reassigned since"""
@@ -30,7 +30,7 @@ class SlotCopy:
         self.done.copy_(self.store.done, non_blocking=True)
         if self.texts is not None:
             self.texts[0].copy_(self.store.tokens, non_blocking=True)
-            self.texts[1].copy_(self.store.written, non_blocking=True)
+            self.texts[1].copy_(self.store.sampled_count, non_blocking=True)
         if self.event is not None:
             self.event.record()
         return self

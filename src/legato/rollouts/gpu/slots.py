@@ -90,14 +90,14 @@ class KVStore:
         self.token = zeros(count)
         """The token that the next step reads."""
         self.seed = zeros(count)
-        self.written = zeros(count)
+        self.sampled_count = zeros(count)
         """How many response tokens have been sampled."""
         self.limit = zeros(count)
         """The largest number of response tokens."""
         self.done = torch.ones(count, dtype=torch.bool, device=device)
         self.tokens = zeros(count, room.response_tokens)
         self.logprobs = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
-        self.kept = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
+        self.kept_logmass = torch.zeros(count, room.response_tokens, dtype=torch.float32, device=device)
 
     @property
     def dump(self) -> int:
@@ -157,7 +157,7 @@ class KVStore:
         """Assign slots to new responses. All are [n]; `lengths` are of prompts, `limits` the most response tokens."""
         self.base[slots], self.seed[slots], self.limit[slots] = lengths, seeds, limits
         # index_fill_ instead of assignment: an assigned number is copied to the device, and the host would wait for it.
-        for table, value in ((self.length, 0), (self.written, 0), (self.done, False)):
+        for table, value in ((self.length, 0), (self.sampled_count, 0), (self.done, False)):
             table.index_fill_(0, slots, value)
 
     def write(self, slots: Tensor, place: Tensor, alive: Tensor, choice: Choice, ends: Tensor) -> None:
@@ -166,11 +166,13 @@ class KVStore:
         self.tokens[slots, place] = torch.where(alive, tokens, self.tokens[slots, place])
         self.logprobs[slots, place] = torch.where(alive, choice.logprobs, self.logprobs[slots, place])
         if choice.kept_logmass is not None:
-            self.kept[slots, place] = torch.where(alive, choice.kept_logmass.float(), self.kept[slots, place])
+            self.kept_logmass[slots, place] = torch.where(
+                alive, choice.kept_logmass.float(), self.kept_logmass[slots, place]
+            )
         self.token[slots] = torch.where(alive, tokens, self.token[slots])
-        written = torch.where(alive, place + 1, self.written[slots])
-        self.written[slots] = written
-        ended = (tokens.unsqueeze(1) == ends).any(1) | (written >= self.limit[slots])
+        sampled_count = torch.where(alive, place + 1, self.sampled_count[slots])
+        self.sampled_count[slots] = sampled_count
+        ended = (tokens.unsqueeze(1) == ends).any(1) | (sampled_count >= self.limit[slots])
         self.done[slots] = ~alive | ended
 
 

@@ -137,7 +137,7 @@ class Blocks:
 
     def _move(self, table: Tensor, block: Tensor, inside: Tensor) -> Tensor:
         """The written columns of a table, copied into the new arrangement."""
-        written = table[:, :, :, : self.column].transpose(1, 2)[block, inside].transpose(1, 2)
-        new = table.new_zeros(*written.shape[:3], *table.shape[3:])
-        new[:, :, :, : self.column] = written
+        columns = table[:, :, :, : self.column].transpose(1, 2)[block, inside].transpose(1, 2)
+        new = table.new_zeros(*columns.shape[:3], *table.shape[3:])
+        new[:, :, :, : self.column] = columns
         return new

@@ -141,7 +141,7 @@ class _Wave:
     tokens: Tensor
     """[places, rows], like the next two; values beyond a row's length are never read."""
     logprobs: Tensor
-    kept: Tensor | None
+    kept_logmass: Tensor | None
     lengths: Tensor
     stops: list[StopReason]
     cut: dict[int, str]
@@ -284,11 +284,15 @@ class LocalEngine(JobEngine):
                 logits = decoder.next(_drop_finished_rows(wave, decoder, choice.tokens))
                 if routes is not None:
                     routes.next(place, wave.rows)
-        tokens, logprobs, kept = (table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept))
+        tokens, logprobs, kept_logmass = (
+            table if table is None else table.t() for table in (wave.tokens, wave.logprobs, wave.kept_logmass)
+        )
         assert tokens is not None and logprobs is not None
         lengths = wave.lengths.tolist()
         versions = [torch.full((length,), self.version) for length in lengths]
-        responses = make_responses(self.policy.tokenizer, tokens, logprobs, kept, lengths, wave.stops, wave.cut, versions)
+        responses = make_responses(
+            self.policy.tokenizer, tokens, logprobs, kept_logmass, lengths, wave.stops, wave.cut, versions
+        )
         if routes is not None:
             responses = routes.add_routes(responses, prompts, owner)
         cuts = torch.tensor([0, *counts]).cumsum(0).tolist()
@@ -298,8 +302,8 @@ class LocalEngine(JobEngine):
         """Store the chosen tokens and mark the rows that end with them."""
         wave.tokens[place].index_copy_(0, wave.rows, choice.tokens)
         wave.logprobs[place].index_copy_(0, wave.rows, choice.logprobs.to(wave.logprobs.dtype))
-        if wave.kept is not None and choice.kept_logmass is not None:
-            wave.kept[place].index_copy_(0, wave.rows, choice.kept_logmass.to(wave.kept.dtype))
+        if wave.kept_logmass is not None and choice.kept_logmass is not None:
+            wave.kept_logmass[place].index_copy_(0, wave.rows, choice.kept_logmass.to(wave.kept_logmass.dtype))
         ended = torch.isin(choice.tokens, wave.ends).logical_and_(~wave.finished)
         for row in wave.rows[ended].tolist():
             wave.stops[row] = StopReason.END_TOKEN
@@ -349,7 +353,7 @@ def _start_wave(
     return _Wave(
         tokens=torch.zeros(width, rows, dtype=torch.int64, device=device),
         logprobs=torch.zeros(width, rows, dtype=torch.float32, device=device),
-        kept=torch.zeros(width, rows, dtype=torch.float32, device=device) if sampling.truncates else None,
+        kept_logmass=torch.zeros(width, rows, dtype=torch.float32, device=device) if sampling.truncates else None,
         lengths=torch.zeros(rows, dtype=torch.int64, device=device),
         stops=[StopReason.LENGTH] * rows,
         cut={},

@@ -68,8 +68,12 @@ class WaveRoutes:
         ]
 
 
-def with_routes(response: Response, prompt: Tensor, read: Tensor, written: Tensor, count: int) -> Response:
+def with_routes(
+    response: Response, prompt: Tensor, prompt_experts: Tensor, response_experts: Tensor, count: int
+) -> Response:
     """The response with the routes of its prompt and of all its tokens but the last, which the model never read."""
     length = len(response.tokens) - 1
     tokens = torch.cat([prompt.cpu(), response.tokens])[:-1]
-    return replace(response, routes=Routes(tokens=tokens, experts=torch.cat([read, written[:length]]), count=count))
+    return replace(
+        response, routes=Routes(tokens=tokens, experts=torch.cat([prompt_experts, response_experts[:length]]), count=count)
+    )

@@ -1,4 +1,4 @@
-"""Which form of the local engine a policy gets: slots and graphs on a GPU with Triton, the plain one elsewhere."""
+"""Selects the form of the local engine: slots and graphs on a GPU with Triton, the plain engine elsewhere."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -17,21 +17,21 @@ def local_engine(
     record_routes: bool = False,
     training_bytes: int = 0,
 ) -> Engine:
-    """The fastest engine that serves this policy here; what was decided is added to the policy's notes.
+    """The fastest engine that supports this policy on its device. A fallback is added to the policy's notes.
 
-    `training_bytes`: memory of the device that training will still ask for.
+    `training_bytes`: device memory that training will still allocate.
     """
     if policy.device.type != "cuda" or not policy.views:
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
     if find_spec("triton") is None:
-        policy.notes.append("the engine is the plain one (Triton is not installed): slower, not measured how much")
+        policy.notes.append("the plain engine is used (Triton is not installed): slower, not measured how much")
         return LocalEngine(policy, rows_at_once, record_routes=record_routes)
-    return first_that_serves(
+    return first_supported_engine(
         policy, rows_at_once, kv_memory_share, record_routes=record_routes, training_bytes=training_bytes
     )
 
 
-def first_that_serves(
+def first_supported_engine(
     policy: Policy,
     rows_at_once: int,
     kv_memory_share: float,
@@ -40,9 +40,9 @@ def first_that_serves(
     record_routes: bool = False,
     training_bytes: int = 0,
 ) -> Engine:
-    """Slots with captured graphs, slots without, or the plain engine: the first whose log-probs are the policy's own.
+    """The first engine whose log-probs match the policy: slots with captured graphs, slots without, or the plain engine.
 
-    One line is noted where it is not the first.
+    Any choice but the first adds one line to the policy's notes.
     """
     from legato.rollouts.gpu.engine import GraphedEngine
 
@@ -71,7 +71,6 @@ def first_that_serves(
         reasons.append(wrong)
     family = type(policy.body).__name__
     policy.notes.append(
-        f"the engine is the plain one: keys and values in slots do not serve {family} ({reasons[-1]}); slower, not measured"
-        " how much"
+        f"the plain engine is used: the slot engine does not support {family} ({reasons[-1]}); slower, not measured how much"
     )
     return LocalEngine(policy, rows_at_once, record_routes=record_routes)
