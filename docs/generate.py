@@ -70,12 +70,13 @@ def performance() -> str:
 
 
 _COLUMNS = """\
-- *ratio*: what the new policy is compared with the old one over. A sequence ratio is the mean of the log-ratios of a response,
-  a product ratio their sum; "group" compares a response with the others to its prompt. "detached": the ratio is a constant
-  weight on log pi. "gradient by token": each token gets the gradient of its own log-prob.
-- *trust region*: the part that bounds the ratio, with its distances below and above 1, or its cap. "smooth damping" is the
-  part `kernel`: a smooth function of the ratio that goes to 0, without an edge.
-- *aggregate*: how the terms of the tokens become one loss. *advantage*: how rewards become advantages. Each part: PARTS."""
+- *ratio*: what the new policy is compared with the old one over. A sequence ratio is the mean of the log-ratios of a
+  response, a product ratio their sum; "group" compares a response with the others to its prompt. "detached": the
+  ratio is a constant weight on log pi. "gradient by token": each token gets the gradient of its own log-prob.
+- *trust region*: the part that bounds the ratio, with its distances below and above 1, or its cap. "smooth damping"
+  is the part `kernel`: a smooth function of the ratio that goes to 0, without an edge.
+- *aggregate*: how the terms of the tokens become one loss. *advantage*: how rewards become advantages. Each part:
+  PARTS."""
 
 
 def _columns(parts_link: str) -> list[str]:
@@ -144,31 +145,34 @@ refuses it.
 
 ### What the example uses
 
-- **`apply(region, context)`** returns the region with this part's bound on the ratio. Trust parts act one after the other, in the
-  order in which `objective.trust` lists them; each gets the region that the part before it returned.
-- **`region.log_value`** is log r after the trust parts so far: `[B, 1]` where a response has one ratio with one gradient,
-  otherwise `[B, T]`. The loss uses exp of it. `region.log_ratio` is log r as the ratio part computed it and stays
-  unchanged. Bound `log_value` with `by_sign` (above where A > 0, below where A < 0) or `bounded` (both sides whatever A
-  is): a value that is cut off has zero gradient. To drop tokens instead, return `leave_out(region, dropped)`.
-- **`context`** holds what a part may read. `context.signals` are the tensors of the call: `mask`, `logprobs`, `advantages`,
-  and `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `entropy` ... A part that reads one of the latter names it, as in
-  `def needs(self): return ("sampler_logprobs",)`; otherwise it may be None. `context.segments` are the tokens, turns or
-  responses over which the ratio is averaged (`size()`, `sum`, `mean`), `context.sequences` the whole responses,
-  `context.counts` the tokens and responses of the whole update, and `context.state` the state of all adaptive parts by name.
-- **`role`** is what the part does: `"clip"` bounds the ratio, `"gate"` puts a smooth function of the ratio in its place, and
-  `"drop"`, the default, leaves tokens or responses out. A gate beside a clip or beside another gate is refused.
-- **`bounds(state)`** states the band, or returns None where there is none (the default). A run measures the noise of the ratio
-  against the band, writes both into the `probe` line of metrics.jsonl (the band as bounds on log r), and counts clipped
-  ratios against it. `Bounds(low=, high=)` are distances of r from 1; with `logarithmic=True` they are distances of log r
-  from 0, and `of="tokens"` says that the log-ratio of each token is bounded before the mean is taken. `lower` and `upper`
-  are the bounds on log r either way.
-- **`Bounds(fields=("under", "over"))`** names the fields of the part that hold the two distances, the lower one first. A recovery
-  multiplies these fields by `health.clip_factor` to tighten the clip, and tables and cautions show them. Without `fields` the
-  band cannot be tightened.
-- **`state`** is always None for a part without a state, such as the one above. An adaptive trust region sets `adapts = True` and
-  defines `initial()`, its first state (numbers by name), and `advance(state, sums, first)`, the state for the next update. Its
-  `bounds` gets its current state during training, and None where the algorithm is only described (`legato explain`): None
-  then means `self.initial()`. Its `apply` reads `context.state[self.name]`. `auto-clip` in
+- **`apply(region, context)`** returns the region with this part's bound on the ratio. Trust parts act one after the
+  other, in the order in which `objective.trust` lists them; each gets the region that the part before it returned.
+- **`region.log_value`** is log r after the trust parts so far: `[B, 1]` where a response has one ratio with one
+  gradient, otherwise `[B, T]`. The loss uses exp of it. `region.log_ratio` is log r as the ratio part computed it and
+  stays unchanged. Bound `log_value` with `by_sign` (above where A > 0, below where A < 0) or `bounded` (both sides
+  whatever A is): a value that is cut off has zero gradient. To drop tokens instead, return `leave_out(region,
+  dropped)`.
+- **`context`** holds what a part may read. `context.signals` are the tensors of the call: `mask`, `logprobs`,
+  `advantages`, and `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `entropy` ... A part that reads one of the
+  latter names it, as in `def needs(self): return ("sampler_logprobs",)`; otherwise it may be None. `context.segments`
+  are the tokens, turns or responses over which the ratio is averaged (`size()`, `sum`, `mean`), `context.sequences`
+  the whole responses, `context.counts` the tokens and responses of the whole update, and `context.state` the state of
+  all adaptive parts by name.
+- **`role`** is what the part does: `"clip"` bounds the ratio, `"gate"` puts a smooth function of the ratio in its
+  place, and `"drop"`, the default, leaves tokens or responses out. A gate beside a clip or beside another gate is
+  refused.
+- **`bounds(state)`** states the band, or returns None where there is none (the default). A run measures the noise of
+  the ratio against the band, writes both into the `probe` line of metrics.jsonl (the band as bounds on log r), and
+  counts clipped ratios against it. `Bounds(low=, high=)` are distances of r from 1; with `logarithmic=True` they are
+  distances of log r from 0, and `of="tokens"` says that the log-ratio of each token is bounded before the mean is
+  taken. `lower` and `upper` are the bounds on log r either way.
+- **`Bounds(fields=("under", "over"))`** names the fields of the part that hold the two distances, the lower one
+  first. A recovery multiplies these fields by `health.clip_factor` to tighten the clip, and tables and cautions show
+  them. Without `fields` the band cannot be tightened.
+- **`state`** is always None for a part without a state, such as the one above. An adaptive trust region sets `adapts
+  = True` and defines `initial()`, its first state (numbers by name), and `advance(state, sums, first)`, the state for
+  the next update. Its `bounds` gets its current state during training, and None where the algorithm is only described
+  (`legato explain`): None then means `self.initial()`. Its `apply` reads `context.state[self.name]`. `auto-clip` in
   `src/legato/objectives/adaptive.py` is an example.
 
 ### Compositions of your own
