@@ -136,15 +136,15 @@ def warm_up(model: torch.nn.Module, problems: list[tuple[str, str]], steps: int 
         drawn = random.choices(problems, k=256)
         prompts = torch.tensor([encode(prompt) for prompt, _ in drawn])
         responses = torch.tensor([encode((answer + "$").ljust(RESPONSE, "_")) for _, answer in drawn])
-        said = log_probs(model, prompts, responses)[response_mask(responses)]
-        update(model, optimizer, -said.mean())
+        logprobs = log_probs(model, prompts, responses)[response_mask(responses)]
+        update(model, optimizer, -logprobs.mean())
 
 
 def accuracy(model: torch.nn.Module, problems: list[tuple[str, str]], greedy: bool) -> float:
     """Share of right answers; at temperature 1 over eight responses to each problem."""
-    asked = problems if greedy else problems * SAMPLES
-    responses = sample(model, torch.tensor([encode(prompt) for prompt, _ in asked]), greedy)
-    return sum(reward(answer, row) for (_, answer), row in zip(asked, responses.tolist(), strict=True)) / len(asked)
+    attempts = problems if greedy else problems * SAMPLES
+    responses = sample(model, torch.tensor([encode(prompt) for prompt, _ in attempts]), greedy)
+    return sum(reward(answer, row) for (_, answer), row in zip(attempts, responses.tolist(), strict=True)) / len(attempts)
 
 
 def main(steps: int = 200, seed: int = 0) -> None:

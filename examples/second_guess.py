@@ -30,8 +30,8 @@ class Guesses:
 
     def reply(self, text: str, stop: StopReason) -> Reply:
         self.guesses += 1
-        said = text.strip()
-        if said == self.answer:
+        guess = text.strip()
+        if guess == self.answer:
             return Reply(content="right", reward=1.0 if self.guesses == 1 else 0.5, done=True)
         # Episodes whose first guess was the same are in the same state now: GiGPO compares their second guesses.
-        return Reply(content="wrong, again:", reward=0.0, state=said, done=self.guesses == SecondGuess.max_turns)
+        return Reply(content="wrong, again:", reward=0.0, state=guess, done=self.guesses == SecondGuess.max_turns)
