@@ -47,7 +47,7 @@ def test_tokens_are_coloured_by_each_quantity(page: Browser) -> None:
     page.press("c")
     page.run("document.querySelector('.token').focus()")
     page.press("ArrowRight")
-    numbers = page.run("document.querySelector('.told').textContent")
+    numbers = page.run("document.querySelector('.token-numbers').textContent")
     assert "ratio 1.492" in numbers and "log-prob -2" in numbers and "advantage 1.5" in numbers and "no gradient" in numbers
     paint = "getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
     assert page.run(paint) != page.run(paint.replace("[1]", "[2]")) != "rgba(0, 0, 0, 0)"
@@ -61,7 +61,7 @@ def test_ratios_that_differ_from_one_by_rounding_have_no_colour(page: Browser) -
     page.wait("document.getElementById('text').textContent === 'no'")
     assert page.run("[...document.querySelectorAll('.token')].map(t => t.className)") == ["token z", "token z"]
     assert page.run("document.querySelector('#detail .legend').textContent").startswith("0.9991.001")
-    assert "Click a token" in page.run("document.querySelector('.told').textContent")
+    assert "Click a token" in page.run("document.querySelector('.token-numbers').textContent")
 
 
 def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
