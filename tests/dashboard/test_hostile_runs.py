@@ -46,7 +46,7 @@ def write_raw(directory: RunDirectory, step: int, text: str) -> None:
 
 
 def test_a_key_is_used_up_by_get_and_not_by_head() -> None:
-    guard = Guard(app=lambda *_: asyncio.sleep(0), port=8000, renewed=lambda address: None)
+    guard = Guard(app=lambda *_: asyncio.sleep(0), port=8000, on_new_address=lambda address: None)
 
     def status(method: str, query: str, cookie: str = "") -> int:
         messages: list[Any] = []
@@ -64,7 +64,7 @@ def test_a_key_is_used_up_by_get_and_not_by_head() -> None:
 
     query = f"key={guard.key}"
     assert [status(method, query) for method in ("HEAD", "GET", "GET")] == [403, 200, 403]
-    known, query = f"{guard._name}={guard._cookie}", f"key={guard.key}"
+    known, query = f"{guard._cookie_name}={guard._cookie}", f"key={guard.key}"
     assert status("GET", query, known) == 200 and guard.key not in query, "also by a browser that has entered before"
 
 
@@ -124,7 +124,7 @@ def test_a_long_file_that_was_cut_back_is_listed_as_being_read(tmp_path: Path, m
     folder = Folder(tmp_path)
     assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == []
     directory.metrics_path.write_text("".join(line % (step, 2) for step in range(1, 5001)))
-    monkeypatch.setattr(folder, "read_beside", lambda: None)
+    monkeypatch.setattr(folder, "read_in_background", lambda: None)
     assert curves(folder, ["run"], ["reward/mean"], 300, False)["reading"] == ["run"], "the page asks again"
     folder._read_all()
     result = curves(folder, ["run"], ["reward/mean"], 300, False)

@@ -85,7 +85,7 @@ function card(key) {
   const log = make("button", { type: "button", textContent: "log", title: "Logarithmic axis" });
   const removeButton = make("button", { type: "button", textContent: "\u00d7", title: "Take this figure away" });
   removeButton.setAttribute("aria-label", "Take " + key + " away");
-  const buttons = savers(plot, key);
+  const buttons = saveButtons(plot, key);
   buttons.append(log, removeButton);
   const figure = make("figure", { className: "card" }, buttons, make("h3", { textContent: key }), plot);
   figure.dataset.key = key;
