@@ -38,7 +38,7 @@ class Guard:
     """ASGI middleware that checks every request before the app sees it."""
 
     def __init__(self, app: App, port: int, on_new_address: Callable[[str], None], styles: Sequence[str] = ()) -> None:
-        """`on_new_address` is called with each new address; `styles` are digests of style sheets that are no files of the app."""
+        """`on_new_address` is called with each new address; `styles` are digests of style sheets from elsewhere."""
         self.app, self.port, self._on_new_address = app, port, on_new_address
         self.headers = {"content-security-policy": POLICY.format(styles=" ".join(["'self'", *styles])), **_HEADERS}
         self.hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
