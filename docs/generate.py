@@ -73,8 +73,8 @@ _COLUMNS = """\
 - *ratio*: the tokens over which new and old policy are compared. log r of a sequence is the mean of its token
   log-ratios, of a product their sum; "group" compares a response with the others to its prompt. "detached": the
   ratio is a constant weight on log pi. "gradient by token": each token gets the gradient of its own log-prob.
-- *trust region*: the part that bounds the ratio, with its distances below and above 1, or its cap. "smooth damping"
-  is the part `kernel`: a smooth function of the ratio that goes to 0, without an edge.
+- *trust region*: the part that bounds the ratio, with its distances below and above 1, or its cap or threshold.
+  "smooth damping" is the part `kernel`: a smooth function of the ratio that goes to 0, without an edge.
 - *aggregate*: how the terms of the tokens become one loss. *advantage*: how rewards become advantages. Each part:
   PARTS."""
 
