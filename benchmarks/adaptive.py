@@ -88,7 +88,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "0.15): a hundredfold takes 55 updates after the first of a step, which is much of so short a run.",
         "",
         "```",
-        *(f".venv/bin/legato compare {words}" for words in COMMANDS),
+        *(f"legato compare {words}" for words in COMMANDS),
         "```",
     ]
     for bed, title in BEDS.items():

@@ -153,12 +153,13 @@ that cannot be loaded again.
   stays unchanged. Bound `log_value` with `by_sign` (above where A > 0, below where A < 0) or `bounded` (both sides
   whatever A is): a value that is cut off has zero gradient. To drop tokens instead, return `leave_out(region,
   dropped)`.
-- **`context`** holds what a part may read. `context.signals` are the tensors of the call: `mask`, `logprobs`,
-  `advantages`, and `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `entropy` ... A part that reads one of the
-  latter names it, as in `def needs(self): return ("sampler_logprobs",)`; otherwise it may be None. `context.segments`
-  are the tokens, turns or responses over which the ratio is averaged (`size()`, `sum`, `mean`), `context.sequences`
-  the whole responses, `context.counts` the tokens and responses of the whole update, and `context.state` the state of
-  all adaptive parts by name.
+- **`context`** holds what a part may read. `context.signals` are the tensors of the call: `logprobs`, `advantages`,
+  and `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `entropy` ... Only the first two are always there: a part
+  that reads another names it, as in `def needs(self): return ("sampler_logprobs",)`. Values outside the mask may be
+  NaN; `context.signals.mask.select(values)` sets them to 0. `context.segments` are the tokens, turns or responses
+  over which the ratio is averaged (`size()`, `sum`, `mean`), `context.sequences` the whole responses,
+  `context.counts` the tokens and responses of the whole update, and `context.state` the state of all adaptive parts
+  by name.
 - **`role`** is what the part does: `"clip"` bounds the ratio, `"gate"` puts a smooth function of the ratio in its
   place, and `"drop"`, the default, leaves tokens or responses out. A gate beside a clip or beside another gate is
   refused.

@@ -13,7 +13,7 @@ from legato.rollouts.episodes import Reply
 
 
 class SecondGuess:
-    """Problems with an answer; two attempts at each."""
+    """Two attempts at each problem, which must have an answer."""
 
     max_turns = 2
     deterministic = True
@@ -23,7 +23,7 @@ class SecondGuess:
 
 
 class Guesses:
-    """One episode: how many guesses were made is all it remembers."""
+    """One episode; its only state is the number of guesses."""
 
     def __init__(self, answer: str) -> None:
         self.answer, self.guesses = answer, 0
