@@ -89,7 +89,7 @@ def experiment_page(results: Mapping[str, Any]) -> str:
         "large part of such a short run.",
         "",
         "```",
-        *(f".venv/bin/legato compare {words}" for words in COMMANDS),
+        *(f"legato compare {words}" for words in COMMANDS),
         "```",
     ]
     for bed, title in BEDS.items():

@@ -134,7 +134,7 @@ def measure() -> dict[str, Any]:
 
 def experiment_page(result: dict[str, Any]) -> str:
     """The text of docs/experiments/mismatch.md."""
-    from legato.pages.mismatch import floor_rows, gaps, share
+    from legato.pages.mismatch import floor_rows, gap_rows, share
 
     measured = result["measured"]
     samplers = measured["samplers"]
@@ -155,7 +155,7 @@ def experiment_page(result: dict[str, Any]) -> str:
         f" {samplers['none']['tokens'] / samplers['none']['responses']:.1f} tokens on average, the same problems"
         f" and seeds for all samplers; `stale` at lr {measured['lr']:g}.",
         "",
-        *markdown(*gaps(samplers)),
+        *markdown(*gap_rows(samplers)),
         "",
         "The noise of log s beside GSPO's published band:",
         "",

@@ -21,7 +21,7 @@ PAD, END = 0, 1
 PROMPT, RESPONSE = len("12+3="), len("102$")
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4  # the paper's: distances of the sequence ratio from 1
 PROMPTS, SAMPLES, UPDATES = 32, 8, 4
-LEARNING_RATE, RISE = 2e-4, 20  # the rate rises over the first steps: at full rate from the start a policy may break
+LEARNING_RATE, RISE = 2e-4, 20  # the rate rises over the first steps: the full rate at the start may break a policy
 
 
 def encode(text: str) -> list[int]:
@@ -54,25 +54,25 @@ def make_model(hidden: int = 128, layers: int = 2, seed: int = 0) -> torch.nn.Mo
         eos_token_id=END,
         bos_token_id=None,
     )
-    # No dropout: the ratio compares two passes of one policy, and nothing random may stand between them.
+    # No dropout: the ratio compares two passes of one policy, and neither may be random.
     return Qwen3ForCausalLM(config).eval()
 
 
 def response_mask(responses: Tensor) -> Tensor:
-    """[B, T] bool: the tokens up to and with the first end; what comes after it was never the policy's word."""
+    """[B, T] bool: the tokens up to and including the first END; later tokens are padding."""
     ended_before = (responses == END).cumsum(1) - (responses == END).long()
     return ended_before == 0
 
 
 def log_probs(model: torch.nn.Module, prompts: Tensor, responses: Tensor) -> Tensor:
-    """[B, T]: log pi of each response token. The logits that speak of token t stand at the token before it."""
+    """[B, T]: log pi of each response token. The logits for token t are at the position before it."""
     logits = model(input_ids=torch.cat([prompts, responses], 1)).logits[:, prompts.shape[1] - 1 : -1]
     return logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0]
 
 
 @torch.no_grad()
 def sample(model: torch.nn.Module, prompts: Tensor, greedy: bool = False) -> Tensor:
-    """[B, T] responses at temperature 1. Whole texts are read again for each token: short ones need no cache."""
+    """[B, T] responses at temperature 1. The whole text is recomputed for each token: short texts need no KV cache."""
     texts = prompts
     for _ in range(RESPONSE):
         logits = model(input_ids=texts).logits[:, -1]
@@ -82,7 +82,7 @@ def sample(model: torch.nn.Module, prompts: Tensor, greedy: bool = False) -> Ten
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """[G, K] -> [G, K]: (r - mean) / std within each group; a group whose rewards are all alike teaches nothing."""
+    """[G, K] -> [G, K]: (r - mean) / std within each group; 0 in a group whose rewards are all equal."""
     centred = rewards - rewards.mean(1, keepdim=True)
     deviation = rewards.std(1, keepdim=True, correction=0)
     return torch.where(deviation > 1e-6, centred / (deviation + 1e-6), 0.0)
@@ -100,7 +100,7 @@ def gspo_loss(new: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tens
 
 
 def reward(answer: str, response: list[int]) -> float:
-    """1 for the right number and an end after it."""
+    """1 for the right number followed by END, else 0."""
     return float(END in response and decode(response) == answer)
 
 
@@ -113,7 +113,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, drawn: list[t
     advantage = advantages(rewards.reshape(-1, SAMPLES)).flatten()
     mask = response_mask(responses)
     with torch.no_grad():
-        old = log_probs(model, prompts, responses)  # the policy before the first update: all four compare with it
+        old = log_probs(model, prompts, responses)  # the policy before the first update: all four updates compare with it
     # Whole groups are dealt to the updates, each response to one of them.
     for groups in torch.randperm(len(drawn)).chunk(UPDATES):
         rows = (groups[:, None] * SAMPLES + torch.arange(SAMPLES)).flatten()
@@ -130,25 +130,25 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Tenso
 
 
 def warm_up(model: torch.nn.Module, problems: list[tuple[str, str]], steps: int = 60) -> None:
-    """A short supervised stage: a policy that is never right has nothing to compare."""
+    """A short supervised stage: a policy that is never right gets no signal."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(steps):
         drawn = random.choices(problems, k=256)
         prompts = torch.tensor([encode(prompt) for prompt, _ in drawn])
         responses = torch.tensor([encode((answer + "$").ljust(RESPONSE, "_")) for _, answer in drawn])
-        said = log_probs(model, prompts, responses)[response_mask(responses)]
-        update(model, optimizer, -said.mean())
+        logprobs = log_probs(model, prompts, responses)[response_mask(responses)]
+        update(model, optimizer, -logprobs.mean())
 
 
 def accuracy(model: torch.nn.Module, problems: list[tuple[str, str]], greedy: bool) -> float:
     """Share of right answers; at temperature 1 over eight responses to each problem."""
-    asked = problems if greedy else problems * SAMPLES
-    responses = sample(model, torch.tensor([encode(prompt) for prompt, _ in asked]), greedy)
-    return sum(reward(answer, row) for (_, answer), row in zip(asked, responses.tolist(), strict=True)) / len(asked)
+    attempts = problems if greedy else problems * SAMPLES
+    responses = sample(model, torch.tensor([encode(prompt) for prompt, _ in attempts]), greedy)
+    return sum(reward(answer, row) for (_, answer), row in zip(attempts, responses.tolist(), strict=True)) / len(attempts)
 
 
 def main(steps: int = 200, seed: int = 0) -> None:
-    torch.set_num_threads(1)  # threads only wait for each other over matrices this small
+    torch.set_num_threads(1)  # more threads are slower on matrices this small
     random.seed(seed)
     problems = all_problems()
     random.shuffle(problems)

@@ -2,9 +2,9 @@
 
     legato train recipes/tiny.toml rollouts.engine=examples/piped_engine.py:PipedEngine
 
-It shows what an engine needs: a class whose `build` makes it, `submit`, `poll`, `cancel`, and `publish`, since the other
-process has weights of its own. The process loads the model's folder with transformers and computes every token anew, without
-a cache: small and slow, but requests join and leave at any token, and new weights count from the next token on.
+It shows what an engine needs: a class whose `build` creates the engine, and `submit`, `poll`, `cancel`, and `publish`, since
+the other process has its own weights. The process loads the model's folder with transformers and recomputes every token
+without a KV cache: small and slow, but requests join and leave at any token, and new weights apply from the next token on.
 
 Lines to the process
     {"submit": 3, "prompt": [...], "seeds": [...], "sampling": {...}, "limits": {...}}
@@ -42,7 +42,7 @@ from legato.rollouts.sampling import Sampling, choose
 
 
 class PipedEngine:
-    """What `rollouts.engine` names."""
+    """The class that `rollouts.engine` names."""
 
     def build(self, policy: Policy, options: EngineOptions) -> Engine:
         if hasattr(policy.model, "peft_config"):
@@ -53,7 +53,7 @@ class PipedEngine:
 
 
 class _Piped(Engine):
-    """The near end of the pipe."""
+    """The trainer's end of the pipe."""
 
     name = "piped"
     capabilities = Capabilities(holds_weights=True)
@@ -66,7 +66,7 @@ class _Piped(Engine):
         self.outstanding: set[int] = set()
         self.submitted = 0
         self.arrived: list[Finished] = []
-        """Reported by the process while something else was waited for."""
+        """Finished requests that the process reported while the trainer waited for another message."""
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(self.folder / "model")],
             stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ class _Piped(Engine):
         file = self.folder / "weights.safetensors"
         save_file({name: weight.detach().cpu().contiguous() for name, weight in weights}, file)
         self._send({"publish": str(file), "version": version})
-        # The file may be written anew only once it has been read.
+        # The file must not be overwritten before the process has read it.
         while self._receive() != {"published": version}:
             pass
         self.version = version
@@ -144,9 +144,9 @@ def _response(row: dict[str, Any]) -> Response:
 
 
 def _close(process: "subprocess.Popen[str]", folder: "tempfile.TemporaryDirectory[str]") -> None:
-    """The process ends when its input does."""
+    """End the process by closing its input."""
     assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):  # what was not read by a process that has died
+    with suppress(BrokenPipeError):  # the process has died with unread input
         process.stdin.close()
     process.stdout.close()
     process.wait()
@@ -158,7 +158,7 @@ def _close(process: "subprocess.Popen[str]", folder: "tempfile.TemporaryDirector
 
 @dataclass(kw_only=True)
 class _Row:
-    """A response being written."""
+    """A response being sampled."""
 
     prompt: list[int]
     seed: int
@@ -184,7 +184,7 @@ class _Row:
 
 
 class _Server:
-    """The far end of the pipe: all rows of all requests are written a token at a time."""
+    """The other end of the pipe: samples one token of every row of every request at a time."""
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -193,27 +193,27 @@ class _Server:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.requests: dict[int, list[_Row]] = {}
         self.version = 0
-        # Whatever a library prints must not get into the answers.
+        # Output of libraries must not get into the answers.
         self.out, sys.stdout = sys.stdout, sys.stderr
         self.unread = b""
 
     def serve(self) -> None:
         while self._read():
             if self.requests:
-                self._write_a_token()
+                self._sample_token()
 
     def _read(self) -> bool:
-        """Take what has come; wait for a line only where there is nothing to do. False: there will be no more."""
+        """Handle the messages that have arrived; wait for one only if no request is open. False at the end of the input."""
         while select.select([0], [], [], 0 if self.requests else None)[0]:
             piece = os.read(0, 2**16)
             if not piece:
                 return False
             *lines, self.unread = (self.unread + piece).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                self._handle(json.loads(line))
         return True
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
             self.requests.pop(message["cancel"], None)
         elif "publish" in message:
@@ -235,8 +235,8 @@ class _Server:
         self.out.flush()
 
     @torch.no_grad()
-    def _write_a_token(self) -> None:
-        """One token of every row; padding comes last, so causality hides it."""
+    def _sample_token(self) -> None:
+        """Sample one token of every row. Padding comes last, so causal attention does not see it."""
         rows = [row for each in self.requests.values() for row in each if row.stop is None]
         texts = [row.prompt + row.tokens for row in rows]
         width = max(map(len, texts))
@@ -255,7 +255,7 @@ class _Server:
         self._report_finished()
 
     def _end(self, row: _Row) -> None:
-        """Whether a row ends with its last token, and its text."""
+        """Set the text of a row, and its stop reason if its last token ends it."""
         ended = row.tokens[-1] in row.limits.end_tokens
         row.text = self.tokenizer.decode(row.tokens[: len(row.tokens) - ended], skip_special_tokens=True)
         before = None if ended else row.limits.before_stop(row.text)

@@ -13,7 +13,7 @@ from legato.rollouts.episodes import Reply
 
 
 class SecondGuess:
-    """Problems with an answer; two attempts at each."""
+    """Two attempts at each problem, which must have an answer."""
 
     max_turns = 2
     deterministic = True
@@ -23,15 +23,15 @@ class SecondGuess:
 
 
 class Guesses:
-    """One episode: how many guesses were made is all it remembers."""
+    """One episode; its only state is the number of guesses."""
 
     def __init__(self, answer: str) -> None:
         self.answer, self.guesses = answer, 0
 
     def reply(self, text: str, stop: StopReason) -> Reply:
         self.guesses += 1
-        said = text.strip()
-        if said == self.answer:
+        guess = text.strip()
+        if guess == self.answer:
             return Reply(content="right", reward=1.0 if self.guesses == 1 else 0.5, done=True)
         # Episodes whose first guess was the same are in the same state now: GiGPO compares their second guesses.
-        return Reply(content="wrong, again:", reward=0.0, state=said, done=self.guesses == SecondGuess.max_turns)
+        return Reply(content="wrong, again:", reward=0.0, state=guess, done=self.guesses == SecondGuess.max_turns)

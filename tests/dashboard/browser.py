@@ -21,26 +21,26 @@ class Browser:
 
     def __init__(self, home: Path, size: tuple[int, int] = (1440, 1000)) -> None:
         assert CHROMIUM is not None
-        away, theirs = os.pipe()
-        back, mine = os.pipe()
-        words = [
+        commands_read, commands_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        command = [
             *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
             *("--disable-extensions", "--disable-background-networking", f"--user-data-dir={home}"),
             *(f"--window-size={size[0]},{size[1]}", "--remote-debugging-pipe", "about:blank"),
         ]
 
-        def placed() -> None:
+        def connect_pipes() -> None:
             """Chromium reads commands at 3 and answers at 4, whatever numbers the pipes got here."""
-            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (away, mine)]
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 100) for end in (commands_read, answers_write)]
             os.dup2(ends[0], 3)
             os.dup2(ends[1], 4)
 
         self.process = subprocess.Popen(
-            words, preexec_fn=placed, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, preexec_fn=connect_pipes, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        os.close(away)
-        os.close(mine)
-        self._write, self._read = theirs, back
+        os.close(commands_read)
+        os.close(answers_write)
+        self._write, self._read = commands_write, answers_read
         self._rest, self._number = b"", 0
         self.events: list[dict[str, Any]] = []
         self.version: str = self._ask("Browser.getVersion")["product"]
@@ -51,7 +51,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command to the page."""
+        """Send a command to the page and return its result."""
         return self._ask(method, session=self.session, **parameters)
 
     def _ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
@@ -59,13 +59,13 @@ class Browser:
         message = {"id": self._number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                if "error" in found:
-                    raise RuntimeError(f"{method}: {found['error']}")
-                result: dict[str, Any] = found["result"]
+            reply = self._next()
+            if reply.get("id") == self._number:
+                if "error" in reply:
+                    raise RuntimeError(f"{method}: {reply['error']}")
+                result: dict[str, Any] = reply["result"]
                 return result
-            self.events.append(found)
+            self.events.append(reply)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -74,21 +74,21 @@ class Browser:
                 raise RuntimeError("Chromium ended")
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\0")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def open(self, address: str) -> None:
         self.ask("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
-        found = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(f"{script}: {found['exceptionDetails']}")
-        return found["result"].get("value")
+        """Return the value of an expression in the page; a promise is waited for."""
+        reply = self.ask("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in reply:
+            raise RuntimeError(f"{script}: {reply['exceptionDetails']}")
+        return reply["result"].get("value")
 
     def wait(self, script: str, seconds: float = 40) -> None:
-        """Until the expression is true."""
+        """Wait until the expression is true."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -99,12 +99,12 @@ class Browser:
                 return
             if time.monotonic() > end:
                 shown = self.run("document.body.innerText.slice(0, 2000)")
-                told = f"The page: {shown}\nIt complained: {self.complaints()}"
-                raise AssertionError(f"not within {seconds} s: {script}\n{told}")
+                page_state = f"The page: {shown}\nIt complained: {self.complaints()}"
+                raise AssertionError(f"not within {seconds} s: {script}\n{page_state}")
             time.sleep(0.05)
 
     def press(self, key: str) -> None:
-        """A key, as a person would."""
+        """Press and release a key."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         codes = {"Enter": 13, "ArrowDown": 40, "ArrowUp": 38, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, " ": 32}
         for kind in ("keyDown", "keyUp"):
@@ -112,15 +112,15 @@ class Browser:
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {}), **more)
 
     def complaints(self) -> list[str]:
-        """What the page logged as errors, and violations of its content security policy among them."""
+        """Return the errors and warnings that the page logged, including violations of its content security policy."""
         self.run("0")
-        found = [each["params"]["entry"]["text"] for each in self.events if each.get("method") == "Log.entryAdded"]
+        messages = [each["params"]["entry"]["text"] for each in self.events if each.get("method") == "Log.entryAdded"]
         for each in self.events:
             if each.get("method") == "Runtime.exceptionThrown":
-                found.append(str(each["params"]["exceptionDetails"]))
+                messages.append(str(each["params"]["exceptionDetails"]))
             if each.get("method") == "Runtime.consoleAPICalled" and each["params"]["type"] in ("error", "warning"):
-                found.append(str(each["params"]["args"]))
-        return found
+                messages.append(str(each["params"]["args"]))
+        return messages
 
     def picture(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
@@ -137,20 +137,20 @@ class Browser:
 
 @contextmanager
 def browser(home: Path, size: tuple[int, int] = (1440, 1000)) -> Iterator[Browser]:
-    found = Browser(home, size)
+    opened = Browser(home, size)
     try:
-        yield found
+        yield opened
     finally:
-        found.close()
+        opened.close()
 
 
 @contextmanager
 def dashboard(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`legato dashboard` over a folder in a process of its own, and the address it printed."""
+    """Run `legato dashboard` over a folder in a process of its own; yield the process and the address it printed."""
     import sys
 
-    words = [sys.executable, "-m", "legato.cli.main", "dashboard", str(folder)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "legato.cli.main", "dashboard", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

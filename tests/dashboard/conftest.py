@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.dashboard.browser import Browser, browser, dashboard
-from tests.dashboard.hostile import rollouts
-from tests.dashboard.pages import enter, run_of
+from tests.dashboard.hostile import hostile_rollouts
+from tests.dashboard.pages import enter, make_run
 from tests.dashboard.synthetic import synthetic_run
 
 
@@ -16,13 +16,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of every kind: healthy, hostile, torn, half written, and one that is being written."""
     place = tmp_path_factory.mktemp("runs")
     synthetic_run(place, steps=60, name="whole")
-    hostile = run_of(place, "<img src=x onerror='window.hacked=5'>", 8, algorithm="<b>grpo</b>")
-    hostile.write_rollouts(8, rollouts())
+    hostile = make_run(place, "<img src=x onerror='window.hacked=5'>", 8, algorithm="<b>grpo</b>")
+    hostile.write_rollouts(8, hostile_rollouts())
     finding = {"kind": "finding", "step": 5, "level": "alarm", "rule": "reward-fall", "evidence": "evidence/step-000005"}
     hostile.health.append(finding | {"words": "<img src=x onerror='window.hacked=6'> fell"})
     with hostile.health.path.open("ab") as file:
         file.write(b'{"kind":"finding","step":6,"lev')
-    torn = run_of(place, "torn", 6)
+    torn = make_run(place, "torn", 6)
     with torn.metrics_path.open("ab") as file:
         file.write(b'{"kind":"step","step":7,"rewar')
     (torn.path / "rollouts").mkdir()
@@ -30,18 +30,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "begun").mkdir()
     (place / "begun" / "config.toml").write_text("[training")
     (place / "begun" / "environment.json").write_text("")
-    run_of(place, "live", 10)
+    make_run(place, "live", 10)
     return place
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("home")) as found:
-        yield found
+    with browser(tmp_path_factory.mktemp("home")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def entered(folder: Path, chromium: Browser) -> Iterator[Browser]:
+def dashboard_page(folder: Path, chromium: Browser) -> Iterator[Browser]:
     with dashboard(folder) as (_, address):
         chromium.open(address)
         chromium.wait("document.querySelectorAll('#runs li').length === 5")
@@ -51,14 +51,14 @@ def entered(folder: Path, chromium: Browser) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(entered: Browser) -> Iterator[Browser]:
-    """On the curves, with nothing chosen; nothing may have been complained about in the end."""
-    entered.events.clear()
-    entered.run("document.activeElement.blur()")
-    entered.press("1")
-    enter(entered, "document.getElementById('filter')", "", "input")
-    entered.press("n")
-    entered.wait("!document.querySelector('#runs input:checked')")
-    yield entered
-    assert entered.complaints() == []
-    assert entered.run("window.hacked") is None
+def page(dashboard_page: Browser) -> Iterator[Browser]:
+    """The dashboard on its curves with no run chosen. At the end the page must have logged no error."""
+    dashboard_page.events.clear()
+    dashboard_page.run("document.activeElement.blur()")
+    dashboard_page.press("1")
+    enter(dashboard_page, "document.getElementById('filter')", "", "input")
+    dashboard_page.press("n")
+    dashboard_page.wait("!document.querySelector('#runs input:checked')")
+    yield dashboard_page
+    assert dashboard_page.complaints() == []
+    assert dashboard_page.run("window.hacked") is None

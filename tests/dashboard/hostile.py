@@ -11,7 +11,7 @@ PIECES = ["<script>", "window.hacked", " = 1", "</script>", "\x1b[31m", "\u202e"
 LONG = "a line of output\n" * 62_500
 
 
-def rollouts() -> list[dict[str, Any]]:
+def hostile_rollouts() -> list[dict[str, Any]]:
     details = {
         "pieces": PIECES,
         "logprobs": [-0.1, -2.0, -0.5, -0.1, -4.0, -1.0, -0.2],

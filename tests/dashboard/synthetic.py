@@ -1,4 +1,4 @@
-"""A run that never ran: a directory as the trainer would leave it."""
+"""A made-up run directory, as the trainer would leave it."""
 
 import math
 import random
@@ -119,9 +119,9 @@ def _step(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
 def _evaluate(directory: RunDirectory, step: int, steps: int, chance: random.Random) -> None:
     sampled = _accuracy(step, steps)
     greedy = min(0.99, sampled + 0.12 + chance.gauss(0, 0.01))
-    found = {"eval/accuracy_sampled": sampled, "eval/accuracy_greedy": greedy, "eval/problems": 512}
+    accuracies = {"eval/accuracy_sampled": sampled, "eval/accuracy_greedy": greedy, "eval/problems": 512}
     bounds = {"eval/accuracy_sampled_low": sampled - 0.03, "eval/accuracy_sampled_high": min(1.0, sampled + 0.03)}
-    directory.append_metrics({"kind": "evaluation", "step": step, **found, **bounds})
+    directory.append_metrics({"kind": "evaluation", "step": step, **accuracies, **bounds})
 
 
 def _rollouts(directory: RunDirectory, step: int, chance: random.Random, right: float) -> None:

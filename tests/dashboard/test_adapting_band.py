@@ -1,4 +1,4 @@
-"""The figure of a band that adapts is drawn from what the run measured, whatever the part is called."""
+"""The figure of an adaptive clip band is drawn from recorded metrics, whatever the part is called."""
 
 from typing import Any
 
@@ -22,5 +22,5 @@ def test_a_band_that_adapts_is_drawn_with_its_noise_floor() -> None:
     assert drawn["upper bound"][0] == 4e-4 and drawn["upper bound"][-1] < 4e-4
 
 
-def test_a_fixed_band_has_no_course() -> None:
+def test_a_fixed_band_has_no_figure() -> None:
     assert traces([step(number) for number in (1, 2, 3)]) == {}

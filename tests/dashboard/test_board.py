@@ -1,4 +1,4 @@
-"""The dashboard's answers without a browser: who may ask, what is tailed, how curves are kept, what a torn run gives."""
+"""The dashboard's answers without a browser: access, files that grow, curves, rollouts and torn runs."""
 
 import http.client
 import json
@@ -19,19 +19,19 @@ from tests.dashboard.browser import dashboard
 from tests.dashboard.synthetic import synthetic_run
 from tests.proof.pages import numbers
 
-# Who may ask
+# Access
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
     folder = tmp_path_factory.mktemp("served")
     synthetic_run(folder, steps=5, name="one")
     with dashboard(folder) as (process, address):
         port, key = urlsplit(address).port, urlsplit(address).query
         assert port
-        entered = get(port, f"/?{key}")
-        assert entered[0] == 200
-        cookie = entered[1]["set-cookie"]
+        response = get(port, f"/?{key}")
+        assert response[0] == 200
+        cookie = response[1]["set-cookie"]
         assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
         assert get(port, f"/?{key}")[0] == 403, "a key works once"
         assert process.stdout is not None
@@ -46,20 +46,22 @@ def get(
     port: int, path: str, cookie: str | None = None, method: str = "GET", **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    given = {name.replace("_", "-"): value for name, value in headers.items()} | ({"cookie": cookie} if cookie else {})
-    connection.request(method, path, headers=given)
+    request_headers = {name.replace("_", "-"): value for name, value in headers.items()} | (
+        {"cookie": cookie} if cookie else {}
+    )
+    connection.request(method, path, headers=request_headers)
     answer = connection.getresponse()
-    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    response = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
     connection.close()
-    return found
+    return response
 
 
 PATHS = ("/", "/board.js", "/plotly.js", "/board.css", "/api/runs", "/api/curves?run=one&key=reward/mean", "/nothing")
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_route_asks_for_cookie_host_and_origin(served: tuple[int, str], path: str) -> None:
-    port, cookie = served
+def test_every_route_checks_cookie_host_and_origin(server: tuple[int, str], path: str) -> None:
+    port, cookie = server
     assert get(port, path)[0] == 403
     assert get(port, path, cookie="legato-1=x")[0] == 403
     assert get(port, path, cookie=cookie, host="evil.example")[0] == 403
@@ -76,10 +78,10 @@ def test_every_route_asks_for_cookie_host_and_origin(served: tuple[int, str], pa
     assert headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_dashboard_listens_on_this_machine_only(served: tuple[int, str]) -> None:
+def test_the_dashboard_listens_on_this_machine_only(server: tuple[int, str]) -> None:
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    mine = [fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == served[0]]
-    assert mine == [f"0100007F:{served[0]:04X}"]
+    mine = [fields[1] for fields in listening if fields[3] == "0A" and int(fields[1].split(":")[1], 16) == server[0]]
+    assert mine == [f"0100007F:{server[0]:04X}"]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,14 @@ def test_the_dashboard_listens_on_this_machine_only(served: tuple[int, str]) -> 
         "/api/curves?run=nobody",
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(served: tuple[int, str], path: str) -> None:
-    status, _, body = get(served[0], path, cookie=served[1])
+def test_a_malformed_request_is_refused_with_a_sentence(server: tuple[int, str], path: str) -> None:
+    status, _, body = get(server[0], path, cookie=server[1])
     assert status == 400 and json.loads(body)["error"]
 
 
-def test_a_curve_requested_twice_is_answered_once(served: tuple[int, str]) -> None:
-    found = json.loads(get(served[0], "/api/curves?run=one&run=one&key=reward/mean&key=reward/mean", cookie=served[1])[2])
-    assert len(found["curves"]) == 1
+def test_a_curve_requested_twice_is_answered_once(server: tuple[int, str]) -> None:
+    result = json.loads(get(server[0], "/api/curves?run=one&run=one&key=reward/mean&key=reward/mean", cookie=server[1])[2])
+    assert len(result["curves"]) == 1
 
 
 def test_a_folder_that_does_not_exist_is_reported(tmp_path: Path) -> None:
@@ -113,9 +115,9 @@ def append(directory: RunDirectory, steps: range, **more: Any) -> None:
         directory.append_metrics({"kind": "step", "step": step, "reward/mean": step / 10, **more})
 
 
-def drawn(folder: Folder, *names: str, key: str = "reward/mean", join: bool = False) -> dict[str, Any]:
-    found = curves(folder, names, [key], 300, join)
-    return {each["run"]: each for each in found["curves"]}
+def curves_by_run(folder: Folder, *names: str, key: str = "reward/mean", join: bool = False) -> dict[str, Any]:
+    result = curves(folder, names, [key], 300, join)
+    return {each["run"]: each for each in result["curves"]}
 
 
 def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
@@ -128,18 +130,18 @@ def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
     (run,) = folder.runs()
     row = run.row()
     assert (row["step"], row["running"], row["state"]) == (3, True, "running")
-    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3]
+    assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3]
     position = run.metrics.position
     append(directory, range(4, 6))
     assert run.row()["version"] != row["version"]
-    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
+    assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
     assert run.metrics.position > position
     with directory.metrics_path.open("ab") as file:
         file.write(b'{"kind":"step","step":6,"rew')
-    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
+    assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5]
     append(directory, range(6, 7))  # the writer mends what it finds torn
     directory.append_metrics({"kind": "end", "reason": "all steps done"})
-    assert drawn(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5, 6]
+    assert curves_by_run(folder, "live")["live"]["x"] == [1, 2, 3, 4, 5, 6]
     assert run.row()["state"] == "all steps done" and not run.row()["running"]
 
 
@@ -150,14 +152,14 @@ def test_a_resumed_run_is_read_again_from_where_it_was_cut(tmp_path: Path) -> No
     position = directory.metrics_file.position()
     append(directory, range(4, 8))
     folder = Folder(tmp_path)
-    assert drawn(folder, "resumed")["resumed"]["mean"][-1] == 0.7
+    assert curves_by_run(folder, "resumed")["resumed"]["mean"][-1] == 0.7
     directory.metrics_file.truncate(position)
     for step in range(4, 12):
         directory.append_metrics({"kind": "step", "step": step, "reward/mean": -1.0})
-    assert drawn(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8
+    assert curves_by_run(folder, "resumed")["resumed"]["mean"] == [0.1, 0.2, 0.3] + [-1.0] * 8
 
 
-def test_a_long_run_is_looked_at_first_and_then_read_whole(tmp_path: Path) -> None:
+def test_a_long_run_gives_an_overview_before_it_is_read_whole(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "long")
     directory.write_config("")
     line = json.dumps({"kind": "step", "step": 0, "reward/mean": 0, "padding": "x" * 2000}, separators=(",", ":"))
@@ -201,11 +203,11 @@ def test_a_torn_run_does_not_stop_the_others(tmp_path: Path, harm: str) -> None:
     assert rows["whole"]["step"] == 4
     if harm == "nothing but a folder":
         return
-    found = drawn(folder, "whole", "torn")
-    assert found["whole"]["x"] == [1, 2, 3, 4]
+    by_run = curves_by_run(folder, "whole", "torn")
+    assert by_run["whole"]["x"] == [1, 2, 3, 4]
     assert configs(folder, ["whole", "torn"])["differ"]
     if harm == "damaged":
-        assert found["torn"]["mean"] == [1, 2] and folder.run("torn").damaged == 3
+        assert by_run["torn"]["mean"] == [1, 2] and folder.run("torn").damaged == 3
         assert (rows["torn"]["health"], rows["torn"]["findings"], rows["torn"]["step"]) == ("alarm", 1, 2)
     if harm == "unreadable rollouts":
         directory = folder.run("torn").directory
@@ -246,9 +248,9 @@ def test_runs_that_differ_in_the_seed_are_joined(tmp_path: Path) -> None:
     other = RunDirectory.create(tmp_path, "grpo")
     other.write_config('[algorithm]\nname = "grpo"\n[training]\nseed = 0\n')
     append(other, range(1, 3))
-    found = drawn(Folder(tmp_path), "gspo-0", "gspo-1", "gspo-2", "grpo", join=True)
-    assert set(found) == {"gspo-0", "grpo"}
-    assert found["gspo-0"] | {"key": ""} == {
+    by_run = curves_by_run(Folder(tmp_path), "gspo-0", "gspo-1", "gspo-2", "grpo", join=True)
+    assert set(by_run) == {"gspo-0", "grpo"}
+    assert by_run["gspo-0"] | {"key": ""} == {
         "key": "",
         "run": "gspo-0",
         "name": "gspo-0, 3 seeds",
@@ -265,15 +267,15 @@ def test_configs_are_compared_option_by_option(tmp_path: Path) -> None:
         synthetic = RunDirectory.create(tmp_path, name)
         synthetic.write_config(f'[training]\nlr = {rate}\nseed = 0\n[policy]\nmodel = "<i>tiny</i>"\n')
         append(synthetic, range(1, 2))
-    found = configs(Folder(tmp_path), ["a", "b"])
-    assert found["differ"] == [{"path": "training.lr", "values": ["0.001", "0.0001"]}]
-    assert {row["path"] for row in found["same"]} == {"training.seed", "policy.model"}
+    comparison = configs(Folder(tmp_path), ["a", "b"])
+    assert comparison["differ"] == [{"path": "training.lr", "values": ["0.001", "0.0001"]}]
+    assert {row["path"] for row in comparison["same"]} == {"training.seed", "policy.model"}
 
 
 # Rollouts
 
 
-def stored(parent: Path) -> RunDirectory:
+def store_rollouts(parent: Path) -> RunDirectory:
     directory = RunDirectory.create(parent, "run")
     rows = [
         {"prompt": f"{n}+1=", "text": f"answer {n}", "answer": str(n + 1), "reward": float(n % 2), "accuracy": float(n % 2)}
@@ -286,7 +288,7 @@ def stored(parent: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("rollout_filter", "expected"),
     [
         (Filter(), [0, 1, 2, 3, 4, 5]),
         (Filter(text="ANSWER 4"), [4]),
@@ -299,26 +301,26 @@ def stored(parent: Path) -> RunDirectory:
         (Filter(verdict="held-out"), []),
     ],
 )
-def test_rollouts_are_filtered(tmp_path: Path, asked: Filter, expected: list[int]) -> None:
-    assert [row["index"] for row in list_rollouts(stored(tmp_path), [1], asked)["rows"]] == expected
+def test_rollouts_are_filtered(tmp_path: Path, rollout_filter: Filter, expected: list[int]) -> None:
+    assert [row["index"] for row in list_rollouts(store_rollouts(tmp_path), [1], rollout_filter)["rows"]] == expected
 
 
 def test_rollouts_are_ordered_over_all_steps(tmp_path: Path) -> None:
-    found = list_rollouts(stored(tmp_path), [1, 2], Filter(), "length")["rows"]
-    assert [(row["step"], row["index"]) for row in found] == [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (2, 0), (1, 0)]
+    rows = list_rollouts(store_rollouts(tmp_path), [1, 2], Filter(), "length")["rows"]
+    assert [(row["step"], row["index"]) for row in rows] == [(1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (2, 0), (1, 0)]
 
 
 def test_a_rollout_comes_with_its_group_and_in_portions(tmp_path: Path) -> None:
-    directory = stored(tmp_path)
-    found = show_rollout(directory, 1, 2, whole=False)
-    assert [each["index"] for each in found["siblings"]] == [2, 3] and found["left"] == 0
+    directory = store_rollouts(tmp_path)
+    rollout = show_rollout(directory, 1, 2, whole=False)
+    assert [each["index"] for each in rollout["siblings"]] == [2, 3] and rollout["left"] == 0
     long = show_rollout(directory, 2, 0, whole=False)
     assert long["text"].startswith("A\\u202eB\\x1b[31mx") and long["left"] == 50_000 + 8 - PORTION
     assert len(show_rollout(directory, 2, 0, whole=True)["text"]) > 50_000
 
 
 def test_a_step_that_is_written_again_is_read_again(tmp_path: Path) -> None:
-    directory = stored(tmp_path)
+    directory = store_rollouts(tmp_path)
     assert show_rollout(directory, 2, 0, whole=False)["reward"] == 0
     directory.write_rollouts(2, [{"text": "new", "reward": 7.0}])
     os.utime(directory.rollouts_path(2), ns=(1, 1))

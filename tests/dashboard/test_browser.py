@@ -10,24 +10,26 @@ from legato.health.rules import RULES
 from legato.pages.report import write_report
 from legato.records.directory import RunDirectory
 from tests.dashboard.browser import CHROMIUM, MISSING, Browser, dashboard
-from tests.dashboard.pages import answers_of, choose, curves, enter, item, line, open_rollouts, run_of
+from tests.dashboard.pages import choose, curves, enter, make_run, open_rollouts, replace_answers, run_item, step_record
 from tests.dashboard.synthetic import synthetic_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 
-def test_the_dashboard_opens_with_the_newest_runs_drawn(entered: Browser) -> None:
-    assert entered.run("document.querySelectorAll('#runs input:checked').length") == 4
-    assert entered.run("document.querySelectorAll('.figures .plot svg .scatterlayer path.js-line').length") >= 4
-    assert entered.complaints() == [], "neither errors nor violations of the content security policy"
+def test_the_dashboard_opens_with_the_newest_runs_drawn(dashboard_page: Browser) -> None:
+    assert dashboard_page.run("document.querySelectorAll('#runs input:checked').length") == 4
+    assert dashboard_page.run("document.querySelectorAll('.figures .plot svg .scatterlayer path.js-line').length") >= 4
+    assert dashboard_page.complaints() == [], "neither errors nor violations of the content security policy"
 
 
-def test_no_other_address_is_asked(entered: Browser) -> None:
-    origin = entered.run("location.origin")
-    asked = [
-        each["params"]["request"]["url"] for each in entered.events if each.get("method") == "Network.requestWillBeSent"
+def test_the_page_requests_no_other_address(dashboard_page: Browser) -> None:
+    origin = dashboard_page.run("location.origin")
+    addresses = [
+        each["params"]["request"]["url"]
+        for each in dashboard_page.events
+        if each.get("method") == "Network.requestWillBeSent"
     ]
-    assert [address for address in asked if not address.startswith((origin, "data:", "blob:", "about:"))] == []
+    assert [address for address in addresses if not address.startswith((origin, "data:", "blob:", "about:"))] == []
 
 
 def test_curves_grow_while_the_trainer_writes(page: Browser, folder: Path) -> None:
@@ -35,12 +37,12 @@ def test_curves_grow_while_the_trainer_writes(page: Browser, folder: Path) -> No
     page.wait(f"{curves(page)}[0]?.x.at(-1) === 10")
     directory = RunDirectory(folder / "live")
     for step in range(11, 14):
-        directory.append_metrics(line(step))
+        directory.append_metrics(step_record(step))
     page.wait(f"{curves(page)}[0].x.at(-1) === 13")
-    page.wait(f"{item('live')}.textContent.includes('step 13')")
+    page.wait(f"{run_item('live')}.textContent.includes('step 13')")
 
 
-def test_runs_are_laid_over_each_other(page: Browser) -> None:
+def test_chosen_runs_are_drawn_in_one_figure(page: Browser) -> None:
     choose(page, "live", "whole")
     page.wait(f"{curves(page)}.length === 2")
     names, colours = page.run(f"[{curves(page)}.map(t => t.name), {curves(page)}.map(t => t.line.color)]")
@@ -72,8 +74,8 @@ def test_findings_are_listed_and_marked(page: Browser) -> None:
     choose(page, "<img")
     plot = "document.querySelector('figure[data-key=\"reward/mean\"] .plot')"
     page.wait(f"{plot}?.layout?.shapes?.[0]?.x0 === 5")
-    line, curve = page.run(f"[{plot}.layout.shapes[0].line.color, {curves(page)}[0].line.color]")
-    assert line == curve, "in the colour of its run"
+    mark_colour, curve_colour = page.run(f"[{plot}.layout.shapes[0].line.color, {curves(page)}[0].line.color]")
+    assert mark_colour == curve_colour, "in the colour of its run"
     assert "onerror" in page.run(f"{plot}.data.at(-1).hovertemplate") and page.run(f"{plot}.data.at(-1).text[0]") == (
         "alarm, reward-fall"
     )
@@ -103,7 +105,7 @@ def test_half_written_runs_are_shown_as_far_as_they_go(page: Browser, folder: Pa
     open_rollouts(page, "torn")
     assert "is damaged" in page.run("document.getElementById('list').textContent")
     page.press("1")
-    RunDirectory(folder / "torn").append_metrics(line(7))
+    RunDirectory(folder / "torn").append_metrics(step_record(7))
     page.wait(f"{curves(page)}[0]?.x.at(-1) === 7")
 
 
@@ -127,7 +129,7 @@ def test_everything_is_reached_with_the_keyboard(page: Browser) -> None:
 def test_an_answer_that_comes_late_does_not_take_the_place_of_another_view(page: Browser, key: str, path: str) -> None:
     choose(page, "whole")
     page.wait("document.querySelector('.figures')?.dataset.ready")
-    answers_of(page, path, "new Promise(go => window.release = go).then(real)")
+    replace_answers(page, path, "new Promise(go => window.release = go).then(real)")
     page.press(key)
     page.wait("window.release")
     page.run("window.fetch = asking")
@@ -138,8 +140,8 @@ def test_an_answer_that_comes_late_does_not_take_the_place_of_another_view(page:
 
 
 @pytest.mark.parametrize("broken", ["Promise.reject(new Error('gone'))", "Promise.resolve(new Response('', {status: 500}))"])
-def test_a_view_that_failed_is_asked_for_again(page: Browser, broken: str) -> None:
-    answers_of(page, "curves", broken)
+def test_a_view_that_failed_is_requested_again(page: Browser, broken: str) -> None:
+    replace_answers(page, "curves", broken)
     choose(page, "whole")
     page.wait("document.querySelector('#view .bad')")
     page.run("window.fetch = asking")
@@ -147,7 +149,7 @@ def test_a_view_that_failed_is_asked_for_again(page: Browser, broken: str) -> No
     assert not page.run("document.querySelector('#view .bad')")
 
 
-def test_light_and_dark(page: Browser) -> None:
+def test_the_theme_switches_between_light_and_dark(page: Browser) -> None:
     choose(page, "whole")
     page.wait("document.querySelector('.figures')?.dataset.ready")  # a figure may still hold what was drawn before
     paint = "[getComputedStyle(document.body).backgroundColor, document.querySelector('.plot').layout.font.color]"
@@ -159,29 +161,29 @@ def test_light_and_dark(page: Browser) -> None:
     assert page.run(paint) == before
 
 
-def saved(page: Browser, place: Path, button: str, ending: str) -> bytes:
+def save_figure(page: Browser, place: Path, button: str, ending: str) -> bytes:
     page.run(f"document.querySelectorAll('.save')[0].querySelectorAll('button')[{button}].click()")
     end = time.monotonic() + 20
-    while not (found := [each for each in place.iterdir() if each.name.endswith(ending)]):
+    while not (files := [each for each in place.iterdir() if each.name.endswith(ending)]):
         assert time.monotonic() < end, f"no {ending} was saved"
         time.sleep(0.05)
-    return found[0].read_bytes()
+    return files[0].read_bytes()
 
 
 def test_a_figure_is_saved_as_picture_and_as_data(page: Browser, tmp_path: Path) -> None:
     page.ask("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     choose(page, "whole")
     page.wait(f"{curves(page)}.length === 1")
-    assert saved(page, tmp_path, "0", ".svg").startswith(b"<svg")
-    assert saved(page, tmp_path, "1", ".png").startswith(b"\x89PNG")
-    assert json.loads(saved(page, tmp_path, "2", ".json"))["data"][-1]["y"]
+    assert save_figure(page, tmp_path, "0", ".svg").startswith(b"<svg")
+    assert save_figure(page, tmp_path, "1", ".png").startswith(b"\x89PNG")
+    assert json.loads(save_figure(page, tmp_path, "2", ".json"))["data"][-1]["y"]
 
 
-def test_two_hundred_runs_are_listed_and_laid_over_each_other(chromium: Browser, tmp_path: Path) -> None:
+def test_two_hundred_runs_are_listed_and_drawn_in_one_figure(chromium: Browser, tmp_path: Path) -> None:
     place = tmp_path / "many"
     place.mkdir()
     for number in range(200):
-        run_of(place, f"run-{number:03d}", 12)
+        make_run(place, f"run-{number:03d}", 12)
     chromium.events.clear()
     with dashboard(place) as (_, address):
         chromium.open(address)
@@ -200,7 +202,7 @@ def test_the_report_draws_and_saves_offline(chromium: Browser, tmp_path: Path) -
     chromium.ask("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     chromium.open(report.as_uri())
     chromium.wait("document.querySelectorAll('.plot svg').length > 5")
-    assert saved(chromium, tmp_path, "0", ".svg").startswith(b"<svg")
-    assert saved(chromium, tmp_path, "1", ".png").startswith(b"\x89PNG")
-    assert json.loads(saved(chromium, tmp_path, "2", ".json"))["data"]
+    assert save_figure(chromium, tmp_path, "0", ".svg").startswith(b"<svg")
+    assert save_figure(chromium, tmp_path, "1", ".png").startswith(b"\x89PNG")
+    assert json.loads(save_figure(chromium, tmp_path, "2", ".json"))["data"]
     assert chromium.complaints() == []

@@ -1,4 +1,4 @@
-"""Rollouts of a run in a real browser: shown, coloured, searched, and never taken for anything but text."""
+"""Rollouts of a run in a real browser: shown, coloured, searched, and always treated as text."""
 
 import time
 from pathlib import Path
@@ -7,13 +7,13 @@ import pytest
 
 from legato.records.directory import RunDirectory
 from tests.dashboard.browser import CHROMIUM, MISSING, Browser
-from tests.dashboard.hostile import LONG, PIECES, rollouts
-from tests.dashboard.pages import answers_of, choose, curves, enter, line, open_rollouts
+from tests.dashboard.hostile import LONG, PIECES, hostile_rollouts
+from tests.dashboard.pages import choose, curves, enter, open_rollouts, replace_answers, step_record
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 
 
-def test_text_of_a_model_is_only_ever_text(page: Browser) -> None:
+def test_text_of_a_model_is_never_read_as_html(page: Browser) -> None:
     open_rollouts(page)
     page.wait("document.querySelector('#tokens')")
     shown = page.run("document.getElementById('text').textContent")
@@ -47,13 +47,13 @@ def test_tokens_are_coloured_by_each_quantity(page: Browser) -> None:
     page.press("c")
     page.run("document.querySelector('.token').focus()")
     page.press("ArrowRight")
-    told = page.run("document.querySelector('.told').textContent")
-    assert "ratio 1.492" in told and "log-prob -2" in told and "advantage 1.5" in told and "no gradient" in told
+    numbers = page.run("document.querySelector('.token-numbers').textContent")
+    assert "ratio 1.492" in numbers and "log-prob -2" in numbers and "advantage 1.5" in numbers and "no gradient" in numbers
     paint = "getComputedStyle(document.querySelectorAll('.token')[1]).backgroundColor"
     assert page.run(paint) != page.run(paint.replace("[1]", "[2]")) != "rgba(0, 0, 0, 0)"
 
 
-def test_rounding_is_not_painted(page: Browser) -> None:
+def test_ratios_that_differ_from_one_by_rounding_have_no_colour(page: Browser) -> None:
     """In the first update of a step every ratio is 1 but for the last digits."""
     open_rollouts(page)
     page.wait("document.querySelector('#tokens')")
@@ -61,7 +61,7 @@ def test_rounding_is_not_painted(page: Browser) -> None:
     page.wait("document.getElementById('text').textContent === 'no'")
     assert page.run("[...document.querySelectorAll('.token')].map(t => t.className)") == ["token z", "token z"]
     assert page.run("document.querySelector('#detail .legend').textContent").startswith("0.9991.001")
-    assert "Click a token" in page.run("document.querySelector('.told').textContent")
+    assert "Click a token" in page.run("document.querySelector('.token-numbers').textContent")
 
 
 def test_a_group_is_shown_with_its_advantages(page: Browser) -> None:
@@ -99,7 +99,7 @@ def test_rollouts_are_searched_and_filtered(page: Browser) -> None:
     page.wait("document.getElementById('text').textContent !== 'no'")
 
 
-def test_rollouts_that_are_gone_meanwhile_are_reported(page: Browser, folder: Path, tmp_path: Path) -> None:
+def test_rollouts_deleted_while_the_page_is_open_are_reported(page: Browser, folder: Path, tmp_path: Path) -> None:
     """A recovery moves the rollouts of steps that it gives up."""
     open_rollouts(page)
     page.wait("document.querySelector('#tokens')")
@@ -128,17 +128,17 @@ def test_a_megabyte_of_output_comes_in_portions(page: Browser) -> None:
 def test_rollouts_opened_while_the_run_goes_on_are_listed(path: str, page: Browser, folder: Path) -> None:
     """A step that ends while the first answer is on its way asks again; whichever comes last lists them."""
     live = RunDirectory.open(folder / "live")
-    live.write_rollouts(8, rollouts())
+    live.write_rollouts(8, hostile_rollouts())
     open_rollouts(page)  # of another run, so that the step of this one is not known
     page.press("n")
     page.press("1")
     choose(page, "live")
     page.wait(f"{curves(page)}.length === 1")
     page.run("void (window.held = [])")
-    answers_of(page, path, "new Promise(go => window.held.push(go)).then(real)")
+    replace_answers(page, path, "new Promise(go => window.held.push(go)).then(real)")
     page.press("3")
     page.wait("window.held.length === 1")
-    live.append_metrics(line(live.metrics()[-1]["step"] + 1))
+    live.append_metrics(step_record(live.metrics()[-1]["step"] + 1))
     page.wait("window.held.length === 2")
     page.run("(window.fetch = asking, window.held.forEach(go => go()))")
     page.wait("document.querySelector('#list')?.dataset.count === '3'")

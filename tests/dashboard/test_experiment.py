@@ -1,4 +1,4 @@
-"""The account of an experiment: what it judges, and what it leaves in a folder."""
+"""The report of an experiment: its verdicts and the files it writes."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def account(**changes: object) -> Account:
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "name": "trial",
         "title": "A <trial>",
         "about": "What was done.",
@@ -28,13 +28,13 @@ def account(**changes: object) -> Account:
                          shares=("share",))],
         "figures": [picture()],
     }  # fmt: skip
-    return Account(**(given | changes))  # type: ignore[arg-type]
+    return Account(**(fields | changes))  # type: ignore[arg-type]
 
 
 def picture() -> Figure:
-    found = figure("A figure", "To see.", [line([1.0, 10.0], [2.0, 3.0], "curve", BLUE)], {})
-    assert found is not None
-    return found
+    result = figure("A figure", "To see.", [line([1.0, 10.0], [2.0, 3.0], "curve", BLUE)], {})
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_text_without_figures_can_stand_in_another_page() -> None:
     assert "![" not in markdown(account(), figures="")
 
 
-def test_every_kind_of_trace_is_drawn_in_its_place() -> None:
+def test_every_kind_of_trace_is_drawn_at_its_position() -> None:
     shape = {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": 2, "y1": 2, "line": {"dash": "dash"}}
     points = {"type": "scatter", "mode": "markers", "name": "points", "x": [1, 100, math.nan], "y": [1, 4, 2],
               "marker": {"color": ["#111111", "#222222", "#333333"]}, "error_y": {"array": [0.5, 0.5, 0.5]}}  # fmt: skip
-    made = figure(
+    chart = figure(
         "All",
         "",
         [
@@ -96,8 +96,8 @@ def test_every_kind_of_trace_is_drawn_in_its_place() -> None:
         ],
         {"xaxis": {"title": {"text": "x"}, "type": "log"}, "shapes": [shape]},
     )
-    assert made is not None
-    tree = ElementTree.fromstring(draw_svg(made))
+    assert chart is not None
+    tree = ElementTree.fromstring(draw_svg(chart))
     circles = tree.findall(f"{SVG}circle")
     # The third has no x; the log axis puts 1 to the left of 100.
     assert [circle.get("fill") for circle in circles] == ["#111111", "#222222"]
@@ -112,9 +112,9 @@ def test_bars_stand_beside_each_other_over_names() -> None:
     bars = [
         {"type": "bar", "name": name, "x": ["a", "b"], "y": [0.2, 0.4], "marker": {"color": BLUE}} for name in ("one", "two")
     ]
-    made = figure("Bars", "", bars, {"yaxis": {"tickformat": ".0%"}, "xaxis": {"type": "category"}})
-    assert made is not None
-    boxes = ElementTree.fromstring(draw_svg(made)).findall(f"{SVG}rect")[3:]  # ground and two marks of the legend
+    chart = figure("Bars", "", bars, {"yaxis": {"tickformat": ".0%"}, "xaxis": {"type": "category"}})
+    assert chart is not None
+    boxes = ElementTree.fromstring(draw_svg(chart)).findall(f"{SVG}rect")[3:]  # ground and two marks of the legend
     lefts, heights = [float(box.get("x")) for box in boxes], [float(box.get("height")) for box in boxes]
     assert lefts[0] < lefts[2] < lefts[1] < lefts[3]
     assert heights[1] == pytest.approx(2 * heights[0], rel=0.01)
@@ -127,7 +127,7 @@ def test_without_a_tool_there_is_no_png(tmp_path: Path, monkeypatch: pytest.Monk
     assert rasterise(svg) is None
 
 
-def test_a_tool_that_fails_is_no_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_fails_gives_no_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing.shutil, "which", lambda name: "/bin/false")
     svg = tmp_path / "a.svg"
     svg.write_text(draw_svg(picture()))

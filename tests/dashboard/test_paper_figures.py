@@ -1,4 +1,4 @@
-"""The figures of the report that people draw in papers, against plain accounts of what they show."""
+"""The figures of token ratios and of several runs, against plain computations of what they show."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def response(log_ratios: list[float], update: int | None = 1, **more: Any) -> di
     } | more
 
 
-def run(parent: Path, rows: list[dict[str, Any]], name: str = "run") -> RunDirectory:
+def write_run(parent: Path, rows: list[dict[str, Any]], name: str = "run") -> RunDirectory:
     directory = RunDirectory.create(parent, name)
     directory.write_config("")
     directory.append_metrics(BAND)
@@ -56,24 +56,24 @@ def test_only_responses_that_had_moved_are_measured(tmp_path: Path) -> None:
         response([0.1, 0.2], tokens=9),
         {"prompt": "held out"},
     ]
-    assert [each.log_s for each in measured_responses(run(tmp_path, rows))] == pytest.approx([0.15])
+    assert [each.log_s for each in measured_responses(write_run(tmp_path, rows))] == pytest.approx([0.15])
 
 
-def test_variance_against_length_finds_the_law_it_was_made_by(tmp_path: Path) -> None:
+def test_variance_against_length_has_slope_minus_one_for_independent_tokens(tmp_path: Path) -> None:
     """Independent tokens: Var(log s) = sigma^2 / L, slope -1, on the dashed line."""
     chance, sigma = random.Random(0), 0.01
     rows = [response([chance.gauss(0, sigma) for _ in range(length)]) for length in (4, 16, 64, 256) for _ in range(300)]
-    seen = figures(run(tmp_path, rows))["Variance against length"]
-    found, even = seen.data
-    assert found["x"] == [4, 16, 64, 256]
+    figure = figures(write_run(tmp_path, rows))["Variance against length"]
+    measured, independent = figure.data
+    assert measured["x"] == [4, 16, 64, 256]
     moved = [(r["tokens"], statistics.fmean(r["details"]["log_ratios"])) for r in rows]
     middle = statistics.fmean(log_s for _, log_s in moved)
     # All are of one update of 1,200 responses, whose mean takes 1/1200 of a degree of freedom from each.
-    plain = [sum((log_s - middle) ** 2 for n, log_s in moved if n == length) / (300 - 0.25) for length in found["x"]]
-    assert found["y"] == pytest.approx(plain, rel=1e-4)
-    assert found["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.25)
-    assert even["y"] == pytest.approx([sigma**2 / length for length in found["x"]], rel=0.02)
-    slope = re.search(r"slope (-?[\d.]+)", found["name"])
+    plain = [sum((log_s - middle) ** 2 for n, log_s in moved if n == length) / (300 - 0.25) for length in measured["x"]]
+    assert measured["y"] == pytest.approx(plain, rel=1e-4)
+    assert measured["y"] == pytest.approx([sigma**2 / length for length in measured["x"]], rel=0.25)
+    assert independent["y"] == pytest.approx([sigma**2 / length for length in measured["x"]], rel=0.02)
+    slope = re.search(r"slope (-?[\d.]+)", measured["name"])
     assert slope and float(slope.group(1)) == pytest.approx(-1, abs=0.06)
 
 
@@ -84,7 +84,7 @@ def test_drift_between_responses_flattens_the_slope(tmp_path: Path) -> None:
         for _ in range(100):
             drift = chance.gauss(0, 0.01)
             rows.append(response([drift + chance.gauss(0, 0.01) for _ in range(length)]))
-    slope = re.search(r"slope (-?[\d.]+)", figures(run(tmp_path, rows))["Variance against length"].data[0]["name"])
+    slope = re.search(r"slope (-?[\d.]+)", figures(write_run(tmp_path, rows))["Variance against length"].data[0]["name"])
     assert slope and float(slope.group(1)) > -0.2
 
 
@@ -94,15 +94,15 @@ def test_the_mean_move_of_an_update_is_not_counted_as_spread(tmp_path: Path) -> 
         for _ in range(100):
             update = chance.randrange(1, 4)
             rows.append(response([0.05 * update + chance.gauss(0, 0.01) for _ in range(length)], update=update))
-    found = figures(run(tmp_path, rows))["Variance against length"].data[0]
-    assert found["y"] == pytest.approx([1e-4 / length for length in (4, 16, 64)], rel=0.35)
+    measured = figures(write_run(tmp_path, rows))["Variance against length"].data[0]
+    assert measured["y"] == pytest.approx([1e-4 / length for length in (4, 16, 64)], rel=0.35)
 
 
 def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
     chance = random.Random(1)
     rows = [response([chance.gauss(0, 0.1) for _ in range(50)]) for _ in range(200)]
-    seen = figures(run(tmp_path, rows))["Ratios of tokens and of responses"]
-    tokens, responses = seen.data
+    figure = figures(write_run(tmp_path, rows))["Ratios of tokens and of responses"]
+    tokens, responses = figure.data
     for trace, sizes in (
         (tokens, [abs(value) for row in rows for value in row["details"]["log_ratios"]]),
         (responses, [abs(statistics.fmean(row["details"]["log_ratios"])) for row in rows]),
@@ -110,24 +110,24 @@ def test_histograms_hold_every_token_and_every_response(tmp_path: Path) -> None:
         assert sum(trace["y"]) == pytest.approx(1, abs=1e-3)
         middle = math.exp(sum(share * math.log(x) for x, share in zip(trace["x"], trace["y"], strict=True)))
         assert middle == pytest.approx(statistics.geometric_mean(sizes), rel=0.1)
-    edges = sorted(shape["x0"] for shape in seen.layout["shapes"])
+    edges = sorted(shape["x0"] for shape in figure.layout["shapes"])
     assert edges == pytest.approx([-math.log1p(-3e-4), math.log1p(4e-4)])
 
 
 def test_the_strip_shows_a_response_token_by_token(tmp_path: Path) -> None:
-    seen = figures(run(tmp_path, [response([0.5, -0.25, 0.0])]))["Token strip"]
-    free, silent, whole = seen.data
+    figure = figures(write_run(tmp_path, [response([0.5, -0.25, 0.0])]))["Token strip"]
+    free, silent, whole = figure.data
     assert (free["x"], free["y"], silent["x"], silent["y"]) == ([1, 3], [0.5, 0.0], [2], [-0.25])
     assert whole["y"] == pytest.approx([0.25 / 3] * 2, rel=1e-5)
-    assert seen.layout["xaxis"]["ticktext"] == ["&lt;t0&gt;", "&lt;t1&gt;", "&lt;t2&gt;"]
-    assert [shape["y0"] for shape in seen.layout["shapes"]] == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
+    assert figure.layout["xaxis"]["ticktext"] == ["&lt;t0&gt;", "&lt;t1&gt;", "&lt;t2&gt;"]
+    assert [shape["y0"] for shape in figure.layout["shapes"]] == pytest.approx([math.log1p(-3e-4), math.log1p(4e-4)])
 
 
 def test_the_report_has_the_token_figures_and_damaged_rollouts_do_not_stop_it(tmp_path: Path) -> None:
     directory = synthetic_run(tmp_path, steps=30)
     rows = [response([0.01 * n, -0.02, 0.001 * n] * (1 + n % 3)) for n in range(1, 60)]
     directory.write_rollouts(30, rows)
-    titles = [each["title"] for each in drawn(write_report(directory))]
+    titles = [each["title"] for each in read_figures(write_report(directory))]
     for title in (
         "Clip fraction, logarithmic",
         "Ratios of tokens and of responses",
@@ -136,18 +136,18 @@ def test_the_report_has_the_token_figures_and_damaged_rollouts_do_not_stop_it(tm
     ):
         assert title in titles
     directory.rollouts_path(30).write_bytes(b"torn")
-    assert "Token strip" not in [each["title"] for each in drawn(write_report(directory))]
+    assert "Token strip" not in [each["title"] for each in read_figures(write_report(directory))]
 
 
-def drawn(page: Path) -> list[dict[str, Any]]:
-    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    figures: list[dict[str, Any]] = json.loads(found.group(1))
+def read_figures(page: Path) -> list[dict[str, Any]]:
+    match = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert match
+    figures: list[dict[str, Any]] = json.loads(match.group(1))
     return figures
 
 
 def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -> None:
-    made = []
+    directories = []
     for name, replay, seed, height in (("a", "off", 0, 1.0), ("b", "off", 1, 2.0), ("c", "R2", 0, 5.0)):
         directory = RunDirectory.create(tmp_path, name)
         text = f'[algorithm]\nname = "grpo"\n[training]\nseed = {seed}\nrouting_replay = "{replay}"\n'
@@ -155,36 +155,36 @@ def test_seeds_are_one_arm_with_a_band_and_arms_have_cost_bars(tmp_path: Path) -
         for step in range(1, 4):
             times = {f"time/{phase}_seconds": height * step for phase in ("rollouts", "anchor", "update")}
             directory.append_metrics({"kind": "step", "step": step, "reward/mean": height, "clip/tokens": 0.0, **times})
-        made.append(directory)
-    found = {each["title"]: each for each in drawn(write_several(made, tmp_path / "page.html"))}
-    assert set(found) == {"Reward", "Cost of a step"}
-    low, high, mean, other = found["Reward"]["data"]
+        directories.append(directory)
+    by_title = {each["title"]: each for each in read_figures(write_several(directories, tmp_path / "page.html"))}
+    assert set(by_title) == {"Reward", "Cost of a step"}
+    low, high, mean, other = by_title["Reward"]["data"]
     assert (low["y"], high["y"], mean["y"], other["y"]) == ([1.0] * 3, [2.0] * 3, [1.5] * 3, [5.0] * 3)
     assert (mean["name"], other["name"]) == ("a and 1 more", "c"), "the legend names runs"
     (arm,) = re.findall("<b>a and 1 more</b>(.*?)<", (tmp_path / "page.html").read_text())
     assert "grpo" in arm and "training.routing_replay=off" in arm and arm.endswith("a, b")
     # Steps 2 and 3 of seeds 1 and 2: (2.5 + 5) / 2; the first step sets things up.
-    assert [trace["y"] for trace in found["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
+    assert [trace["y"] for trace in by_title["Cost of a step"]["data"]] == [[3.75, 12.5]] * 3
 
 
 def seeds_of(parent: Path, arms: dict[str, list[list[dict[str, Any]]]]) -> list[RunDirectory]:
     """Runs by value of routing_replay, a seed each, with the given steps."""
-    made = []
+    directories = []
     for replay, seeds in arms.items():
         for seed, steps in enumerate(seeds):
-            made.append(RunDirectory.create(parent, f"{replay}-{seed}"))
+            directories.append(RunDirectory.create(parent, f"{replay}-{seed}"))
             text = f'[algorithm]\nname = "grpo"\n[training]\nseed = {seed}\nrouting_replay = "{replay}"\n'
-            made[-1].write_config(text)
+            directories[-1].write_config(text)
             for number, step in enumerate(steps, start=1):
-                made[-1].append_metrics({"kind": "step", "step": number, **step})
-    return made
+                directories[-1].append_metrics({"kind": "step", "step": number, **step})
+    return directories
 
 
 def test_seeds_that_clip_nothing_count_in_a_mean_on_a_logarithmic_axis(tmp_path: Path) -> None:
     shares = [[0.0, 0.02, 0.0], [0.0, 0.0, 0.04]]
     runs = seeds_of(tmp_path, {"off": [[{"clip/tokens": share} for share in seed] for seed in shares]})
-    found = {each["title"]: each for each in drawn(write_several(runs, tmp_path / "page.html"))}
-    low, high, mean = found["Clipped tokens"]["data"]
+    by_title = {each["title"]: each for each in read_figures(write_several(runs, tmp_path / "page.html"))}
+    low, high, mean = by_title["Clipped tokens"]["data"]
     assert mean["y"] == [None, 0.01, 0.02]
     assert (low["y"], high["y"]) == ([0.01, 0.01, 0.01], [0.01, 0.02, 0.04])
 
@@ -198,10 +198,10 @@ def test_mixtures_have_the_cost_of_routing_for_as_many_tokens(tmp_path: Path) ->
     # R2 takes 1.5 times as long for half as many tokens, of which it trains on a quarter: for as many it costs more.
     arms = {"off": [[setting_up, step(2.0, 2000, 0.0)]], "R2": [[setting_up, step(3.0, 1000, 0.75), step(3.0, 1000, 1.0)]]}
     runs = seeds_of(tmp_path, arms)
-    found = {each["title"]: each for each in drawn(write_several(runs, tmp_path / "page.html"))}
-    bars = {trace["name"]: trace["y"] for trace in found["Cost of routing"]["data"]}
+    by_title = {each["title"]: each for each in read_figures(write_several(runs, tmp_path / "page.html"))}
+    bars = {trace["name"]: trace["y"] for trace in by_title["Cost of routing"]["data"]}
     assert bars == {"rollouts": [1.0, 3.0], "anchor": [1.0, 12.0], "update": [1.0, 12.0]}
-    assert found["Cost of routing"]["data"][0]["x"][1] == "R2-0"
+    assert by_title["Cost of routing"]["data"][0]["x"][1] == "R2-0"
 
 
 def test_an_arm_is_called_by_what_sets_it_apart() -> None:

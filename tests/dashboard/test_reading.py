@@ -29,11 +29,11 @@ def test_lines_are_read_in_portions(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     expected = [b"%d" % number * 50 for number in range(40)]
     path.write_bytes(b"\n".join(expected) + b"\n")
-    tail, found = Tail(path), []
+    tail, lines_read = Tail(path), []
     while lines := tail.lines(64)[1]:
         assert sum(map(len, lines)) < 400
-        found += lines
-    assert found == expected
+        lines_read += lines
+    assert lines_read == expected
 
 
 @pytest.mark.parametrize("grown", [False, True], ids=["shorter", "longer than before"])
@@ -47,12 +47,12 @@ def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path, grown: bool) -> 
     assert again and lines[:2] == [b"one", b"zwei"]
 
 
-def test_a_first_look_takes_lines_from_everywhere(tmp_path: Path) -> None:
+def test_an_overview_takes_lines_from_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"".join(b"%d %s\n" % (number, b"x" * (number % 97)) for number in range(5000)))
-    found = [int(line.split()[0]) for line in spread_lines(path, 50)]
-    assert found == sorted(set(found)) and found[0] == 0 and found[-1] == 4999
-    assert len(found) >= 50 and max(later - sooner for sooner, later in pairwise(found)) < 250
+    line_numbers = [int(line.split()[0]) for line in spread_lines(path, 50)]
+    assert line_numbers == sorted(set(line_numbers)) and line_numbers[0] == 0 and line_numbers[-1] == 4999
+    assert len(line_numbers) >= 50 and max(later - sooner for sooner, later in pairwise(line_numbers)) < 250
 
 
 # Curves
@@ -68,22 +68,22 @@ def test_a_curve_keeps_means_and_extremes(count: int, portion: int) -> None:
     for start in range(0, count, portion):
         series.add(records[start : start + portion])
     assert series.records == count
-    found = series.curve("a/b")
+    curve = series.curve("a/b")
     width = series.width
     assert width == max(1, 2 ** math.ceil(math.log2(count / BUCKETS)))
     buckets = [(at + 1, [v for v in values[at : at + width] if v is not None]) for at in range(0, count, width)]
     buckets = [(at, inside) for at, inside in buckets if inside]
     if not buckets:
-        assert found is None
+        assert curve is None
         return
-    assert found is not None
-    assert found["mean"] == pytest.approx([sum(inside) / len(inside) for _, inside in buckets], abs=1e-5)
-    assert found["low"] == pytest.approx([min(inside) for _, inside in buckets], abs=1e-5)
-    assert found["high"] == pytest.approx([max(inside) for _, inside in buckets], abs=1e-5)
-    assert found["x"][:-1] == [at for at, _ in buckets[:-1]]
+    assert curve is not None
+    assert curve["mean"] == pytest.approx([sum(inside) / len(inside) for _, inside in buckets], abs=1e-5)
+    assert curve["low"] == pytest.approx([min(inside) for _, inside in buckets], abs=1e-5)
+    assert curve["high"] == pytest.approx([max(inside) for _, inside in buckets], abs=1e-5)
+    assert curve["x"][:-1] == [at for at, _ in buckets[:-1]]
     few = series.curve("a/b", 10)
     assert few is not None and len(few["x"]) <= 10
-    assert min(few["low"]) == min(found["low"]) and max(few["high"]) == max(found["high"])
+    assert min(few["low"]) == min(curve["low"]) and max(few["high"]) == max(curve["high"])
 
 
 def test_values_that_are_not_numbers_are_not_drawn() -> None:
@@ -97,8 +97,8 @@ def test_values_that_are_not_numbers_are_not_drawn() -> None:
 def test_a_curve_breaks_where_steps_have_no_value() -> None:
     series = Series()
     series.add([{"step": step} if 10 < step < 31 else {"step": step, "a": 1.0} for step in range(1, 41)])
-    found, few = series.curve("a"), series.curve("a", 10)
-    assert found is not None and found["breaks"] == [10] and found["x"][9:11] == [10, 31]
+    curve, few = series.curve("a"), series.curve("a", 10)
+    assert curve is not None and curve["breaks"] == [10] and curve["x"][9:11] == [10, 31]
     assert few is not None and few["x"] == [1, 5, 9, 31, 33, 40] and few["breaks"] == [3]
     series.add([{"step": step, "rare": 1.0} if step % 10 == 0 else {"step": step} for step in range(41, 380)])
     whole, ended = series.curve("rare"), series.curve("a", 10)
@@ -107,7 +107,7 @@ def test_a_curve_breaks_where_steps_have_no_value() -> None:
 
 
 @pytest.mark.parametrize(("records", "every"), [(2000, 10), (600, 3), (1000, 5), (3000, 7)])
-def test_a_key_of_every_few_steps_has_no_gaps_in_a_long_run_but_those_it_has(records: int, every: int) -> None:
+def test_a_key_of_every_few_steps_breaks_only_where_values_are_missing(records: int, every: int) -> None:
     """Buckets of several records have the next value one bucket sooner or later."""
     series, gap = Series(), range(records // 3, records // 2)
     steps = range(1, records + 1)

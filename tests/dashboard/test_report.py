@@ -1,4 +1,4 @@
-"""The report of a run: one file, nothing fetched, nothing of a model's text obeyed."""
+"""The report of a run: one file that fetches nothing and runs nothing from a model's text."""
 
 import base64
 import hashlib
@@ -55,7 +55,7 @@ class Reader(HTMLParser):
         return "".join(self.pieces)
 
 
-def read(path: Path) -> Reader:
+def read_page(path: Path) -> Reader:
     reader = Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     return reader
@@ -69,10 +69,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 @pytest.fixture(scope="module")
 def report(run: RunDirectory) -> Reader:
     assert write_report(run) == run.path / "report.html"
-    return read(run.report_path)
+    return read_page(run.report_path)
 
 
-def small(parent: Path, *records: dict[str, Any], name: str = "small") -> RunDirectory:
+def small_run(parent: Path, *records: dict[str, Any], name: str = "small") -> RunDirectory:
     directory = RunDirectory.create(parent, name)
     directory.write_config("")
     for record in records:
@@ -150,10 +150,10 @@ def test_only_its_own_two_scripts_may_run(report: Reader) -> None:
     assert allowed.group(1) == " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def test_hostile_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_hostile_text_is_shown_and_not_executed(tmp_path: Path) -> None:
     evil = '</pre></script><script>alert(1)</script><img src=x onerror="alert(1)">\u202egnp.exe\x1b[2J\x00\ud800\u2028'
     directory = synthetic_run(tmp_path, steps=2)
-    clean = read(write_report(directory))
+    clean = read_page(write_report(directory))
     record = {"prompt": evil, "text": evil, "answer": evil, "reward": 1.0, "accuracy": 1.0, "stop": evil, "tokens": 3}
     directory.write_rollouts(1, [record])
     directory.write_rollouts(2, [record])
@@ -165,15 +165,15 @@ def test_hostile_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     start = {"kind": "start", "name": evil, "model": evil, "algorithm": evil, "deviations": [evil], "notes": [evil]}
     directory.metrics_path.write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
     directory.write_config(f"# {evil[:-3]}")
-    found = read(write_report(directory))
-    assert {tag for tag, _ in found.tags} == {tag for tag, _ in clean.tags}
-    assert len(found.scripts) == 3
-    assert not [attributes for _, attributes in found.tags if "onerror" in attributes]
-    assert r"</pre></script><script>alert(1)</script>" in found.text
-    assert r"\u202egnp.exe\x1b[2J\x00\ud800\u2028" in found.text
-    assert not set("\u202e\x1b\x00\u2028") & set(found.text)
-    assert "<" not in found.scripts[0]
-    names = [trace["name"] for figure in json.loads(found.scripts[0]) for trace in figure["data"] if "name" in trace]
+    page = read_page(write_report(directory))
+    assert {tag for tag, _ in page.tags} == {tag for tag, _ in clean.tags}
+    assert len(page.scripts) == 3
+    assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
+    assert r"</pre></script><script>alert(1)</script>" in page.text
+    assert r"\u202egnp.exe\x1b[2J\x00\ud800\u2028" in page.text
+    assert not set("\u202e\x1b\x00\u2028") & set(page.text)
+    assert "<" not in page.scripts[0]
+    names = [trace["name"] for figure in json.loads(page.scripts[0]) for trace in figure["data"] if "name" in trace]
     assert any("&lt;script&gt;" in name for name in names)
     assert not [name for name in names if "<" in name or "\u202e" in name]
 
@@ -197,23 +197,23 @@ def test_hostile_text_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     ],
 )
 def test_missing_and_odd_records_do_not_break_the_report(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    directory = small(tmp_path, *records)
-    found = read(write_report(directory))
-    for figure in json.loads(found.scripts[0]):
+    directory = small_run(tmp_path, *records)
+    page = read_page(write_report(directory))
+    for figure in json.loads(page.scripts[0]):
         graph_objects.Figure(figure)
-    assert "nan" not in found.text.lower()
+    assert "nan" not in page.text.lower()
 
 
 def test_damaged_rollouts_are_named_in_the_report(tmp_path: Path) -> None:
-    directory = small(tmp_path, {"kind": "start"})
+    directory = small_run(tmp_path, {"kind": "start"})
     directory.write_rollouts(1, [{"text": "a"}]).write_bytes(b"nothing")
-    assert "step-000001.jsonl.gz" in read(write_report(directory)).text
+    assert "step-000001.jsonl.gz" in read_page(write_report(directory)).text
 
 
 def test_a_run_without_deviations_has_the_values_of_the_paper(tmp_path: Path) -> None:
-    assert "the paper's" in read(write_report(small(tmp_path, {"kind": "start", "deviations": []}))).text
-    changed = small(tmp_path, {"kind": "start", "deviations": ["training.lr: 1e-06 -> 0.001"]}, name="changed")
-    assert "the paper's" not in read(write_report(changed)).text
+    assert "the paper's" in read_page(write_report(small_run(tmp_path, {"kind": "start", "deviations": []}))).text
+    changed = small_run(tmp_path, {"kind": "start", "deviations": ["training.lr: 1e-06 -> 0.001"]}, name="changed")
+    assert "the paper's" not in read_page(write_report(changed)).text
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path) -> None:
-    directory = small(tmp_path, {"kind": "start"})
+    directory = small_run(tmp_path, {"kind": "start"})
     directory.report_path.mkdir()
     with pytest.raises(RunDirectoryError, match=r"cannot write .*report\.html"):
         write_report(directory)
@@ -273,8 +273,8 @@ def test_findings_and_recoveries_are_counted_and_shown_as_escaped_text(tmp_path:
     directory = RunDirectory.create(tmp_path, "run")
     directory.write_config("")
     directory.append_metrics({"kind": "step", "step": 1, "reward/mean": 0.5})
-    told = {"step": 1, "rule": "drift", "evidence": "evidence/step-000001", "words": "it <b>moves</b>"}
-    directory.health.append({"kind": "finding", "level": "alarm", **told})
+    finding = {"step": 1, "rule": "drift", "evidence": "evidence/step-000001", "words": "it <b>moves</b>"}
+    directory.health.append({"kind": "finding", "level": "alarm", **finding})
     directory.health.append({"kind": "recovery", "from": 1, "step": 0, "words": "back to step 0"})
     text = write_report(directory).read_text()
     assert "1 alarm, 1 recovery" in text

@@ -1,4 +1,4 @@
-"""Before, after and best, and what the numbers stand on."""
+"""The summary of a run: accuracy before, after and at best, with intervals, and sample rollouts."""
 
 from pathlib import Path
 
@@ -20,44 +20,47 @@ def evaluation(step: int, sampled: float | None, greedy: float | None = None) ->
     }
 
 
-def of(*records: dict[str, object]) -> Summary:
+def summarise_records(*records: dict[str, object]) -> Summary:
     return summarise(records, "folder")
 
 
-def test_a_run_is_summed_up(tmp_path: Path) -> None:
-    found = summary(synthetic_run(tmp_path))
-    assert (found.name, found.algorithm, found.steps, found.seconds) == ("arithmetic-tiny-gspo", "gspo", 200, 198.4)
-    assert found.reason == "target reached"
-    assert found.before is not None
-    assert found.after is not None
-    assert (found.before.step, found.after.step) == (0, 200)
-    assert found.before.sampled is not None
-    assert found.before.sampled.low == pytest.approx(found.before.sampled.value - 0.03)
-    assert found.before.greedy == wilson_interval(found.before.greedy.value, 512) if found.before.greedy else False
+def test_a_run_is_summarised(tmp_path: Path) -> None:
+    result = summary(synthetic_run(tmp_path))
+    assert (result.name, result.algorithm, result.steps, result.seconds) == ("arithmetic-tiny-gspo", "gspo", 200, 198.4)
+    assert result.reason == "target reached"
+    assert result.before is not None
+    assert result.after is not None
+    assert (result.before.step, result.after.step) == (0, 200)
+    assert result.before.sampled is not None
+    assert result.before.sampled.low == pytest.approx(result.before.sampled.value - 0.03)
+    assert result.before.greedy == wilson_interval(result.before.greedy.value, 512) if result.before.greedy else False
 
 
 def test_best_is_by_sampled_accuracy_and_then_greedy() -> None:
-    found = of(evaluation(0, 0.1), evaluation(20, 0.9, 0.8), evaluation(40, 0.9, 0.95), evaluation(60, 0.5, 1.0))
-    assert found.best is not None
-    assert found.best.step == 40
-    assert found.after is not None
-    assert found.after.step == 60
+    result = summarise_records(
+        evaluation(0, 0.1), evaluation(20, 0.9, 0.8), evaluation(40, 0.9, 0.95), evaluation(60, 0.5, 1.0)
+    )
+    assert result.best is not None
+    assert result.best.step == 40
+    assert result.after is not None
+    assert result.after.step == 60
 
 
 def test_one_evaluation_is_before_or_after_by_its_step() -> None:
-    assert (of(evaluation(0, 0.1)).before is None, of(evaluation(0, 0.1)).after is None) == (False, True)
-    assert (of(evaluation(9, 0.1)).before is None, of(evaluation(9, 0.1)).after is None) == (True, False)
-    assert of(evaluation(0, None), evaluation(9, 0.2)).before is None
+    at_start, later = summarise_records(evaluation(0, 0.1)), summarise_records(evaluation(9, 0.1))
+    assert (at_start.before is None, at_start.after is None) == (False, True)
+    assert (later.before is None, later.after is None) == (True, False)
+    assert summarise_records(evaluation(0, None), evaluation(9, 0.2)).before is None
 
 
-def test_a_run_with_nothing_has_the_name_of_its_folder() -> None:
-    found = of()
-    assert (found.name, found.steps, found.seconds, found.best, found.reason) == ("folder", 0, 0.0, None, None)
+def test_a_run_without_records_has_the_name_of_its_folder() -> None:
+    result = summarise_records()
+    assert (result.name, result.steps, result.seconds, result.best, result.reason) == ("folder", 0, 0.0, None, None)
 
 
 def test_time_is_the_sum_of_steps_where_no_end_tells_it() -> None:
     steps = [{"kind": "step", "step": step, "time/step_seconds": 1.5} for step in (1, 2)]
-    assert of(*steps, {"kind": "step", "step": 3, "time/step_seconds": None}).seconds == 3.0
+    assert summarise_records(*steps, {"kind": "step", "step": 3, "time/step_seconds": None}).seconds == 3.0
 
 
 @pytest.mark.parametrize(
@@ -66,8 +69,8 @@ def test_time_is_the_sum_of_steps_where_no_end_tells_it() -> None:
     [(81 / 263, 263, 0.2553, 0.3662), (15 / 148, 148, 0.0624, 0.1605), (0.0, 20, 0.0, 0.1611), (1 / 29, 29, 0.0061, 0.1718)],
 )
 def test_wilson_intervals_equal_published_ones(share: float, trials: int, low: float, high: float) -> None:
-    found = wilson_interval(share, trials)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    interval = wilson_interval(share, trials)
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_the_verdict_claims_no_more_than_the_intervals_allow() -> None:
@@ -86,9 +89,9 @@ def test_samples_are_of_the_same_prompts_where_both_ends_have_them(tmp_path: Pat
     assert [each["prompt"] for each in alone.before] == ["a", "b"]
     assert (alone.after, alone.after_step) == ((), None)
     directory.write_rollouts(5, [{"prompt": prompt, "text": f"new {prompt}"} for prompt in "xdcc"])
-    found = samples(directory)
-    assert [each["text"] for each in found.before] == ["old c", "old d"]
-    assert [each["text"] for each in found.after] == ["new c", "new d"]
+    both = samples(directory)
+    assert [each["text"] for each in both.before] == ["old c", "old d"]
+    assert [each["text"] for each in both.after] == ["new c", "new d"]
     directory.write_rollouts(9, [{"prompt": "y"}, {"prompt": "z"}])
-    found = samples(directory, 1)
-    assert ([each["prompt"] for each in found.before], [each["prompt"] for each in found.after]) == (["a"], ["y"])
+    both = samples(directory, 1)
+    assert ([each["prompt"] for each in both.before], [each["prompt"] for each in both.after]) == (["a"], ["y"])

@@ -18,20 +18,20 @@ SOURCE = Path(__file__).parents[2] / "examples" / "minimal.py"
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
-def load() -> ModuleType:
-    found = importlib.util.spec_from_file_location("minimal_example", SOURCE)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("minimal_example", SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-minimal = load()
+minimal = load_example()
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+def close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Equal to the tolerance, in units of the largest entry where that is above 1."""
-    return bool((found - wanted).abs().max() <= tolerance * max(1.0, float(wanted.abs().max())))
+    return bool((actual - expected).abs().max() <= tolerance * max(1.0, float(expected.abs().max())))
 
 
 def signals(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -65,23 +65,23 @@ def test_advantages_are_the_librarys() -> None:
         [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, 3.0, -1.0, 0.5]]
     ).double()
     ours = legato.advantages("gspo", rewards=rewards.flatten(), group=torch.arange(16) // 4).advantages
-    found = minimal.advantages(rewards).flatten()
-    assert close(found, ours, 1e-10)
-    assert (found[4:12] == 0).all()
+    advantages = minimal.advantages(rewards).flatten()
+    assert close(advantages, ours, 1e-10)
+    assert (advantages[4:12] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", EXACT)
 def test_loss_and_gradient_by_the_log_probs_are_the_librarys(dtype: torch.dtype) -> None:
-    given = signals(dtype)
-    new = given.pop("new").requires_grad_()
-    loss = minimal.gspo_loss(new, **given)
+    inputs = signals(dtype)
+    new = inputs.pop("new").requires_grad_()
+    loss = minimal.gspo_loss(new, **inputs)
     (gradient,) = torch.autograd.grad(loss, new)
     outcome = legato.loss(
         "gspo",
         logprobs=new.detach(),
-        old_logprobs=given["old"],
-        advantages=given["advantage"],
-        mask=given["mask"],
+        old_logprobs=inputs["old"],
+        advantages=inputs["advantage"],
+        mask=inputs["mask"],
         group=torch.arange(8) // 4,
     )
     assert close(loss.detach(), outcome.loss, EXACT[dtype])

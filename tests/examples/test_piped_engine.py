@@ -50,7 +50,7 @@ def test_a_response_across_a_publish_has_two_versions() -> None:
     assert versions == sorted(versions) and set(versions) == {0, 5}
 
 
-def test_the_process_ends_with_the_engine_and_its_death_is_told() -> None:
+def test_the_process_ends_with_the_engine_and_its_death_is_reported() -> None:
     policy = load_policy("tiny", Loading(device="cpu", dtype="float32"))
     engine = build_engine(NAME, policy, EngineOptions())
     process = engine.process  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from legato.config.load import load
-from legato.pages.mismatch import page, short, strips
+from legato.pages.mismatch import draw_strips, page, short
 from legato.run.mismatch import KINDS, Sampler, compare_samplers, parse_samplers
 from legato.run.target import Target, find
 from tests.proof import verdicts
@@ -129,10 +129,10 @@ def test_strips_are_drawn_at_their_numbers() -> None:
         "a": {"p05": 1e-4, "p50": 1e-3, "p95": 1e-2, "greatest": 1e-2},
         "b": {"p05": 0.0, "p50": 0.0, "p95": 0.0, "greatest": 0.0},
     }
-    text = strips(sizes, [(1e-3, "band")])
+    text = draw_strips(sizes, [(1e-3, "band")])
     assert 'cx="510.0"' in text and 'class="bound" x1="510.0"' in text  # the middle of two decades
     assert 'x="130.0" y="39" width="760.0"' in text and ">0<" in text
-    assert "no gap" in strips({"b": sizes["b"]}, [])
+    assert "no gap" in draw_strips({"b": sizes["b"]}, [])
 
 
 def test_numbers_are_short() -> None:

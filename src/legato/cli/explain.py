@@ -245,13 +245,17 @@ def _format_value(value: Any) -> str:
 
 
 def ratio_words(value: Algorithm) -> str:
-    """The ratio in two words, for tables."""
+    """The ratio in a few words, for tables."""
     ratio = value.objective.ratio
-    words = {"none": "none", "product": "product", "product-weight": "product, as weight", "group-expectation": "group"}
+    words = {"none": "none", "product": "product", "product-weight": "product, detached", "group-expectation": "group"}
     if ratio.name in words:
         return words[ratio.name]
-    suffix = {"through": "", "carrier": ", carrier", "weight": ", as weight"}[ratio.gradient]
+    suffix = {"through": "", "carrier": ", gradient by token", "weight": ", detached"}[ratio.gradient]
     return f"{ratio.level}{suffix}"
+
+
+_TRUST_WORDS = {"kernel": "smooth damping"}
+"""What a table says in place of the name of a part that does not explain itself."""
 
 
 def trust_words(value: Algorithm) -> str:
@@ -261,5 +265,5 @@ def trust_words(value: Algorithm) -> str:
         bounds = part.bounds(None)
         fields = part.in_tables or (bounds.fields if bounds is not None else ())
         numbers = "/".join(f"{each:g}" for field in fields if isinstance(each := getattr(part, field), float))
-        described.append(f"{part.name} {numbers}".strip())
+        described.append(f"{_TRUST_WORDS.get(part.name, part.name)} {numbers}".strip())
     return ", ".join(described) or "none"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from legato.cli.tables import show_table
 from legato.errors import InputError
-from legato.pages.mismatch import Rows, floor_rows, gaps, page, share, verdicts
+from legato.pages.mismatch import Rows, floor_rows, gap_rows, page, share, verdicts
 from legato.records.lines import finite
 from legato.run.mismatch import KINDS, compare_samplers, parse_samplers
 from legato.run.target import find
@@ -30,7 +30,7 @@ def mismatch_command(target: str, words: Sequence[str], *, kinds: str | None, pr
     (output / "mismatch.html").write_text(page(result))
     console = Console(highlight=False)
     measured = result["samplers"]
-    _show(console, "old - behaviour", gaps(measured))
+    _show(console, "old - behaviour", gap_rows(measured))
     _show(console, "Noise of log s before any update", floor_rows(measured))
     cut = [
         [name, *(share(each["corrections"][name]["cut"]) for each in measured.values())]

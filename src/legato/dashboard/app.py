@@ -1,4 +1,4 @@
-"""The pages of `legato dashboard`: what each address answers. `guard.py` stands in front of all of them."""
+"""The routes of `legato dashboard`. Every request passes `guard.py` first."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def application(folder: Folder) -> "Starlette":
-    """The app over a folder of runs. Answers are made in threads: reading a file must not hold up another page."""
+    """Return the web app over a folder of runs. Requests are answered in threads, so that reading a file blocks no other."""
     from starlette.applications import Starlette
     from starlette.routing import Route
 
@@ -27,50 +27,50 @@ def application(folder: Folder) -> "Starlette":
         "/api/runs": lambda request: [run.row() for run in folder.runs()],
         "/api/curves": lambda request: curves(
             folder,
-            _all(request, "run"),
-            _all(request, "key"),
-            _whole(request, "points", 300),
+            _values(request, "run"),
+            _values(request, "key"),
+            _integer(request, "points", 300),
             "join" in request.query_params,
         ),
-        "/api/health": lambda request: findings(folder, _all(request, "run")),
-        "/api/configs": lambda request: configs(folder, _all(request, "run")),
-        "/api/steps": lambda request: list(steps_of(folder.run(_one(request, "run")).directory)),
-        "/api/measured": lambda request: newest_measured_step(folder.run(_one(request, "run")).directory),
+        "/api/health": lambda request: findings(folder, _values(request, "run")),
+        "/api/configs": lambda request: configs(folder, _values(request, "run")),
+        "/api/steps": lambda request: list(steps_of(folder.run(_value(request, "run")).directory)),
+        "/api/measured": lambda request: newest_measured_step(folder.run(_value(request, "run")).directory),
         "/api/rollouts": lambda request: _rollouts(folder, request),
         "/api/rollout": lambda request: show_rollout(
-            folder.run(_one(request, "run")).directory,
-            _whole(request, "step", 0),
-            _whole(request, "index", 0),
+            folder.run(_value(request, "run")).directory,
+            _integer(request, "step", 0),
+            _integer(request, "index", 0),
             whole="whole" in request.query_params,
         ),
     }
-    routes = [Route(path, _answering(folder, answer)) for path, answer in answers.items()]
-    routes += [Route(path, _file(*content)) for path, content in _files().items()]
+    routes = [Route(path, _json_endpoint(folder, answer)) for path, answer in answers.items()]
+    routes += [Route(path, _file_endpoint(*content)) for path, content in _files().items()]
     return Starlette(routes=routes)
 
 
-def _answering(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
+def _json_endpoint(folder: Folder, answer: "Callable[[Request], Any]") -> "Callable[[Request], Response]":
     def endpoint(request: "Request") -> "Response":
         from starlette.responses import Response
 
-        folder.answering += 1
+        folder.open_requests += 1
         try:
             status, body = 200, answer(request)
         except (ValueError, OSError) as error:
             status, body = 400 if isinstance(error, ValueError) else 500, {"error": str(error)}
         finally:
-            folder.answering -= 1
+            folder.open_requests -= 1
         return Response(json.dumps(body, allow_nan=False, separators=(",", ":")), status, media_type="application/json")
 
     return endpoint
 
 
-def _file(text: str, kind: str, kept: bool) -> "Callable[[Request], Response]":
+def _file_endpoint(text: str, kind: str, cacheable: bool) -> "Callable[[Request], Response]":
     def endpoint(request: "Request") -> "Response":
         from starlette.responses import Response
 
-        # Only what comes with a version in its address may be kept by the browser.
-        headers = {"cache-control": "private, max-age=31536000, immutable"} if kept and request.url.query else None
+        # The browser may cache only a file whose address holds a version.
+        headers = {"cache-control": "private, max-age=31536000, immutable"} if cacheable and request.url.query else None
         return Response(text, media_type=kind, headers=headers)
 
     return endpoint
@@ -91,41 +91,41 @@ def _files() -> Mapping[str, tuple[str, str, bool]]:
 
 
 def _rollouts(folder: Folder, request: "Request") -> dict[str, Any]:
-    directory = folder.run(_one(request, "run")).directory
-    asked = request.query_params
+    directory = folder.run(_value(request, "run")).directory
+    parameters = request.query_params
     steps = list(steps_of(directory))
-    if asked.get("step", "all") != "all":
-        steps = [_whole(request, "step", 0)]
+    if parameters.get("step", "all") != "all":
+        steps = [_integer(request, "step", 0)]
     rollout_filter = Filter(
-        text=asked.get("text", ""),
-        verdict=asked.get("verdict", ""),
-        stop=asked.get("stop", ""),
-        shortest=_whole(request, "shortest", None),
-        longest=_whole(request, "longest", None),
-        group=_whole(request, "group", None),
+        text=parameters.get("text", ""),
+        verdict=parameters.get("verdict", ""),
+        stop=parameters.get("stop", ""),
+        shortest=_integer(request, "shortest", None),
+        longest=_integer(request, "longest", None),
+        group=_integer(request, "group", None),
     )
-    return list_rollouts(directory, steps, rollout_filter, asked.get("order", "stored"))
+    return list_rollouts(directory, steps, rollout_filter, parameters.get("order", "stored"))
 
 
-def _all(request: "Request", name: str) -> list[str]:
+def _values(request: "Request", name: str) -> list[str]:
     return list(dict.fromkeys(request.query_params.getlist(name)))
 
 
-def _one(request: "Request", name: str) -> str:
+def _value(request: "Request", name: str) -> str:
     return request.query_params.get(name, "")
 
 
-def _whole(request: "Request", name: str, otherwise: Any) -> Any:
+def _integer(request: "Request", name: str, default: Any) -> Any:
     text = request.query_params.get(name, "")
     if not text:
-        return otherwise
+        return default
     if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise InputError(f"{name} = {text[:40]!r} is given; a whole number is needed")
+        raise InputError(f"expected a whole number of at most 15 digits, got {text[:40]!r} ({name})")
     return int(text)
 
 
-def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[[str], object] | None = None) -> None:
-    """Serve until interrupted. `opened` is called with the address once it answers."""
+def serve(folder: Path, port: int, say: Callable[[str], None], on_ready: Callable[[str], object] | None = None) -> None:
+    """Serve until interrupted. `on_ready` is called with the address once it answers."""
     try:
         import uvicorn
     except ImportError as error:
@@ -140,7 +140,7 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", port))
-            listening.listen()  # from here on the address answers, if a moment later
+            listening.listen()  # from here on requests wait instead of being refused
         except OSError as error:
             raise InputError(f"port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from error
         guard = Guard(
@@ -151,6 +151,6 @@ def serve(folder: Path, port: int, say: Callable[[str], None], opened: Callable[
         )
         say(f"{folder} is shown at {guard.address}")
         config = uvicorn.Config(guard, log_level="warning", access_log=False, server_header=False, ws="none")
-        if opened is not None:
-            opened(guard.address)
+        if on_ready is not None:
+            on_ready(guard.address)
         asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))

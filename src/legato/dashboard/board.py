@@ -1,4 +1,4 @@
-"""The data of the page of several runs: curves, findings, and differences of their configs."""
+"""The data behind the dashboard's views of several runs: curves, findings, and differences of their configs."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,37 +16,42 @@ from legato.pages.legible import legible
 from legato.pages.several import arms
 
 _MOST_VALUES = 40_000
-"""Points of all curves of an answer together: two hundred curves need no three hundred points each."""
+"""Most points of all curves of an answer together: with two hundred curves, fewer points each are enough."""
 
 
 def curves(folder: Folder, names: Sequence[str], keys: Sequence[str], points: int, join: bool) -> dict[str, Any]:
-    """Curves by key, and every key there is; `join`: runs that differ in the seed alone become one curve with a band."""
+    """Return the curves of `keys` and the names of all recorded keys.
+
+    With `join`, runs that differ only in the seed become one curve with a band.
+    """
     runs = [folder.run(name) for name in names]
-    known = {run.name: run.series_to_draw() for run in runs}
-    folder.read_beside()
+    series_by_run = {run.name: run.series_to_draw() for run in runs}
+    folder.read_in_background()
     points = max(20, min(points, _MOST_VALUES // max(1, len(runs) * len(keys))))
-    keys_recorded = sorted({key for series in known.values() for each in series.values() for key in each.keys})
-    drawn = _joined_curves(runs, known, keys, points) if join else _separate_curves(runs, known, keys, points)
+    keys_recorded = sorted({key for series in series_by_run.values() for each in series.values() for key in each.keys})
+    drawn_curves = (
+        _joined_curves(runs, series_by_run, keys, points) if join else _separate_curves(runs, series_by_run, keys, points)
+    )
     return {
         "keys": keys_recorded,
-        "curves": drawn,
+        "curves": drawn_curves,
         "reading": [run.name for run in runs if run.first_look is not None or run.behind],
         "damaged": {run.name: run.damaged for run in runs if run.damaged},
     }
 
 
 def _separate_curves(
-    runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
+    runs: Sequence[Run], series_by_run: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
 ) -> list[dict[str, Any]]:
-    drawn = []
+    result = []
     for run in runs:
         with run.lock:
-            drawn += [
+            result += [
                 {"key": key, "run": run.name, "name": legible(run.name, one_line=True), **curve}
                 for key in keys
-                if (curve := _curve(known[run.name], key, points)) is not None
+                if (curve := _curve(series_by_run[run.name], key, points)) is not None
             ]
-    return drawn
+    return result
 
 
 def _curve(series: Mapping[str, Series], key: str, points: int) -> dict[str, Any] | None:
@@ -55,20 +60,20 @@ def _curve(series: Mapping[str, Series], key: str, points: int) -> dict[str, Any
 
 
 def _joined_curves(
-    runs: Sequence[Run], known: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
+    runs: Sequence[Run], series_by_run: Mapping[str, Mapping[str, Series]], keys: Sequence[str], points: int
 ) -> list[dict[str, Any]]:
     """Return mean, minimum and maximum over the seeds of each arm, at steps that all seeds have reached."""
     by_name = {run.name: run for run in runs}
-    alike = arms({run.name: run.options() for run in runs})
-    drawn = []
-    for arm, names in alike.items():
+    runs_by_arm = arms({run.name: run.options() for run in runs})
+    result = []
+    for arm, names in runs_by_arm.items():
         members = [by_name[name] for name in names]
         for key in keys:
-            each = [curve for run in members if (curve := _curve(known[run.name], key, min(points, 60))) is not None]
+            each = [curve for run in members if (curve := _curve(series_by_run[run.name], key, min(points, 60))) is not None]
             if each:
                 name = members[0].name if len(members) == 1 else f"{arm}, {len(members)} seeds"
-                drawn.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
-    return drawn
+                result.append({"key": key, "run": members[0].name, "name": legible(name, one_line=True), **_band(each)})
+    return result
 
 
 def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
@@ -87,13 +92,13 @@ def _band(each: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
 
 
 def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What the health watch found in these runs, the gravest first, then the newest; with what its rule says of causes."""
+    """Return the findings of these runs with causes and advice from their rules, gravest first, then newest."""
     rules = {rule.name: rule for rule in RULES}
     rows = list[dict[str, Any]]()
     for run in map(folder.run, names):
         command = f"legato doctor {shlex.quote(legible(str(run.directory.path), one_line=True))}"
         for each in run.read_health():
-            # What was done about a finding bears the name of its rule too; the causes are told once.
+            # A recovery names the rule of its finding too; causes are listed with the finding only.
             rule = None if each["what"] == "recovery" else rules.get(each["rule"])
             causes, tries = ((), ()) if rule is None else (rule.causes, rule.tries)
             rows.append(each | {"run": run.name, "doctor": command, "causes": causes, "tries": tries})
@@ -101,7 +106,7 @@ def findings(folder: Folder, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def configs(folder: Folder, names: Sequence[str]) -> dict[str, Any]:
-    """The options in which runs differ, and how many they share."""
+    """Return the options in which runs differ, and those that are the same in all."""
     by_name = {name: folder.run(name).options() for name in names}
     paths = sorted({path for options in by_name.values() for path in options})
     rows = [{"path": path, "values": [_value(by_name[name], path) for name in names]} for path in paths]

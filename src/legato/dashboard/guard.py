@@ -1,8 +1,8 @@
-"""Who may look at the dashboard: the browser that was handed the key, from this machine's own address, and no other page.
+"""Access control of the dashboard: only a browser that was given the key, on this machine's own address, is answered.
 
-Every route goes through here. The key in the printed address works once; it is exchanged for a cookie that no script can
-read, and the next key is made. A name that some other site lets point to this machine fails at Host; a page that asks from
-elsewhere fails at Origin and Sec-Fetch-Site.
+Every request passes here. The key in the printed address works once: it is exchanged for a cookie that scripts cannot read,
+and a new key is made. A foreign host name that points to this machine fails the Host check; a request by a page of another
+site fails the checks of Origin and Sec-Fetch-Site.
 """
 
 import hmac
@@ -27,26 +27,26 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-# A redirect would still count as asked from where the address was clicked, and a strict cookie would not be sent.
-_ENTERED = (
+# After a redirect the browser would still count the request as cross-site and not send the SameSite=Strict cookie.
+_ENTRY_PAGE = (
     b'<!DOCTYPE html><meta http-equiv="refresh" content="0;url=/"><link rel="icon" href="data:,">'
     b'<title>Legato</title><a href="/">Enter</a>'
 )
 
 
 class Guard:
-    """In front of the app."""
+    """ASGI middleware that checks every request before the app sees it."""
 
-    def __init__(self, app: App, port: int, renewed: Callable[[str], None], styles: Sequence[str] = ()) -> None:
-        """`renewed` is told the next address; `styles` are digests of style sheets beside those of the app's own files."""
-        self.app, self.port, self._renewed = app, port, renewed
+    def __init__(self, app: App, port: int, on_new_address: Callable[[str], None], styles: Sequence[str] = ()) -> None:
+        """`on_new_address` is called with each new address; `styles` are digests of style sheets from elsewhere."""
+        self.app, self.port, self._on_new_address = app, port, on_new_address
         self.headers = {"content-security-policy": POLICY.format(styles=" ".join(["'self'", *styles])), **_HEADERS}
         self.hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
         self.key, self._cookie = secrets.token_urlsafe(24), secrets.token_urlsafe(32)
 
     @property
     def address(self) -> str:
-        """Where to enter, once."""
+        """The address that lets one browser in, once."""
         return f"http://127.0.0.1:{self.port}/?key={self.key}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,18 +58,18 @@ class Guard:
         if refusal is not None:
             await self._answer(send, *refusal)
             return
-        offered = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
-        # Something that looks a link over before it is followed asks for HEAD; that must not use the key up.
+        key_offered = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
+        # Link previews send HEAD; that must not use up the key.
         entering = scope["path"] == "/" and scope["method"] == "GET"
-        if entering and hmac.compare_digest(offered.encode(), self.key.encode()):
+        if entering and hmac.compare_digest(key_offered.encode(), self.key.encode()):
             self.key = secrets.token_urlsafe(24)
-            self._renewed(self.address)
-            cookie = f"{self._name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
-            await self._answer(send, 200, _ENTERED, {"set-cookie": cookie, "content-type": "text/html; charset=utf-8"})
+            self._on_new_address(self.address)
+            cookie = f"{self._cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
+            await self._answer(send, 200, _ENTRY_PAGE, {"set-cookie": cookie, "content-type": "text/html; charset=utf-8"})
             return
-        # After the key: one that a known browser opened would stay in its history, and good.
-        if self._known(headers):
-            await self.app(scope, receive, self._sending(send))
+        # Checked after the key: a key that a known browser opened would otherwise stay valid, and in its history.
+        if self._has_cookie(headers):
+            await self.app(scope, receive, self._add_headers(send))
             return
         await self._answer(send, 403, b"This needs the address that `legato dashboard` printed last; a key works once.\n")
 
@@ -82,39 +82,39 @@ class Guard:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if origin is not None and origin != f"http://{host}":
             return 403, b"Asked by a page of another origin.\n"
-        # Following an address from elsewhere is how one enters; everything else is asked by our own page.
+        # Following a link from elsewhere is how a browser enters; every other request comes from our own page.
         if site not in (None, "same-origin", "none") and headers.get("sec-fetch-mode") != "navigate":
             return 403, b"Asked by a page of another site.\n"
         return None
 
     @property
-    def _name(self) -> str:
+    def _cookie_name(self) -> str:
         # Cookies do not tell ports apart: two dashboards would take each other's.
         return f"legato-{self.port}"
 
-    def _known(self, headers: dict[str, str]) -> bool:
+    def _has_cookie(self, headers: dict[str, str]) -> bool:
         pairs = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
         return any(
-            name == self._name and hmac.compare_digest(value.encode("latin-1"), self._cookie.encode())
+            name == self._cookie_name and hmac.compare_digest(value.encode("latin-1"), self._cookie.encode())
             for name, _, value in pairs
         )
 
-    def _sending(self, send: Send) -> Send:
-        async def sending(message: MutableMapping[str, Any]) -> None:
+    def _add_headers(self, send: Send) -> Send:
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                there = {name.lower() for name, _ in message["headers"]}
+                present = {name.lower() for name, _ in message["headers"]}
                 more = {"cache-control": "no-store", **self.headers}
                 message["headers"] = [
                     *message["headers"],
-                    *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in there),
+                    *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in present),
                 ]
             await send(message)
 
-        return sending
+        return send_with_headers
 
     async def _answer(self, send: Send, status: int, body: bytes, more: dict[str, str] | None = None) -> None:
         headers = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), **(more or {})}
-        sending = self._sending(send)
+        send_with_headers = self._add_headers(send)
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await sending({"type": "http.response.start", "status": status, "headers": encoded})
-        await sending({"type": "http.response.body", "body": body})
+        await send_with_headers({"type": "http.response.start", "status": status, "headers": encoded})
+        await send_with_headers({"type": "http.response.body", "body": body})

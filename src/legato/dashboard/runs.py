@@ -1,4 +1,4 @@
-"""A folder of runs: finding them, summarising them from both ends of their files, reading them whole only to draw."""
+"""A folder of runs. Runs are listed from the first and last lines of their files and read whole only to draw curves."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from legato.errors import InputError
 from legato.health.rule import LEVELS
 from legato.pages.health import count_findings, finding_row
 from legato.pages.legible import legible, shorten
-from legato.pages.several import flat, read_config
+from legato.pages.several import flatten_config, read_config
 from legato.pages.summary import number
 from legato.records.directory import RunDirectory
 from legato.records.tail import LONGEST, Tail, last_lines, open_plain_file, spread_lines
@@ -61,7 +61,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     summary_stamp: tuple[int, int, int] = (-1, -1, -1)
     """Sizes and time of change when `summary` was made."""
-    wanted: bool = False
+    requested: bool = False
 
     @classmethod
     def of(cls, folder: Path, path: Path) -> "Run":
@@ -69,7 +69,7 @@ class Run:
         name = str(path.relative_to(folder)) if path != folder else path.resolve().name
         return cls(name=name, directory=directory, metrics=Tail(directory.metrics_path), health=Tail(directory.health.path))
 
-    # What the list shows
+    # The list of runs
 
     def row(self) -> dict[str, Any]:
         """Return the run's row in the list, from the first and the last lines of its files."""
@@ -91,7 +91,7 @@ class Run:
         return stat.st_size, self.health.size(), stat.st_mtime_ns
 
     def _summarise(self) -> dict[str, Any]:
-        size, sick, changed = self._stamp()
+        size, health_size, changed = self._stamp()
         start, planned = self._start() or {}, self._planned()
         last, end, accuracy = self._last()
         self.read_health()
@@ -107,8 +107,8 @@ class Run:
             "reward": number(last, "reward/mean"),
             "accuracy": accuracy,
             "ended": None if end is None else _line(end.get("reason") or "ended"),
-            "changed": changed / 1e9 or _changed_at(self.directory.path),
-            "version": f"{size}-{sick}-{changed}",
+            "changed": changed / 1e9 or _modification_time(self.directory.path),
+            "version": f"{size}-{health_size}-{changed}",
             "health": LEVELS[worst] if worst >= 0 else None,
             "findings": sum(LEVELS.index(each["level"]) == worst for each in self.findings),
             "found": count_findings(self.findings),
@@ -149,7 +149,7 @@ class Run:
 
     def options(self) -> dict[str, Any]:
         """The resolved config by dotted path; empty where it cannot be read."""
-        return flat(read_config(self.directory))
+        return flatten_config(read_config(self.directory))
 
     def read_health(self) -> list[dict[str, Any]]:
         """Read and return all findings so far."""
@@ -161,7 +161,7 @@ class Run:
                     return self.findings
                 self.findings += [row for line in lines if (row := finding_row(parse_metrics(line) or {})) is not None]
 
-    # What the curves show
+    # Curves
 
     def read(self, most: int = 1 << 20) -> bool:
         """Read the next lines; False at the end of the file."""
@@ -177,7 +177,7 @@ class Run:
     def series_to_draw(self) -> dict[str, Series]:
         """Return the series to draw. A long file gives an overview until the background thread has read it."""
         with self.lock:
-            self.wanted = True
+            self.requested = True
             left = self.metrics.size() - self.metrics.position
             if left <= _AT_ONCE:
                 while self.read():
@@ -193,7 +193,7 @@ class Run:
 
     @property
     def behind(self) -> bool:
-        return self.wanted and self.metrics.size() - self.metrics.position > _AT_ONCE
+        return self.requested and self.metrics.size() - self.metrics.position > _AT_ONCE
 
 
 class Folder:
@@ -205,7 +205,7 @@ class Folder:
         self.path = path
         self.known_runs: dict[str, Run] = {}
         self._searched_at = 0.0
-        self.answering = 0
+        self.open_requests = 0
         """Number of requests being answered."""
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
@@ -231,7 +231,7 @@ class Folder:
             raise InputError(f"no run is called {name!r} in {self.path}")
         return run
 
-    def read_beside(self) -> None:
+    def read_in_background(self) -> None:
         """Start the background thread that reads long files."""
         with self._lock:
             if self._reader is None or not self._reader.is_alive():
@@ -243,8 +243,8 @@ class Folder:
         while behind := [run for run in list(self.known_runs.values()) if run.behind and run.name not in stuck]:
             for run in behind:
                 while run.behind and run.read(_SLICE):
-                    # Whoever waits for an answer comes first: what is read here can be shown a second later.
-                    time.sleep(0.02 if self.answering else 0)
+                    # Requests come first: what is read here can be shown a second later.
+                    time.sleep(0.02 if self.open_requests else 0)
                 if run.behind:
                     stuck.add(run.name)
                 else:
@@ -279,7 +279,7 @@ def _fill(series: Mapping[str, Series], records: Iterable[Mapping[str, Any] | No
         into.add([record for record in known if record.get("kind") == kind])
 
 
-def _changed_at(path: Path) -> float:
+def _modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

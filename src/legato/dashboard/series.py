@@ -10,9 +10,9 @@ from legato.pages.curves import round_six
 from legato.pages.summary import number
 
 BUCKETS = 384
-"""Even; a curve on a screen shows no more."""
+"""An even number; a curve on a screen shows no more points."""
 MOST_KEYS = 1000
-"""Of a run, 6 kB each; no trainer of ours writes as many."""
+"""Most keys of a run, 6 kB each; our trainer writes fewer."""
 
 Floats = numpy.typing.NDArray[numpy.float32]
 _TOTAL, _COUNT, _LOW, _HIGH = range(4)
@@ -40,7 +40,7 @@ class Series:
             for key, value in record.items():
                 if key not in self.keys and type(value) in (int, float) and len(self.keys) < MOST_KEYS and _is_drawn(key):
                     self.keys[key] = len(self.keys)
-        self._room()
+        self._grow()
         keys = list(self.keys)
         rows = [[v if type(v := record.get(key)) in (int, float) else None for key in keys] for record in records]
         try:
@@ -50,7 +50,7 @@ class Series:
         values = values.reshape(len(records), len(keys))
         steps = numpy.array([record["step"] for record in records], dtype=float)
         while self.records + len(records) > BUCKETS * self.width:
-            self._join()
+            self._merge_pairs()
         places = (self.records + numpy.arange(len(records))) // self.width
         starts = numpy.flatnonzero(numpy.diff(places, prepend=-1))
         known = numpy.isfinite(values)
@@ -71,7 +71,7 @@ class Series:
         self.records += len(records)
         self.last_step = float(steps[-1]) if len(steps) else self.last_step
 
-    def _room(self) -> None:
+    def _grow(self) -> None:
         """Grow the table for new keys."""
         missing = len(self.keys) - self._table.shape[1]
         if missing > 0:
@@ -79,7 +79,7 @@ class Series:
             more[_LOW], more[_HIGH] = numpy.inf, -numpy.inf
             self._table = numpy.concatenate([self._table, more], axis=1)
 
-    def _join(self) -> None:
+    def _merge_pairs(self) -> None:
         """Merge pairs of buckets."""
         left, right = self._table[:, :, ::2], self._table[:, :, 1::2]
         half = BUCKETS // 2
@@ -93,9 +93,9 @@ class Series:
         self.width *= 2
 
     def curve(self, key: str, points: int = BUCKETS) -> dict[str, list[float]] | None:
-        """Steps with mean, least and largest, at most about `points` of them; None where no record has the key.
+        """Return steps with mean, minimum and maximum, at most about `points` of them; None if no record has the key.
 
-        "breaks" are the places of points that no line leads to: records before them lack the key, which others have.
+        "breaks" are the indices of points that start a new line, because records before them lack the key.
         """
         if key not in self.keys:
             return None

@@ -1,4 +1,4 @@
-"""The stored rollouts of a run, searched and filtered; text of a model comes out legible and in measured portions."""
+"""The stored rollouts of a run, searched and filtered. Text of a model is made legible and cut into portions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 
 MOST = 400
-"""Rows that a list shows."""
+"""Most rows of a list."""
 PORTION = 20_000
-"""Characters of a text that are shown before the rest is asked for."""
-_LOOKED_BACK = 8
-"""Steps that are read to find one with measured tokens: the last of a run may hold answers of an evaluation alone."""
+"""Characters of a text that are shown before the reader asks for the rest."""
+_STEPS_SEARCHED = 8
+"""Steps searched for measured tokens: the last step of a run may hold only the answers of an evaluation."""
 _PREVIEW = 160
 _LARGEST = 1 << 27
-"""Bytes to which the rollouts of a step may unpack: a small file can hold any number of zeros."""
+"""Most bytes of the rollouts of a step when decompressed: a small file can hold any number of zeros."""
 
 ORDERS = {"stored": None, "reward": "reward", "length": "tokens", "advantage": "advantage"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which rollouts are asked for; what is None or empty is not asked."""
+    """Conditions on rollouts; a field that is None or empty is no condition."""
 
     text: str = ""
-    """In prompt, response or answer, in any case."""
+    """Searched in prompt, response and answer, ignoring case."""
     verdict: str = ""
     """'right', 'wrong', 'held-out' or 'trained'."""
     stop: str = ""
@@ -37,11 +37,11 @@ class Filter:
     longest: int | None = None
     group: int | None = None
 
-    def takes(self, record: Record) -> bool:
+    def accepts(self, record: Record) -> bool:
         tokens = number(record, "tokens") or 0.0
         accuracy = number(record, "accuracy")
-        asked = (
-            not self.text or self._reads(record),
+        conditions = (
+            not self.text or self._contains_text(record),
             {
                 "right": accuracy is not None and accuracy >= 1,
                 "wrong": accuracy is not None and accuracy < 1,
@@ -53,15 +53,17 @@ class Filter:
             self.longest is None or tokens <= self.longest,
             self.group is None or record.get("group") == self.group,
         )
-        return all(asked)
+        return all(conditions)
 
-    def _reads(self, record: Record) -> bool:
-        wanted = self.text.casefold()
-        return any(wanted in str(record.get(key) or "").casefold() for key in ("prompt", "text", "answer"))
+    def _contains_text(self, record: Record) -> bool:
+        text = self.text.casefold()
+        return any(text in str(record.get(key) or "").casefold() for key in ("prompt", "text", "answer"))
 
 
-def list_rollouts(directory: RunDirectory, steps: Sequence[int], asked: Filter, order: str = "stored") -> dict[str, Any]:
-    """Rows of the rollouts that the filter takes, newest step first, at most MOST; and what could not be read."""
+def list_rollouts(
+    directory: RunDirectory, steps: Sequence[int], rollout_filter: Filter, order: str = "stored"
+) -> dict[str, Any]:
+    """Return rows of the rollouts that the filter accepts, newest step first, at most MOST, and the damaged files."""
     rows, damaged, matching = list[dict[str, Any]](), list[str](), 0
     key = ORDERS.get(order)
     left = sorted(steps)
@@ -72,9 +74,9 @@ def list_rollouts(directory: RunDirectory, steps: Sequence[int], asked: Filter, 
         except InputError as error:
             damaged.append(legible(str(error), one_line=True))
             continue
-        taken = [_row(record, step, index) for index, record in enumerate(records) if asked.takes(record)]
-        matching += len(taken)
-        rows += taken
+        matches = [_row(record, step, index) for index, record in enumerate(records) if rollout_filter.accepts(record)]
+        matching += len(matches)
+        rows += matches
         if key is not None:
             rows.sort(key=lambda row: (row[key] is None, -(row[key] or 0.0)))
         # Cut at every step: a long run has millions.
@@ -83,10 +85,10 @@ def list_rollouts(directory: RunDirectory, steps: Sequence[int], asked: Filter, 
 
 
 def show_rollout(directory: RunDirectory, step: int, index: int, *, whole: bool) -> dict[str, Any]:
-    """One rollout with what was measured at its tokens, and its siblings."""
+    """Return one rollout with the numbers of its tokens and the other responses of its group."""
     records = _read_step(directory, step)
     if not 0 <= index < len(records):
-        raise InputError(f"step {step} has {len(records)} rollouts; number {index} is asked for")
+        raise InputError(f"expected a rollout number below {len(records)}, got {index} (step {step})")
     record = records[index]
     group = record.get("group")
     siblings = [
@@ -159,7 +161,7 @@ def _read_step(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=2)
 def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, Any]]:
-    """Two steps stay read: people go to and fro. Held by time of change, since a resumed run writes a step again."""
+    """Cached for two steps, since people switch between two; `changed` is part of the key: a resumed run rewrites a step."""
     try:
         return directory.read_rollouts(step, _LARGEST)
     except RunDirectoryError:
@@ -169,8 +171,8 @@ def _read(directory: RunDirectory, step: int, changed: int) -> list[dict[str, An
 
 
 def newest_measured_step(directory: RunDirectory) -> int | None:
-    """The newest step with a rollout whose tokens were measured; None where the last steps have none."""
-    for step in sorted(steps_of(directory), reverse=True)[:_LOOKED_BACK]:
+    """Return the newest step with a rollout whose tokens were measured; None if the last steps have none."""
+    for step in sorted(steps_of(directory), reverse=True)[:_STEPS_SEARCHED]:
         try:
             records = _read_step(directory, step)
         except ValueError:
@@ -181,7 +183,7 @@ def newest_measured_step(directory: RunDirectory) -> int | None:
 
 
 def steps_of(directory: RunDirectory) -> Iterator[int]:
-    """Steps with stored rollouts; none where the folder cannot be read."""
+    """Yield the steps with stored rollouts; none if the folder cannot be read."""
     try:
         yield from directory.rollout_steps()
     except OSError:

@@ -1,4 +1,4 @@
-"""`compare.html` and `compare.md`: a comparison on one page that opens offline, and as text that can be pasted."""
+"""Writes `compare.html`, a comparison as one offline page, and `compare.md`, the same as text."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _UNLIKE = "The arms do not share problems, weights and budget:"
 
 
 def write_pages(folder: Path, results: Results) -> None:
-    """Write both from what compare.json holds."""
+    """Write both files from the content of compare.json."""
     shown = tables(results)
     text = page(
         title=f"{legible(results['name'], one_line=True)} - Legato",

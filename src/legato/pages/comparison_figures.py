@@ -15,13 +15,13 @@ ARMS = (BLUE, AMBER, GREEN, VIOLET, "#db2777", "#06b6d4", "#64748b", "#84cc16")
 """One colour per arm; red is for what broke."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 BANDS = 60
-"""Points of a curve over seeds: each has an interval of thousands of draws."""
+"""Most points of a curve over seeds: each point has an interval from thousands of resamples."""
 
 Run = Mapping[str, Any]
 
 
 def figures(results: Results) -> list[Figure]:
-    """All that the runs allow so far."""
+    """Return all figures that the finished runs allow."""
     colours = dict(zip(results["arms"], cycle(ARMS), strict=False))
     drawn = _stability(results, colours)
     for point in results["points"]:
@@ -42,7 +42,7 @@ def learning(runs: Sequence[Run], colours: Mapping[str, str], at: str, *, wide: 
 
 
 def _course(run: Run, steps: Sequence[int]) -> dict[float, float]:
-    """Accuracy by step. A failed run stays where it was: a mean of those that went on would flatter its arm."""
+    """Return accuracy by step. A failed run keeps its last score: a mean over the other seeds would flatter its arm."""
     course = {each["step"]: each["sampled"] for each in run["evaluations"]}
     if run["status"] == "failed" and run["score"] is not None:
         last = max(course, default=-1)
@@ -59,7 +59,7 @@ def _clipping(runs: Sequence[Run], colours: Mapping[str, str], at: str) -> Figur
 
 
 def over_seeds(courses: Sequence[Mapping[float, float]], name: str, colour: str) -> list[Trace]:
-    """Mean and band of several courses, at each step over those that have it."""
+    """Return traces of the mean and its interval over seeds, at each step over the seeds that have it."""
     steps = sorted({step for course in courses for step in course})
     steps = [steps[index] for index in thin(len(steps), BANDS)]
     values = {step: [course[step] for course in courses if step in course] for step in steps}
@@ -108,7 +108,7 @@ def _final(results: Results, colours: Mapping[str, str]) -> Figure | None:
 def _bar(
     x: Sequence[Any], y: Sequence[float], around: Sequence[Sequence[float] | None], name: str, colour: str, symbol: str
 ) -> Trace:
-    """Values with their intervals."""
+    """Return markers with their intervals."""
     ends = [(value, value) if each is None else each for value, each in zip(y, around, strict=True)]
     return {
         "type": "scatter",
@@ -138,7 +138,7 @@ def _cost(results: Results) -> Figure | None:
 
 
 def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: str, unit: str) -> Figure | None:
-    """Where the time of each arm goes."""
+    """Draw the seconds of each arm by phase."""
     data: list[Trace] = [
         {
             "type": "bar",
@@ -154,7 +154,7 @@ def cost_bars(phases: Mapping[str, Mapping[str, float]], title: str, caption: st
 
 
 def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | None]:
-    figures_made: list[Figure | None] = []
+    drawn_figures: list[Figure | None] = []
     for swept in dict.fromkeys(each["axis"] for each in results["frontier"]):
         data: list[Trace] = []
         mine = [each for each in results["frontier"] if each["axis"] == swept]
@@ -185,10 +185,10 @@ def _stability(results: Results, colours: Mapping[str, str]) -> list[Figure | No
         ticks = {"tickmode": "array", "tickvals": sorted(set(values)), "ticktext": [f"{v:g}" for v in sorted(set(values))]}
         layout = shares("accuracy at the end") | {"xaxis": {"title": {"text": swept}, "type": scale_kind, **ticks}}
         caption = "Final accuracy, mean over seeds with 95 % intervals. A red cross: at least one seed collapsed or failed."
-        figures_made.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
-    return figures_made
+        drawn_figures.append(figure(f"Stability over {swept}", caption, data, layout, wide=True))
+    return drawn_figures
 
 
 def _safe(text: str) -> str:
-    """Plotly reads tags in names."""
+    """Escape a name: Plotly reads tags in names."""
     return html.escape(legible(text, one_line=True))

@@ -1,4 +1,4 @@
-"""The tables of a comparison, once for the terminal, the page and compare.md: from the content of compare.json to words."""
+"""The tables and sentences of a comparison, from compare.json, for the terminal, the page and compare.md."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from legato.pages.report import duration
 Results = Mapping[str, Any]
 
 _RARE = Fraction(1, 20)
-"""So rarely must seeds of arms that do not differ agree so well for a difference to be told without a but."""
+"""A difference is stated without reserve if seeds of equal arms would agree as well in at most this share of cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Words in rows; the first column names, the others are numbers."""
+    """A table of formatted cells; the first column names the rows, the others are numbers."""
 
     title: str
     note: str
@@ -26,7 +26,7 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Where a sweep ends stability, scores and costs of each point, and what did not end well."""
+    """Return the tables: stability over a sweep, scores and costs of each point, and runs that did not end well."""
     listed = [_frontier(results)] if results["frontier"] else []
     for point in results["points"]:
         if point["arms"]:
@@ -40,7 +40,7 @@ def tables(results: Results) -> list[Table]:
 
 
 def sentences(results: Results) -> list[str]:
-    """What the seeds allow to be said, a sentence for each arm and point."""
+    """Return what can be concluded from the seeds, one sentence for each arm and point."""
     waiting = sum(run["status"] in ("waiting", "stopped") for run in results["runs"])
     lines = (
         [f"{waiting} of {len(results['runs'])} runs are not finished; seeds count once every arm has them."]
@@ -71,14 +71,14 @@ def _sentence(arm: str, pair: Mapping[str, Any], against: str, point: Mapping[st
 
 
 def _chance(pair: Mapping[str, Any], above: bool) -> Fraction:
-    """How often seeds of arms that do not differ agree as well, in one direction or the other; level ones do not count."""
+    """Return how often seeds of equal arms agree as well by chance, in either direction; ties are not counted."""
     agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
     ways = 2 * sum(comb(differing, each) for each in range(agreeing, differing + 1))
     return min(Fraction(1), Fraction(ways, 2**differing))
 
 
 def _agreement(pair: Mapping[str, Any], above: bool, seeds: int, by: str) -> str:
-    """How many seeds say so, and how often chance does: an interval of few seeds is too narrow to tell."""
+    """Say how many seeds agree, and how often chance does the same: an interval of few seeds is too narrow."""
     agreeing, differing = pair["better" if above else "worse"], pair["better"] + pair["worse"]
     level = f" and level on {seeds - differing}" if differing < seeds else ""
     on = f"{agreeing} of {seeds} seeds" if agreeing < seeds else "both seeds" if seeds == 2 else f"all {seeds} seeds"
@@ -89,7 +89,7 @@ def _agreement(pair: Mapping[str, Any], above: bool, seeds: int, by: str) -> str
 
 
 def label(point: Mapping[str, Any]) -> str:
-    """A point of a sweep in words."""
+    """Return a point of a sweep in words."""
     return ", ".join(
         f"{path} = {value:g}" if isinstance(value, float) else f"{path} = {value}" for path, value in point.items()
     )
@@ -121,7 +121,7 @@ def _scores(results: Results, point: Mapping[str, Any]) -> Table:
 
 
 def _costs(results: Results, point: Mapping[str, Any]) -> Table:
-    # Only a mixture of experts has any to change.
+    # Only a mixture of experts has this column.
     shares = {"tokens clipped": "clip_mean", "experts changed": "flip_mean"}
     if all(summary.get("flip_mean") is None for summary in point["arms"].values()):
         del shares["experts changed"]

@@ -1,7 +1,7 @@
-"""A figure as an SVG file of its own, for papers and for pages that run no script; as PNG where a tool for that is there.
+"""Draws figures as SVG files, for papers and pages without scripts, and converts them to PNG if a tool is installed.
 
-It draws what our figures use of plotly's dictionaries: scatter (lines, markers, bands, error bars) and bars over linear,
-logarithmic and named axes, and straight lines across. What it does not know it leaves out.
+Supported of plotly's dictionaries: scatter (lines, markers, bands, error bars) and bars over linear, logarithmic and
+category axes, and straight lines. Everything else is left out.
 """
 
 import html
@@ -26,7 +26,7 @@ _INK, _DIM, _GRID = "#16202e", "#5d6b7e", "#e3e7ee"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scale:
-    """From values to pixels along one axis."""
+    """Maps values to pixels along one axis."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class _Scale:
     names: tuple[str, ...] = ()
 
     def at(self, value: Any) -> float | None:
-        """The place of a value; None where the axis has none for it."""
+        """Return the pixel of a value; None if it has no place on the axis."""
         if self.kind == "category":
             number = float(self.names.index(str(value))) if str(value) in self.names else None
         elif not isinstance(value, int | float) or not math.isfinite(value):
@@ -52,7 +52,7 @@ class _Scale:
 
 
 def draw_svg(figure: Figure) -> str:
-    """The figure as the text of an SVG file, title and legend included."""
+    """Return the figure as SVG text, with title and legend."""
     in_legend = [trace for trace in figure.data if trace.get("showlegend", True) and trace.get("name")]
     legend = _legend(in_legend if figure.layout.get("showlegend", len(in_legend) > 1) else [])
     top = 44 + _LINE * legend[1]
@@ -75,12 +75,12 @@ def draw_svg(figure: Figure) -> str:
             parts += _scatter(trace, before, x, y)
         before = trace
     for shape in figure.layout.get("shapes", ()):
-        parts += _across(shape, x, y, top)
+        parts += _straight_line(shape, x, y, top)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def rasterise(svg: Path) -> Path | None:
-    """The same beside it as PNG, twice as fine, by the first tool that is there; None where there is none."""
+    """Convert an SVG file to a PNG of twice the resolution beside it, with the first tool that works; None if none does."""
     png = svg.with_suffix(".png")
     size = f"{WIDTH},{HEIGHT}"
     tools: dict[str, Callable[[str, str], list[str]]] = {
@@ -162,7 +162,7 @@ def _axes(figure: Figure, x: _Scale, y: _Scale, top: float) -> list[str]:
         if at is None:
             continue
         parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}" stroke="{_DIM}"/>')
-        # Names share the width of the axis; what does not fit in a line goes on in the next.
+        # Names share the width of the axis and are wrapped to it.
         room = int((WIDTH - _LEFT - _RIGHT) / max(1, len(x.names)) / 6.4) if x.kind == "category" else 40
         for number, piece in enumerate(textwrap.wrap(word, max(4, room), break_long_words=False)[:3]):
             place = f'x="{at:.1f}" y="{base + 17 + 13 * number}"'
@@ -206,7 +206,7 @@ def _scatter(trace: Trace, before: Trace | None, x: _Scale, y: _Scale) -> list[s
     places = [(x.at(a), y.at(b)) for a, b in zip(trace["x"], trace["y"], strict=True)]
     known = [(a, b) for a, b in places if a is not None and b is not None]
     mode, line = trace.get("mode", "lines"), trace.get("line", {})
-    colour = line.get("color") or _first(trace.get("marker", {}).get("color"), BLUE)
+    colour = line.get("color") or _first_colour(trace.get("marker", {}).get("color"), BLUE)
     parts = []
     if trace.get("fill") == "tonexty" and before is not None:
         back = [(x.at(a), y.at(b)) for a, b in zip(before["x"], before["y"], strict=True)]
@@ -275,8 +275,8 @@ def _bars(figure: Figure, number: int, x: _Scale, y: _Scale) -> list[str]:
     return parts
 
 
-def _across(shape: dict[str, Any], x: _Scale, y: _Scale, top: float) -> list[str]:
-    """A straight line across, at one value of an axis."""
+def _straight_line(shape: dict[str, Any], x: _Scale, y: _Scale, top: float) -> list[str]:
+    """Draw a straight line across the figure, at one value of an axis."""
     ends = []
     for scale, name, paper in ((x, "x", (_LEFT, WIDTH - _RIGHT)), (y, "y", (HEIGHT - _BOTTOM, top))):
         ends.append([scale.at(shape[f"{name}{n}"]) if _in_data(shape, name) else float(paper[n]) for n in (0, 1)])
@@ -291,24 +291,24 @@ def _across(shape: dict[str, Any], x: _Scale, y: _Scale, top: float) -> list[str
     ]
 
 
-def _legend(named: Sequence[Trace]) -> tuple[list[str], int]:
-    """Its marks, and how many lines it takes."""
+def _legend(traces: Sequence[Trace]) -> tuple[list[str], int]:
+    """Return the SVG elements of the legend, and its number of lines."""
     parts, at, row = [], float(_LEFT), 0
-    for trace in named:
+    for trace in traces:
         words = re.sub(r"<[^>]*>", "", html.unescape(str(trace["name"])))
-        wide = 28 + 7.2 * len(words)
-        if at + wide > WIDTH - _RIGHT and at > _LEFT:
+        width = 28 + 7.2 * len(words)
+        if at + width > WIDTH - _RIGHT and at > _LEFT:
             at, row = float(_LEFT), row + 1
         colour = trace.get("fillcolor") or trace.get("line", {}).get("color")
-        colour = colour or _first(trace.get("marker", {}).get("color"), BLUE)
+        colour = colour or _first_colour(trace.get("marker", {}).get("color"), BLUE)
         y = 36 + _LINE * row
         parts.append(f'<rect x="{at:.0f}" y="{y}" width="12" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{at + 17:.0f}" y="{y + 10}" fill="{_DIM}">{html.escape(words)}</text>')
-        at += wide
-    return parts, row + 1 if named else 0
+        at += width
+    return parts, row + 1 if traces else 0
 
 
-def _first(colour: Any, otherwise: str) -> str:
+def _first_colour(colour: Any, otherwise: str) -> str:
     if isinstance(colour, list | tuple):
         return str(colour[0]) if colour else otherwise
     return otherwise if colour is None else str(colour)

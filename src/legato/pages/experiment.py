@@ -4,7 +4,7 @@ NAME.html            one file, offline
 NAME.md              the same as text that can be pasted
 NAME.json            every number
 tables/SHEET.csv     each table with its numbers in full
-figures/FIGURE.svg   each figure, and as .png where a tool for that is there
+figures/FIGURE.svg   each figure, and as .png if a tool is installed
 """
 
 import csv
@@ -240,7 +240,7 @@ def read(stored: Mapping[str, Any]) -> Account:
 
 
 def markdown(account: Account, figures: str = "figures") -> str:
-    """The account as text; figures are linked from the folder named, or left out where that is empty."""
+    """Return the account as Markdown; figures are linked from the folder `figures`, or left out if that is empty."""
     facts = ", ".join(f"{name} {value}" for name, value in account.facts.items())
     pieces = [f"# {_cell(account.title)}", "", account.about, "", f"{_cell(facts)}.", ""]
     pieces += [f"- {_cell(each)}" for each in account.sentences]
@@ -252,7 +252,7 @@ def markdown(account: Account, figures: str = "figures") -> str:
 
 
 def tables_as_text(tables: Sequence[Table], level: int = 2) -> list[str]:
-    """Tables as lines of Markdown."""
+    """Return tables as lines of Markdown."""
     pieces: list[str] = []
     for each in tables:
         pieces += ["", f"{'#' * level} {_cell(each.title)}", ""]

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Control, format (bidi overrides, zero width, tags), surrogate, private, unassigned, separators of lines and paragraphs."""
 
 
@@ -11,8 +11,10 @@ def legible(text: str, *, one_line: bool = False) -> str:
 
     HTML and rich markup are not escaped; the caller does that.
     """
-    kept = "" if one_line else "\n\t"
-    return "".join(character if character in kept or not _unseen(character) else _escape(character) for character in text)
+    allowed = "" if one_line else "\n\t"
+    return "".join(
+        character if character in allowed or not _is_invisible(character) else _escape(character) for character in text
+    )
 
 
 def piece(text: str) -> str:
@@ -30,8 +32,8 @@ def shorten(text: str, width: int) -> str:
     return f"{text[:head]}...{text[len(text) - (width - 3 - head) :]}"
 
 
-def _unseen(character: str) -> bool:
-    return unicodedata.category(character) in _UNSEEN
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) in _INVISIBLE
 
 
 def _escape(character: str) -> str:

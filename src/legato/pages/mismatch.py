@@ -7,7 +7,7 @@ from typing import Any
 
 from legato.pages.page import STYLE
 
-Found = Mapping[str, Any]
+Results = Mapping[str, Any]
 
 _OWN_STYLE = """
 .card { margin-top: 16px; }
@@ -21,9 +21,9 @@ svg .most { stroke: var(--accent); stroke-width: 2; } svg .bound { stroke: var(-
 """
 
 
-def page(result: Found) -> str:
-    """The whole page of a result of `compare_samplers`."""
-    samplers: Found = result["samplers"]
+def page(result: Results) -> str:
+    """Return the HTML page of a result of `compare_samplers`."""
+    samplers: Results = result["samplers"]
     floors = [each["floor"] for each in samplers.values()]
     band = next((floor["band"] for floor in floors if floor["band"] is not None), None)
     facts = "".join(
@@ -38,9 +38,11 @@ def page(result: Found) -> str:
             "<h1>Samplers that differ from the trainer</h1>",
             f'<div class="facts">{facts}</div>',
             f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in verdicts(result))}</ul>",
-            _card("Gap of a response, |log Geo|, beside the clip band (truncation included)", strips(responses, bounds)),
-            _card("Gap of a token: |old - behaviour|", strips(tokens, [])),
-            _card("old - behaviour: distribution, divergence, effective sizes", table(*gaps(samplers))),
+            _card(
+                "Gap of a response, |log Geo|, beside the clip band (truncation included)", draw_strips(responses, bounds)
+            ),
+            _card("Gap of a token: |old - behaviour|", draw_strips(tokens, [])),
+            _card("old - behaviour: distribution, divergence, effective sizes", table(*gap_rows(samplers))),
             _card("Noise floor beside the clip band", table(*floor_rows(samplers))),
             "<h2>What each correction does to the weights</h2>",
             *(_card(name, table(*correction_rows(each))) for name, each in samplers.items()),
@@ -71,8 +73,8 @@ def _card(title: str, inside: str) -> str:
     return f'<figure class="card"><h3>{html.escape(title)}</h3><div class="scroll">{inside}</div></figure>'
 
 
-def verdicts(result: Found) -> list[str]:
-    """For each sampler whether its log-probs may be the anchor, with the numbers."""
+def verdicts(result: Results) -> list[str]:
+    """Say for each sampler whether its log-probs may be the anchor, with the numbers."""
     lines = []
     for name, each in result["samplers"].items():
         floor = each["floor"]
@@ -97,8 +99,8 @@ Rows = tuple[Sequence[str], list[list[str]]]
 """Headings, and cells row by row."""
 
 
-def gaps(samplers: Found) -> Rows:
-    """Distribution of le per token and of log Geo per response, divergences and effective sizes."""
+def gap_rows(samplers: Results) -> Rows:
+    """Return the distribution of the gap per token and per response, divergences and effective sample sizes."""
     headings = (
         *("sampler", "mean", "sd", "p01", "p99", "max |.|", "response sd", "response max |.|"),
         *("k1", "k3", "chi2 token", "chi2 response", "ESS/N token", "ESS/N response"),
@@ -114,8 +116,8 @@ def gaps(samplers: Found) -> Rows:
     return headings, rows
 
 
-def floor_rows(samplers: Found) -> Rows:
-    """The noise floor of log s."""
+def floor_rows(samplers: Results) -> Rows:
+    """Return the noise floor of log s for each sampler."""
     headings = ("sampler", "rms |log s|", "max |log s|", "of what is clipped", "a third of the band", "clipped", "anchor")
     rows = []
     for name, each in samplers.items():
@@ -127,18 +129,25 @@ def floor_rows(samplers: Found) -> Rows:
     return headings, rows
 
 
-def correction_rows(each: Found) -> Rows:
-    """What every correction makes of one sampler's weights."""
+def correction_rows(each: Results) -> Rows:
+    """Return the effect of every correction on the weights of one sampler."""
     headings = ("correction", "of", "mean weight", "cut", "ESS/N", "bias of the mean")
     rows = [
-        [name, did["unit"], short(did["mean"], 4), share(did["cut"]), share(did["effective"]), short(did["bias"])]
-        for name, did in each["corrections"].items()
+        [
+            name,
+            effect["unit"],
+            short(effect["mean"], 4),
+            share(effect["cut"]),
+            share(effect["effective"]),
+            short(effect["bias"]),
+        ]
+        for name, effect in each["corrections"].items()
     ]
     return headings, rows
 
 
-def length_rows(each: Found) -> Rows:
-    """The same by length: how much is cut."""
+def length_rows(each: Results) -> Rows:
+    """Return the share that each correction cuts, by length of the response."""
     bins = each["by_length"]
     headings = ("", *(f"{b['shortest']} to {b['longest']} tokens" for b in bins))
     rows = [
@@ -152,19 +161,19 @@ def length_rows(each: Found) -> Rows:
 
 
 def short(value: float | None, digits: int = 2) -> str:
-    """A number in few characters; a dash where there is none."""
+    """Format a number in few characters; a dash if there is none."""
     if value is None or not math.isfinite(value):
         return "-"
     return "0" if value == 0 else f"{value:.{digits}g}"
 
 
 def share(value: float | None) -> str:
-    """A share in per cent."""
+    """Format a share in per cent."""
     return "-" if value is None or not math.isfinite(value) else f"{100 * value:.3g} %"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As HTML."""
+    """Return the table as HTML."""
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
     lines = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
@@ -173,8 +182,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 _LEFT, _WIDE, _ROW, _TOP = 130, 760, 26, 34
 
 
-def strips(sizes: Mapping[str, Found], bounds: Sequence[tuple[float, str]]) -> str:
-    """For each row a strip from the 5th to the 95th percentile on a logarithmic axis, the median and the greatest marked."""
+def draw_strips(sizes: Mapping[str, Results], bounds: Sequence[tuple[float, str]]) -> str:
+    """Draw a strip from the 5th to the 95th percentile for each row, on a logarithmic axis, with median and maximum."""
     positive = [size[key] for size in sizes.values() for key in ("p05", "greatest") if size.get(key, 0) > 0]
     positive += [bound for bound, _ in bounds]
     if not positive:

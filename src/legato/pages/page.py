@@ -1,4 +1,4 @@
-"""The look of the report: styles, the script that draws, and the frame of the one file."""
+"""The HTML frame of our pages: styles, the script that draws figures, and the content security policy."""
 
 import ast
 import base64
@@ -17,7 +17,7 @@ _LIGHT = """--page: #f6f7f9; --card: #ffffff; --text: #16202e; --dim: #5d6b7e; -
 _DARK = """--page: #0d1219; --card: #151c26; --text: #e4eaf2; --dim: #94a2b5; --line: #263140;
   --grid: #232d3b; --well: #0f151d; --good: #34d399; --bad: #f87171; --accent: #60a5fa;"""
 
-# The reader's system decides between light and dark, unless the page has been told.
+# The reader's system decides between light and dark, unless data-theme is set.
 STYLE = (
     f":root {{ color-scheme: light dark; {_LIGHT} }}\n"
     f"@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}\n"
@@ -89,7 +89,7 @@ function themed(layout) {
 }
 const plotting = { displaylogo: false, responsive: true, displayModeBar: "hover",
   modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]] };
-function keep(address, name) {
+function download(address, name) {
   const link = document.createElement("a");
   link.href = address; link.download = name;
   link.click();
@@ -101,7 +101,7 @@ async function save(plot, kind, name) {
     const data = plot.data.map(({ type, name, x, y, text, error_y }) => ({ type, name, x, y, text, error_y }));
     const words = new Blob([JSON.stringify({ title: name, data }, null, 1)], { type: "application/json" });
     const address = URL.createObjectURL(words);
-    keep(address, file + ".json");
+    download(address, file + ".json");
     setTimeout(() => URL.revokeObjectURL(address), 1000);
     return;
   }
@@ -112,9 +112,9 @@ async function save(plot, kind, name) {
     font: { ...plot.layout.font, color: ink },
     xaxis: { ...plot.layout.xaxis, ...rules }, yaxis: { ...plot.layout.yaxis, ...rules } };
   const size = { format: kind, width: 900, height: 520, scale: kind === "png" ? 2 : 1 };
-  keep(await Plotly.toImage({ data: plot.data, layout }, size), file + "." + kind);
+  download(await Plotly.toImage({ data: plot.data, layout }, size), file + "." + kind);
 }
-function savers(plot, name) {
+function saveButtons(plot, name) {
   const row = document.createElement("div");
   row.className = "save";
   for (const kind of ["svg", "png", "data"]) {
@@ -127,7 +127,7 @@ function savers(plot, name) {
   return row;
 }
 """
-"""What the report and the dashboard share: plotly in the page's colours, and how a figure is saved."""
+"""JavaScript that report and dashboard share: plotly in the page's colours, and saving a figure."""
 
 SCRIPT = (
     THEMED
@@ -140,7 +140,7 @@ function draw() {
 draw();
 figures.forEach((figure, index) => {
   const plot = document.getElementById("figure-" + index);
-  plot.parentElement.prepend(savers(plot, figure.title));
+  plot.parentElement.prepend(saveButtons(plot, figure.title));
 });
 dark.addEventListener("change", draw);
 """
@@ -148,7 +148,7 @@ dark.addEventListener("change", draw);
 
 
 def plotly_library() -> str:
-    """The script that draws, to be put into the page."""
+    """Return the source of plotly, to be put into the page."""
     try:
         return str(import_module("plotly.offline").get_plotlyjs())
     except ImportError as error:
@@ -156,7 +156,7 @@ def plotly_library() -> str:
 
 
 def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: str) -> str:
-    """The whole file. `head` and `body` are HTML; everything that came from a run is escaped in them already."""
+    """Return the HTML file. `head` and `body` are HTML in which everything that came from a run is escaped already."""
     data = json.dumps([{"title": f.title, "data": f.data, "layout": f.layout} for f in drawn], allow_nan=False)
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     # Only these two scripts may run and nothing may be fetched, whatever a model's text contains.
@@ -176,7 +176,7 @@ def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: s
 <body>
 <main>
 {head}
-{_pictures(drawn)}
+{_figure_cards(drawn)}
 {body}
 </main>
 <script type="application/json" id="figures">{data}</script>
@@ -187,7 +187,7 @@ def page(*, title: str, head: str, body: str, drawn: Sequence[Figure], plotly: s
 """
 
 
-def _pictures(drawn: Sequence[Figure]) -> str:
+def _figure_cards(drawn: Sequence[Figure]) -> str:
     if not drawn:
         return '<section><h2>Curves</h2><p class="dim">No step has been recorded yet.</p></section>'
     cards = []
@@ -205,11 +205,11 @@ def _pictures(drawn: Sequence[Figure]) -> str:
 
 
 def plotly_styles(plotly: str) -> list[str]:
-    """Digests of the style sheets that plotly puts into a page: an empty one that it fills by rules, and fixed ones."""
+    """Return digests of the style sheets that plotly adds to a page: an empty one that it fills by rules, and fixed ones."""
     fixed = re.findall(r"""createElement\("style"\).{0,200}?\.textContent='((?:[^'\\]|\\.)*)'""", plotly)
     return [digest(""), *(digest(ast.literal_eval(f"'{text}'")) for text in fixed)]
 
 
 def digest(script: str) -> str:
-    """As a content security policy names what it allows."""
+    """Return the SHA-256 of a script or style sheet in the form of a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""One page of several runs: what differs in the seed alone is one arm, drawn as a mean with a band; and what each costs."""
+"""One page of several runs. Runs that differ only in the seed are one arm, drawn as a mean with a band."""
 
 import html
 import math
@@ -20,7 +20,7 @@ from legato.records.lines import RunDirectoryError
 from legato.records.tail import open_plain_file
 
 OF_A_RUN = ("training.seed", "output.name", "output.directory")
-"""What may differ between seeds of the same thing."""
+"""Options that may differ between seeds of one arm."""
 
 _LOGARITHMIC = {"yaxis": {"title": {"text": "share"}, "type": "log", "exponentformat": "power"}}
 _FLIPS = "router/flip_mean"
@@ -37,28 +37,28 @@ _LONGEST_NAME = 36
 _PHASES = ("rollouts", "anchor", "update")
 
 
-def flat(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A config by dotted path."""
+def flatten_config(table: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the options of a config by dotted path."""
     values: dict[str, Any] = {}
     for key, value in table.items():
-        inner = flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        inner = flatten_config(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
         values |= inner
     return values
 
 
 def arms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Names of runs by arm. An arm is called by its algorithm and by where it differs from the other arms."""
-    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    """Group runs by arm. An arm is named after its algorithm and the options in which it differs from other arms."""
+    runs_by_settings: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, config in options.items():
         settings = tuple(sorted((path, repr(value)) for path, value in config.items() if path not in OF_A_RUN))
-        alike.setdefault(settings, []).append(name)
+        runs_by_settings.setdefault(settings, []).append(name)
     values: dict[str, set[str | None]] = {}
-    for path in {path for settings in alike for path, _ in settings}:
-        values[path] = {dict(settings).get(path) for settings in alike}
+    for path in {path for settings in runs_by_settings for path, _ in settings}:
+        values[path] = {dict(settings).get(path) for settings in runs_by_settings}
     by_label: dict[str, list[str]] = {}
-    for settings, names in alike.items():
+    for settings, names in runs_by_settings.items():
         config = options[names[0]]
-        # What an algorithm brings with it needs no saying: its name says it.
+        # Options that an algorithm sets are implied by its name.
         differs = [p for p, _ in settings if len(values[p]) > 1 and not p.startswith("algorithm.")]
         words = [str(config.get("algorithm.name", names[0])), *(f"{path}={config[path]}" for path in differs)]
         label = ", ".join(words)
@@ -67,9 +67,9 @@ def arms(options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
-    """The page of these runs."""
+    """Write the page of these runs and return its path."""
     by_path = {str(directory.path): directory for directory in directories}
-    options = {name: flat(read_config(directory)) for name, directory in by_path.items()}
+    options = {name: flatten_config(read_config(directory)) for name, directory in by_path.items()}
     records = {name: directory.metrics() for name, directory in by_path.items()}
     groups = _label_arms(arms(options), by_path)
     drawn = _figures({word: [records[name] for name in names] for word, (_, names) in groups.items()})
@@ -94,7 +94,7 @@ def write_several(directories: Sequence[RunDirectory], path: Path) -> Path:
 def _label_arms(
     groups: Mapping[str, Sequence[str]], by_path: Mapping[str, RunDirectory]
 ) -> dict[str, tuple[str, Sequence[str]]]:
-    """Arms by the name of their first run: what sets an arm apart is too long for the legend of a small figure."""
+    """Name each arm after its first run: the options that set it apart are too long for a legend."""
     labels: dict[str, tuple[str, Sequence[str]]] = {}
     for arm, names in groups.items():
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -128,7 +128,7 @@ def _figures(runs: Mapping[str, Sequence[Sequence[Record]]]) -> list[Figure]:
 
 
 def _above_zero(data: Sequence[Trace]) -> list[Trace]:
-    """For a logarithmic axis. Seeds at 0 count in a mean; where the mean itself is 0 there is no point."""
+    """Prepare traces for a logarithmic axis. Seeds at 0 count in a mean; where the mean itself is 0 there is no point."""
     least = min((y for trace in data for y in trace["y"] if y > 0), default=None)
     if least is None:
         return []
@@ -140,10 +140,10 @@ def _above_zero(data: Sequence[Trace]) -> list[Trace]:
 
 
 def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
-    """Of mixtures: what keeping and replaying experts costs, for as many tokens; None where no run is one."""
+    """Draw the cost per thousand tokens of recording and replaying experts; None if no run is a mixture."""
     if not any(number(record, _FLIPS) is not None for seeds in runs.values() for seed in seeds for record in seed):
         return None
-    costs = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _of_a_thousand))}
+    costs = {arm: each for arm, seeds in runs.items() if (each := _phases(seeds, _seconds_per_thousand_tokens))}
     caption = (
         "Seconds for a thousand tokens, so that arms whose responses differ in length can be laid side by side: sampled"
         " ones under rollouts, those of responses that were trained on under anchor and update. Recording routes in the"
@@ -153,19 +153,21 @@ def _routing(runs: Mapping[str, Sequence[Sequence[Record]]]) -> Figure | None:
     return cost_bars(costs, "Cost of routing", caption, "seconds of 1,000 tokens") if costs else None
 
 
-def _of_a_thousand(record: Record, phase: str) -> float | None:
-    """Rows without an advantage are sampled and then left out."""
+def _seconds_per_thousand_tokens(record: Record, phase: str) -> float | None:
+    """Return the seconds per thousand tokens of a phase. Rows without an advantage are sampled but not trained on."""
     seconds, tokens = number(record, f"time/{phase}_seconds"), number(record, "tokens/response") or 0.0
     tokens *= 1 - (0.0 if phase == "rollouts" else number(record, "update/silent_rows") or 0.0)
     return 1000 * seconds / tokens if seconds is not None and tokens > 0 else None
 
 
-def _of_a_step(record: Record, phase: str) -> float | None:
+def _seconds_of_a_step(record: Record, phase: str) -> float | None:
     return number(record, f"time/{phase}_seconds")
 
 
-def _phases(seeds: Sequence[Sequence[Record]], cost: Callable[[Record, str], float | None] = _of_a_step) -> dict[str, float]:
-    """Mean seconds by phase; the first step, which sets things up, is left out where there are more."""
+def _phases(
+    seeds: Sequence[Sequence[Record]], cost: Callable[[Record, str], float | None] = _seconds_of_a_step
+) -> dict[str, float]:
+    """Return mean seconds by phase, without the first step, which includes the setup, if there are more."""
     means = {}
     for phase in _PHASES:
         each = []
@@ -177,7 +179,7 @@ def _phases(seeds: Sequence[Sequence[Record]], cost: Callable[[Record, str], flo
 
 
 def read_config(directory: RunDirectory) -> dict[str, Any]:
-    """The resolved recipe; empty where it cannot be read."""
+    """Return the resolved recipe; empty if it cannot be read."""
     try:
         with open_plain_file(directory.config_path) as file:
             return tomllib.load(file)

@@ -205,8 +205,8 @@ def _typical_response(responses: Sequence[MeasuredResponse]) -> MeasuredResponse
     """Return the response of the newest step at the upper quartile of the largest token movement: typical, no outlier."""
     newest = [each for each in responses if each.step == responses[-1].step]
     sizes = [max(map(abs, each.log_ratios)) for each in newest]
-    wanted = quantile(sorted(sizes), 0.75)
-    return min(zip(newest, sizes, strict=True), key=lambda pair: abs(pair[1] - wanted))[0]
+    target = quantile(sorted(sizes), 0.75)
+    return min(zip(newest, sizes, strict=True), key=lambda pair: abs(pair[1] - target))[0]
 
 
 def strip(chosen: MeasuredResponse, band: Record) -> Figure | None:

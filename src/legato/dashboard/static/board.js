@@ -1,11 +1,11 @@
-// The page: which runs are chosen, which view is open, and asking again while runs go on.
+// The page: the chosen runs, the open view, and polling while runs go on.
 // Text that came from a run is only ever put into the page as textContent.
 import { showCurves, redraw } from "/charts.js";
 import { showRollouts, rolloutKey } from "/rollouts.js";
 
 export const state = { runs: [], chosen: [], tab: "curves" };
 const colours = ["#3b82f6", "#f59e0b", "#10b981", "#8b5cf6", "#db2777", "#06b6d4", "#ef4444", "#84cc16", "#64748b", "#f97316"];
-const given = new Map(), rows = new Map();
+const runColours = new Map(), rows = new Map();
 const at = id => document.getElementById(id);
 
 export function make(tag, properties = {}, ...inside) {
@@ -20,17 +20,17 @@ export async function ask(path, parameters = {}) {
     for (const each of Array.isArray(value) ? value : [value])
       if (each !== "" && each !== null && each !== undefined) query.append(name, each);
   const answer = await fetch("/api/" + path + "?" + query, { headers: { accept: "application/json" } });
-  const lost = answer.status === 403 ? "not allowed: use the address that was printed last" : "no answer, status " + answer.status;
-  const found = await answer.json().catch(() => ({ error: lost }));
-  if (!answer.ok) throw new Error(found.error || answer.statusText);
-  return found;
+  const fallback = answer.status === 403 ? "not allowed: use the address that was printed last" : "no answer, status " + answer.status;
+  const body = await answer.json().catch(() => ({ error: fallback }));
+  if (!answer.ok) throw new Error(body.error || answer.statusText);
+  return body;
 }
 
 export const short = value => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 
 export function colourOf(run) {
-  if (!given.has(run)) given.set(run, colours[given.size % colours.length]);
-  return given.get(run);
+  if (!runColours.has(run)) runColours.set(run, colours[runColours.size % colours.length]);
+  return runColours.get(run);
 }
 
 export function tell(text, lost = false) {
@@ -47,7 +47,7 @@ function row(run) {
   box.addEventListener("change", () => choose(
     box.checked ? [...state.chosen, run.id] : state.chosen.filter(each => each !== run.id)));
   const item = make("li", {}, make("label", {}, box, parts.swatch, parts.name, parts.badge, parts.facts));
-  return { item, parts, told: "" };
+  return { item, parts, shown: "" };
 }
 
 function list() {
@@ -63,9 +63,9 @@ function list() {
     const next = before ? before.nextSibling : place.firstChild;
     if (next !== item) place.insertBefore(item, next);
     before = item;
-    const told = JSON.stringify([run, chosen]);
-    if (rows.get(run.id).told === told) continue;
-    rows.get(run.id).told = told;
+    const shown = JSON.stringify([run, chosen]);
+    if (rows.get(run.id).shown === shown) continue;
+    rows.get(run.id).shown = shown;
     parts.box.checked = chosen;
     parts.swatch.style.background = chosen ? colourOf(run.id) : "none";
     parts.name.textContent = parts.name.title = run.name;
@@ -95,10 +95,10 @@ const views = {
   curves: showCurves,
   rollouts: showRollouts,
   async health() {
-    const found = await ask("health", { run: state.chosen });
+    const findings = await ask("health", { run: state.chosen });
     const advice = (title, lines) => lines.length ? [make("div", { className: "advice" }, make("span", { className: "dim", textContent: title }),
       make("ul", {}, ...lines.map(textContent => make("li", { textContent }))))] : [];
-    const items = found.map(each => make("div", { className: "finding" },
+    const items = findings.map(each => make("div", { className: "finding" },
       make("span", {}, make("span", { className: "badge " + each.level, textContent: each.what })),
       make("span", { className: "dim", textContent: "step " + each.step }),
       make("div", {}, make("b", { textContent: each.words }),
@@ -106,27 +106,27 @@ const views = {
         ...advice("likely", each.causes), ...advice("try", each.tries)),
       ...(each.evidence ? [make("div", { className: "dim where", textContent: "evidence in " + each.evidence })] : [])));
     const none = make("p", { className: "dim", textContent: "Nothing was found in the runs that are chosen." });
-    const more = [...new Set(found.map(each => each.doctor))].map(textContent => make("div", {}, make("code", { textContent })));
+    const more = [...new Set(findings.map(each => each.doctor))].map(textContent => make("div", {}, make("code", { textContent })));
     if (more.length) more.unshift(make("p", { className: "dim", textContent: "A run in more words, with the course of what was found:" }));
     return [make("h2", { textContent: "Findings" }), ...more, ...(items.length ? items : [none])];
   },
   async configs() {
-    const found = await ask("configs", { run: state.chosen });
+    const comparison = await ask("configs", { run: state.chosen });
     const cell = value => make("td", { className: value?.length > 48 ? "value long" : "value", textContent: value === null ? "-" : value });
     const table = rows => make("div", { className: "rows card" }, make("table", { className: "options" },
       make("thead", {}, make("tr", {}, make("th", { textContent: "option" }),
-        ...found.runs.map(run => make("th", { className: "text", textContent: run })))),
+        ...comparison.runs.map(run => make("th", { className: "text", textContent: run })))),
       make("tbody", {}, ...rows.map(row => make("tr", {}, make("td", { textContent: row.path }),
         ...row.values.map(cell))))));
-    const all = make("details", {}, make("summary", { textContent: "The same in all: " + found.same.length }), table(found.same));
-    const head = found.differ.length ? table(found.differ)
+    const all = make("details", {}, make("summary", { textContent: "The same in all: " + comparison.same.length }), table(comparison.same));
+    const head = comparison.differ.length ? table(comparison.differ)
       : make("p", { className: "dim", textContent: "The runs that are chosen do not differ." });
     return [make("h2", { textContent: "Where the configs differ" }), head, make("p"), all];
   },
 };
 
-// A view whose answer comes after another was opened must leave the page alone. What it returns takes the place of what is
-// there unless it is late; one that changes the page itself asks `late` after every wait.
+// A view returns its elements, which replace the page's unless another view was opened meanwhile. A view that changes the
+// page itself calls `late` after every wait and stops if it is true.
 let turn = 0, failed = false;
 async function show(again = false) {
   const mine = ++turn, place = at("view");
@@ -143,8 +143,8 @@ async function show(again = false) {
     return;
   }
   try {
-    const made = await views[state.tab](place, { again, late: () => mine !== turn });
-    if (made && mine === turn) place.replaceChildren(...made);
+    const elements = await views[state.tab](place, { again, late: () => mine !== turn });
+    if (elements && mine === turn) place.replaceChildren(...elements);
   } catch (error) {
     if (mine !== turn) return;
     failed = true; // and is tried again with the next look at the runs
@@ -164,26 +164,26 @@ function remember() {
   history.replaceState(null, "", "#" + words);
 }
 
-// Asking again
+// Polling
 
-let seen = new Map();
+let versions = new Map();
 async function poll() {
   try {
-    const found = await ask("runs"), first = !state.runs.length;
-    found.sort((one, other) => other.changed - one.changed);
-    if (first || found.length !== state.runs.length) state.runs = found;
+    const runs = await ask("runs"), first = !state.runs.length;
+    runs.sort((one, other) => other.changed - one.changed);
+    if (first || runs.length !== state.runs.length) state.runs = runs;
     else { // while people look at it, the list keeps its order
-      const now = new Map(found.map(run => [run.id, run]));
-      state.runs = state.runs.every(run => now.has(run.id)) ? state.runs.map(run => now.get(run.id)) : found;
+      const now = new Map(runs.map(run => [run.id, run]));
+      state.runs = state.runs.every(run => now.has(run.id)) ? state.runs.map(run => now.get(run.id)) : runs;
     }
-    if (first && found.length) start();
-    const changed = state.chosen.some(id => seen.get(id) !== found.find(run => run.id === id)?.version);
-    seen = new Map(found.map(run => [run.id, run.version]));
-    state.chosen = state.chosen.filter(id => seen.has(id));
+    if (first && runs.length) start();
+    const changed = state.chosen.some(id => versions.get(id) !== runs.find(run => run.id === id)?.version);
+    versions = new Map(runs.map(run => [run.id, run.version]));
+    state.chosen = state.chosen.filter(id => versions.has(id));
     list();
     if (first) performance.mark("list");
-    const going = found.filter(run => run.running).length;
-    tell(found.length + " runs, " + going + " going on");
+    const running = runs.filter(run => run.running).length;
+    tell(runs.length + " runs, " + running + " running");
     if (first || changed || failed) await show(!first);
   } catch (error) {
     tell("No answer from legato dashboard: " + error.message, true);
@@ -193,8 +193,8 @@ async function poll() {
 
 function start() {
   const words = new URLSearchParams(location.hash.slice(1));
-  const asked = words.getAll("run").filter(id => state.runs.some(run => run.id === id));
-  state.chosen = asked.length ? asked : state.runs.slice(0, 4).map(run => run.id);
+  const requested = words.getAll("run").filter(id => state.runs.some(run => run.id === id));
+  state.chosen = requested.length ? requested : state.runs.slice(0, 4).map(run => run.id);
   state.tab = words.get("tab") in views ? words.get("tab") : "curves";
 }
 
@@ -206,13 +206,13 @@ function theme(value) {
   at("theme").textContent = dark ? "Light" : "Dark";
   redraw();
 }
-const turned = () => {
+const toggleTheme = () => {
   const value = at("theme").textContent.toLowerCase();
   localStorage.setItem("theme", value);
   theme(value);
 };
 
-at("theme").addEventListener("click", turned);
+at("theme").addEventListener("click", toggleTheme);
 at("help").addEventListener("click", () => at("keys").showModal());
 at("filter").addEventListener("input", list);
 at("choose-all").addEventListener("click", () => choose(listed()));
@@ -240,7 +240,7 @@ document.addEventListener("keydown", event => {
     return;
   }
   const tabs = { 1: "curves", 2: "health", 3: "rollouts", 4: "configs" };
-  const keys = { "/": () => (at("search") || at("filter")).focus(), "?": () => at("keys").showModal(), t: turned,
+  const keys = { "/": () => (at("search") || at("filter")).focus(), "?": () => at("keys").showModal(), t: toggleTheme,
     a: () => choose(listed()), n: () => choose([]) };
   if (event.key in tabs) open(tabs[event.key]);
   else if (event.key in keys) { keys[event.key](); event.preventDefault(); }

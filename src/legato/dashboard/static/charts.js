@@ -7,22 +7,22 @@ const chosen = { keys: [...first], logarithmic: new Set(), smooth: 1, join: fals
 const drawn = new Map();
 // Marks of more runs than this could not be told apart, nor could the names of more curves.
 const mostMarked = 4, mostNamed = 12;
-let fetched = null;
+let plotlyLoading = null;
 
-function library() {
-  fetched ||= new Promise((resolve, reject) => {
+function loadPlotly() {
+  plotlyLoading ||= new Promise((resolve, reject) => {
     const script = make("script", { src: document.querySelector("meta[name=plotly]").content });
     script.onload = () => resolve(window.Plotly);
     script.onerror = () => reject(new Error("plotly could not be loaded"));
     document.head.append(script);
   });
-  return fetched;
+  return plotlyLoading;
 }
 
 // Plotly reads tags in names.
 const plain = text => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-function smoothed(values, window) {
+function movingAverage(values, window) {
   if (window <= 1) return values;
   const reach = Math.floor(window / 2);
   return values.map((_, index) => {
@@ -31,40 +31,40 @@ function smoothed(values, window) {
   });
 }
 
-// Where steps have no value a line ends and another begins.
-function parts({ breaks, ...columns }) {
+// The pieces of a curve: where steps have no value a line ends and another begins.
+function splitAtBreaks({ breaks, ...columns }) {
   const ends = [0, ...breaks, columns.x.length];
   return ends.slice(1).map((end, index) => Object.fromEntries(["x", "mean", "low", "high"].map(
     name => [name, columns[name].slice(ends[index], end)])));
 }
 
-const joined = parts => parts.flatMap((part, index) => index ? [null, ...part] : part);
+const joinWithGaps = parts => parts.flatMap((part, index) => index ? [null, ...part] : part);
 
 function traces(curves) {
-  const made = [], few = curves.length <= 4;
+  const data = [], few = curves.length <= 4;
   for (const curve of curves) {
     const colour = colourOf(curve.run), name = plain(curve.name);
-    const whole = parts(curve), evaluated = curve.key.startsWith("eval/");
+    const whole = splitAtBreaks(curve), evaluated = curve.key.startsWith("eval/");
     if (few) for (const part of whole) if (part.low.some((value, index) => value !== part.high[index])) {
       const edge = { type: "scatter", mode: "lines", x: part.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false,
         legendgroup: name, name: name + ", least to largest" };
-      made.push({ ...edge, y: part.low }, { ...edge, y: part.high, fill: "tonexty", fillcolor: colour + "26" });
+      data.push({ ...edge, y: part.low }, { ...edge, y: part.high, fill: "tonexty", fillcolor: colour + "26" });
     }
     // A point between two gaps has no line that would show it.
-    const sizes = joined(whole.map(part => part.x.map(() => evaluated || part.x.length === 1 ? 5 : 0)));
-    made.push({ type: "scatter", mode: sizes.some(size => size) ? "lines+markers" : "lines", x: joined(whole.map(part => part.x)),
-      y: joined(whole.map(part => smoothed(part.mean, chosen.smooth))), name, legendgroup: name,
+    const sizes = joinWithGaps(whole.map(part => part.x.map(() => evaluated || part.x.length === 1 ? 5 : 0)));
+    data.push({ type: "scatter", mode: sizes.some(size => size) ? "lines+markers" : "lines", x: joinWithGaps(whole.map(part => part.x)),
+      y: joinWithGaps(whole.map(part => movingAverage(part.mean, chosen.smooth))), name, legendgroup: name,
       line: { color: colour, width: few ? 2 : 1.2 }, marker: { size: sizes.map(size => size || 0), color: colour, line: { width: 0 } } });
   }
-  return made;
+  return data;
 }
 
-// Findings stand at the upper edge in the colour of their run; a line goes down from each.
-function marked(marks) {
+// Findings as a marker at the upper edge and a vertical line, in the colour of their run.
+function markTraces(marks) {
   const places = new Map();
   for (const mark of marks) {
-    const place = JSON.stringify([mark.run, mark.step]), there = places.get(place) || { ...mark, told: [] };
-    there.told.push(plain(mark.what + ", " + (mark.rule || mark.words)));
+    const place = JSON.stringify([mark.run, mark.step]), there = places.get(place) || { ...mark, labels: [] };
+    there.labels.push(plain(mark.what + ", " + (mark.rule || mark.words)));
     if (mark.level === "alarm") there.level = "alarm";
     places.set(place, there);
   }
@@ -74,7 +74,7 @@ function marked(marks) {
   const trace = run => {
     const own = each.filter(mark => mark.run === run);
     return { type: "scatter", mode: "markers", x: own.map(mark => mark.step), y: own.map(() => 1), yaxis: "y2", name: plain(run),
-      text: own.map(mark => mark.told.join("<br>")), hovertemplate: plain(run) + ": %{text}<extra></extra>", showlegend: false,
+      text: own.map(mark => mark.labels.join("<br>")), hovertemplate: plain(run) + ": %{text}<extra></extra>", showlegend: false,
       cliponaxis: false, marker: { color: colourOf(run), size: 8, symbol: own.map(mark => mark.level === "alarm" ? "triangle-down" : "triangle-down-open") } };
   };
   return { shapes, data: [...new Set(each.map(mark => mark.run))].map(trace) };
@@ -83,10 +83,10 @@ function marked(marks) {
 function card(key) {
   const plot = make("div", { className: "plot" });
   const log = make("button", { type: "button", textContent: "log", title: "Logarithmic axis" });
-  const gone = make("button", { type: "button", textContent: "\u00d7", title: "Take this figure away" });
-  gone.setAttribute("aria-label", "Take " + key + " away");
-  const buttons = savers(plot, key);
-  buttons.append(log, gone);
+  const removeButton = make("button", { type: "button", textContent: "\u00d7", title: "Take this figure away" });
+  removeButton.setAttribute("aria-label", "Take " + key + " away");
+  const buttons = saveButtons(plot, key);
+  buttons.append(log, removeButton);
   const figure = make("figure", { className: "card" }, buttons, make("h3", { textContent: key }), plot);
   figure.dataset.key = key;
   log.addEventListener("click", () => {
@@ -94,7 +94,7 @@ function card(key) {
     log.setAttribute("aria-pressed", chosen.logarithmic.has(key));
     draw(key);
   });
-  gone.addEventListener("click", () => {
+  removeButton.addEventListener("click", () => {
     chosen.keys = chosen.keys.filter(each => each !== key);
     drawn.delete(key);
     figure.remove();
@@ -106,7 +106,7 @@ function draw(key) {
   const { plot, curves, marks } = drawn.get(key);
   // Plotly writes powers with a style attribute, which the content security policy of this page forbids.
   const axis = { exponentformat: "e", ...(chosen.logarithmic.has(key) ? { type: "log" } : {}) };
-  const { shapes, data } = marked(marks);
+  const { shapes, data } = markTraces(marks);
   // The names of the curves stand once above all figures; a figure that is saved has them with it.
   const layout = { xaxis: { title: { text: "step" } }, yaxis: axis, shapes, uirevision: key, hovermode: "x unified",
     showlegend: false, meta: { named: curves.length > 1 && curves.length <= mostNamed } };
@@ -136,7 +136,7 @@ function sketch({ plot, curves }) {
     ([least, most], value) => [Math.min(least, value), Math.max(most, value)], [low, high]), [Infinity, -Infinity]);
   const [left, right] = ends(curve => curve.x), [low, high] = ends(curve => curve.mean);
   const svg = make("svg", { viewBox: "0 0 1000 500", preserveAspectRatio: "none", width: "100%", height: "100%" });
-  for (const curve of curves) for (const part of parts(curve)) {
+  for (const curve of curves) for (const part of splitAtBreaks(curve)) {
     const points = part.x.map((x, index) => (1000 * (x - left) / (right - left || 1)).toFixed(1) + "," +
       (480 - 460 * (part.mean[index] - low) / (high - low || 1)).toFixed(1)).join(" ");
     svg.append(make("polyline", { points, fill: "none", stroke: colourOf(curve.run), "stroke-width": 2,
@@ -171,17 +171,17 @@ function controls(place) {
 export async function showCurves(place, { late = () => false }) {
   if (!place.querySelector(".figures"))
     place.replaceChildren(controls(place), make("div", { className: "legend names" }), make("div", { className: "grid figures" }));
-  const asked = { run: state.chosen, key: chosen.keys, points: 300 };
-  if (chosen.join) asked.join = 1;
-  const [found, findings] = await Promise.all([ask("curves", asked),
+  const query = { run: state.chosen, key: chosen.keys, points: 300 };
+  if (chosen.join) query.join = 1;
+  const [answer, findings] = await Promise.all([ask("curves", query),
     state.chosen.length <= mostMarked ? ask("health", { run: state.chosen }) : []]);
   if (late()) return;
   const grid = place.querySelector(".figures"), list = document.getElementById("quantities");
   if (!grid) return;
-  if (list.childElementCount !== found.keys.length)
-    list.replaceChildren(...found.keys.map(key => make("option", { value: key })));
+  if (list.childElementCount !== answer.keys.length)
+    list.replaceChildren(...answer.keys.map(key => make("option", { value: key })));
   for (const key of chosen.keys) {
-    const curves = found.curves.filter(curve => curve.key === key);
+    const curves = answer.curves.filter(curve => curve.key === key);
     if (!curves.length) { drawn.get(key)?.figure.remove(); continue; }
     if (!drawn.has(key)) drawn.set(key, card(key));
     const entry = drawn.get(key);
@@ -191,14 +191,14 @@ export async function showCurves(place, { late = () => false }) {
     if (!window.Plotly) sketch(entry);
   }
   performance.mark("sketches");
-  const damaged = Object.entries(found.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
-  const reading = found.reading.length ? ["first look, reading on: " + found.reading.length + " runs"] : [];
+  const damaged = Object.entries(answer.damaged).map(([run, lines]) => run + ": " + lines + " lines cannot be read");
+  const reading = answer.reading.length ? ["first look, reading on: " + answer.reading.length + " runs"] : [];
   const sick = state.chosen.length > mostMarked && state.runs.some(run => state.chosen.includes(run.id) && ["alarm", "warning"].includes(run.health));
   const unmarked = sick ? ["warnings and alarms are drawn for at most " + mostMarked + " runs; all are under Health"] : [];
   document.getElementById("note").textContent = [...reading, ...unmarked, ...damaged].join("; ");
-  place.querySelector(".names").replaceChildren(...legend(found.curves));
+  place.querySelector(".names").replaceChildren(...legend(answer.curves));
   if (!window.Plotly) await new Promise(resolve => setTimeout(resolve, 20)); // the sketches are painted first
-  await library();
+  await loadPlotly();
   for (const key of chosen.keys) {
     if (late() || !grid.isConnected) return;
     const entry = drawn.get(key);
@@ -211,5 +211,5 @@ export async function showCurves(place, { late = () => false }) {
   }
   grid.dataset.ready = "yes";
   performance.mark("figures");
-  if (found.reading.length) setTimeout(() => { if (!late() && state.tab === "curves") showCurves(place, { late }); }, 1500);
+  if (answer.reading.length) setTimeout(() => { if (!late() && state.tab === "curves") showCurves(place, { late }); }, 1500);
 }

@@ -3,12 +3,12 @@ import { ask, make, short, state } from "/board.js";
 
 // `least`: where the scale of colours ends at the latest, so that rounding is not painted.
 const quantities = {
-  ratio: { title: "ratio", least: 1e-3, of: (d, t) => d.log_ratios[t], told: value => "ratio " + ratio(value) + " (log " + short(value) + ")" },
-  logprob: { title: "log-prob", least: 1e-3, of: (d, t) => d.logprobs[t], told: value => "log-prob " + short(value) },
-  advantage: { title: "advantage", of: (d, t) => d.advantages[t], told: value => "advantage " + short(value) },
-  coefficient: { title: "coefficient", of: (d, t) => d.coefficients[t], told: value => "coefficient " + short(value) },
+  ratio: { title: "ratio", least: 1e-3, of: (d, t) => d.log_ratios[t], describe: value => "ratio " + ratio(value) + " (log " + short(value) + ")" },
+  logprob: { title: "log-prob", least: 1e-3, of: (d, t) => d.logprobs[t], describe: value => "log-prob " + short(value) },
+  advantage: { title: "advantage", of: (d, t) => d.advantages[t], describe: value => "advantage " + short(value) },
+  coefficient: { title: "coefficient", of: (d, t) => d.coefficients[t], describe: value => "coefficient " + short(value) },
 };
-const asked = { run: "", step: "", text: "", verdict: "", stop: "", shortest: "", longest: "", order: "stored" };
+const query = { run: "", step: "", text: "", verdict: "", stop: "", shortest: "", longest: "", order: "stored" };
 let colouring = "ratio", opened = null, rows = [];
 // An answer that comes after a later question is dropped.
 let listing = 0, opening = 0;
@@ -19,30 +19,30 @@ const option = (value, textContent) => make("option", { value, textContent });
 
 function field(name, choices) {
   const select = make("select", {}, ...choices.map(([value, text]) => option(value, text)));
-  select.value = asked[name];
+  select.value = query[name];
   select.setAttribute("aria-label", name);
-  select.addEventListener("change", () => { asked[name] = select.value; list(); });
+  select.addEventListener("change", () => { query[name] = select.value; list(); });
   return select;
 }
 
 function limit(name, placeholder) {
-  const input = make("input", { type: "number", min: 0, placeholder, size: 6, value: asked[name] });
+  const input = make("input", { type: "number", min: 0, placeholder, size: 6, value: query[name] });
   input.setAttribute("aria-label", placeholder);
-  input.addEventListener("change", () => { asked[name] = input.value; list(); });
+  input.addEventListener("change", () => { query[name] = input.value; list(); });
   return input;
 }
 
 function controls(place) {
   const run = make("select", { id: "rollout-run" }, ...state.chosen.map(id => option(id, id)));
-  run.value = asked.run;
-  run.addEventListener("change", () => { asked.run = run.value; asked.step = ""; place.replaceChildren(); showRollouts(place, {}); });
+  run.value = query.run;
+  run.addEventListener("change", () => { query.run = run.value; query.step = ""; place.replaceChildren(); showRollouts(place, {}); });
   run.setAttribute("aria-label", "Run");
-  const search = make("input", { type: "search", id: "search", placeholder: "Search ( / )", value: asked.text });
+  const search = make("input", { type: "search", id: "search", placeholder: "Search ( / )", value: query.text });
   search.setAttribute("aria-label", "Search prompts, responses and answers");
   let waiting = 0;
   search.addEventListener("input", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => { asked.text = search.value; list(); }, 200);
+    waiting = setTimeout(() => { query.text = search.value; list(); }, 200);
   });
   return make("div", { className: "bar" }, run, make("select", { id: "step" }), search,
     field("verdict", [["", "right or wrong"], ["right", "right"], ["wrong", "wrong"], ["trained", "trained on"], ["held-out", "held out"]]),
@@ -52,27 +52,27 @@ function controls(place) {
     field("order", [["stored", "as stored"], ["reward", "by reward"], ["length", "by length"], ["advantage", "by advantage"]]));
 }
 
-// Whether the steps there are have changed: a recovery takes some away as well.
-async function steps() {
-  const run = asked.run, found = await ask("steps", { run }), select = document.getElementById("step");
-  if (!select || run !== asked.run) return false;
+// Fill the list of steps; true if the steps have changed. A recovery also removes steps.
+async function loadSteps() {
+  const run = query.run, stored = await ask("steps", { run }), select = document.getElementById("step");
+  if (!select || run !== query.run) return false;
   const there = [...select.options].map(each => each.value).join();
-  const now = [["all", "all steps"], ...found.slice().reverse().map(step => [String(step), "step " + step])];
+  const now = [["all", "all steps"], ...stored.slice().reverse().map(step => [String(step), "step " + step])];
   const changed = there !== now.map(([value]) => value).join();
   if (changed) select.replaceChildren(...now.map(([value, text]) => option(value, text)));
-  if (!asked.step || !now.some(([value]) => value === asked.step)) {
+  if (!query.step || !now.some(([value]) => value === query.step)) {
     const measured = await ask("measured", { run });
-    if (run !== asked.run) return false;
-    asked.step = measured !== null ? String(measured) : now.length > 1 ? now[1][0] : "all";
+    if (run !== query.run) return false;
+    query.step = measured !== null ? String(measured) : now.length > 1 ? now[1][0] : "all";
   }
-  select.value = asked.step;
+  select.value = query.step;
   select.setAttribute("aria-label", "Step");
-  select.onchange = () => { asked.step = select.value; list(); };
+  select.onchange = () => { query.step = select.value; list(); };
   return changed;
 }
 
 export async function showRollouts(place, { again = false, late = () => false }) {
-  if (!state.chosen.includes(asked.run)) { asked.run = state.chosen[0]; asked.step = ""; place.replaceChildren(); }
+  if (!state.chosen.includes(query.run)) { query.run = state.chosen[0]; query.step = ""; place.replaceChildren(); }
   const there = place.querySelector("#rollout-run");
   if (!there || [...there.options].map(each => each.value).join("\n") !== state.chosen.join("\n")) {
     opened = null;
@@ -80,7 +80,7 @@ export async function showRollouts(place, { again = false, late = () => false })
       make("div", { className: "card list rows", id: "list" }), make("div", { className: "card detail", id: "detail" })));
     again = false;
   }
-  const changed = await steps();
+  const changed = await loadSteps();
   if (late()) return;
   // While a run goes on, what is being read stays as it is until a step is added. The call before this one may have been
   // late and have listed nothing.
@@ -88,14 +88,14 @@ export async function showRollouts(place, { again = false, late = () => false })
 }
 
 // What was asked for can be gone: a run deleted, a step given up by a recovery.
-const failing = error => make("p", { className: "bad", textContent: String(error.message || error) });
+const errorLine = error => make("p", { className: "bad", textContent: String(error.message || error) });
 
 async function list(keep = false) {
   const place = document.getElementById("list");
-  const mine = ++listing, found = await ask("rollouts", asked).catch(error => ({ error }));
+  const mine = ++listing, answer = await ask("rollouts", query).catch(error => ({ error }));
   if (!place?.isConnected || mine !== listing) return;
-  if (found.error) { place.replaceChildren(failing(found.error)); return; }
-  rows = found.rows;
+  if (answer.error) { place.replaceChildren(errorLine(answer.error)); return; }
+  rows = answer.rows;
   const head = ["step", "prompt", "response", "reward", "A", "tokens"];
   const body = rows.map((row, number) => {
     const cells = [row.step, null, null, short(row.reward), short(row.advantage), short(row.tokens)].map(text => make("td", { textContent: text }));
@@ -110,9 +110,9 @@ async function list(keep = false) {
     line.addEventListener("keydown", event => { if (event.key === "Enter") open(row); });
     return line;
   });
-  const more = found.unsearched ? found.more + " more are not listed, and " + found.unsearched + " older steps were not searched"
-    : found.more ? found.more + " more are not listed" : "";
-  const notes = [...found.damaged, ...(more ? [more] : []), ...(rows.length ? [] : ["Nothing matches."])];
+  const more = answer.unsearched ? answer.more + " more are not listed, and " + answer.unsearched + " older steps were not searched"
+    : answer.more ? answer.more + " more are not listed" : "";
+  const notes = [...answer.damaged, ...(more ? [more] : []), ...(rows.length ? [] : ["Nothing matches."])];
   place.replaceChildren(...notes.map(text => make("p", { className: "dim", textContent: text })),
     make("table", {}, make("thead", {}, make("tr", {}, ...head.map(text => make("th", { textContent: text })))), make("tbody", {}, ...body)));
   place.dataset.count = rows.length;
@@ -130,38 +130,38 @@ function mark() {
 }
 
 async function open(row, whole = false) {
-  const parameters = { run: asked.run, step: row.step, index: row.index };
+  const parameters = { run: query.run, step: row.step, index: row.index };
   if (whole) parameters.whole = 1;
   const mine = ++opening;
   opened = row;
   mark();
-  const found = await ask("rollout", parameters).catch(error => ({ error })), detail = document.getElementById("detail");
+  const rollout = await ask("rollout", parameters).catch(error => ({ error })), detail = document.getElementById("detail");
   if (mine !== opening || !detail) return;
-  if (found.error) { detail.replaceChildren(failing(found.error)); return; }
-  const right = found.accuracy === null ? "" : found.accuracy >= 1 ? "right" : "wrong";
-  const facts = ["step " + found.step, right, "reward " + short(found.reward), found.advantage === null ? "" : "advantage " + short(found.advantage),
-    found.tokens + " tokens", found.stop, found.answer === null ? "" : "right answer: " + found.answer,
-    ...Object.entries(found.components).map(([name, value]) => name + " " + short(value)), found.unscorable && "not scored: " + found.unscorable];
-  const text = make("pre", { textContent: found.text, dir: "auto", id: "text" });
-  const rest = make("button", { type: "button", textContent: "Show the other " + found.left.toLocaleString("en") + " characters" });
+  if (rollout.error) { detail.replaceChildren(errorLine(rollout.error)); return; }
+  const right = rollout.accuracy === null ? "" : rollout.accuracy >= 1 ? "right" : "wrong";
+  const facts = ["step " + rollout.step, right, "reward " + short(rollout.reward), rollout.advantage === null ? "" : "advantage " + short(rollout.advantage),
+    rollout.tokens + " tokens", rollout.stop, rollout.answer === null ? "" : "right answer: " + rollout.answer,
+    ...Object.entries(rollout.components).map(([name, value]) => name + " " + short(value)), rollout.unscorable && "not scored: " + rollout.unscorable];
+  const text = make("pre", { textContent: rollout.text, dir: "auto", id: "text" });
+  const rest = make("button", { type: "button", textContent: "Show the other " + rollout.left.toLocaleString("en") + " characters" });
   rest.addEventListener("click", () => open(row, true));
   detail.replaceChildren(
     make("div", { className: "tag", textContent: facts.filter(Boolean).join(" \u00b7 ") }),
-    make("h3", { textContent: "Prompt" }), make("pre", { textContent: found.prompt, dir: "auto" }),
-    ...(found.details ? [strip(found)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),
-    make("h3", { textContent: "Response as text" }), text, ...(found.left ? [rest] : []), ...group(found));
+    make("h3", { textContent: "Prompt" }), make("pre", { textContent: rollout.prompt, dir: "auto" }),
+    ...(rollout.details ? [strip(rollout)] : [make("p", { className: "dim", textContent: "No tokens of this response were measured." })]),
+    make("h3", { textContent: "Response as text" }), text, ...(rollout.left ? [rest] : []), ...group(rollout));
 }
 
 // Tokens
 
-function strip(found) {
-  const details = found.details, box = make("div", { className: "tokens", id: "tokens", dir: "auto" });
-  const told = make("div", { className: "told", role: "status", textContent: "Click a token, or press \u2190 \u2192, for its numbers." }), legend = make("div", { className: "legend" });
+function strip(rollout) {
+  const details = rollout.details, box = make("div", { className: "tokens", id: "tokens", dir: "auto" });
+  const numbers = make("div", { className: "token-numbers", role: "status", textContent: "Click a token, or press \u2190 \u2192, for its numbers." }), legend = make("div", { className: "legend" });
   const by = make("select", { id: "colouring" }, ...Object.entries(quantities).map(([name, each]) => option(name, each.title)));
   by.value = colouring;
   by.setAttribute("aria-label", "Colour tokens by");
-  const say = t => told.textContent = details.pieces[t].replace(/\n/g, "\\n") + "  token " + (t + 1) + ": " +
-    Object.values(quantities).map(each => each.of(details, t) === null ? each.title + " not measured" : each.told(each.of(details, t))).join(", ") +
+  const say = t => numbers.textContent = details.pieces[t].replace(/\n/g, "\\n") + "  token " + (t + 1) + ": " +
+    Object.values(quantities).map(each => each.of(details, t) === null ? each.title + " not measured" : each.describe(each.of(details, t))).join(", ") +
     (cut(details, t) ? "; no gradient" : "");
   details.pieces.forEach((piece, t) => {
     const span = make("span", { textContent: piece, tabIndex: t ? -1 : 0 });
@@ -181,10 +181,10 @@ function strip(found) {
   const paint = () => colour(box, details, legend);
   by.addEventListener("change", () => { colouring = by.value; paint(); });
   paint();
-  const few = details.pieces.length < found.tokens ? " (the first " + details.pieces.length + " of " + found.tokens + " were measured)" : "";
+  const few = details.pieces.length < rollout.tokens ? " (the first " + details.pieces.length + " of " + rollout.tokens + " were measured)" : "";
   const update = details.update === null ? "no update had this response" : "as update " + (details.update + 1) + " of the step saw it";
   return make("div", {}, make("h3", { textContent: "Tokens" + few }),
-    make("div", { className: "bar" }, make("label", {}, "Colour by ", by), make("span", { className: "dim", textContent: update })), legend, box, told);
+    make("div", { className: "bar" }, make("label", {}, "Colour by ", by), make("span", { className: "dim", textContent: update })), legend, box, numbers);
 }
 
 const cut = (details, t) => details.coefficients[t] === 0 && details.advantages[t] !== null && details.advantages[t] !== 0;
@@ -205,12 +205,12 @@ function colour(box, details, legend) {
 
 // The group
 
-function group(found) {
-  if (found.siblings.length < 2) return [];
-  const largest = Math.max(...found.siblings.map(each => Math.abs(each.advantage || 0)), 0);
-  const body = found.siblings.map(each => {
+function group(rollout) {
+  if (rollout.siblings.length < 2) return [];
+  const largest = Math.max(...rollout.siblings.map(each => Math.abs(each.advantage || 0)), 0);
+  const body = rollout.siblings.map(each => {
     const size = largest ? Math.ceil(5 * Math.abs(each.advantage || 0) / largest - 1e-9) : 0;
-    const line = make("tr", { className: "row", tabIndex: 0 }, make("td", { textContent: each.index === found.index ? "this" : "" }),
+    const line = make("tr", { className: "row", tabIndex: 0 }, make("td", { textContent: each.index === rollout.index ? "this" : "" }),
       make("td", { className: "text" }, make("span", { textContent: each.text, dir: "auto" })),
       make("td", { textContent: short(each.reward), className: each.accuracy === null ? "" : each.accuracy >= 1 ? "good" : "bad" }),
       make("td", { textContent: short(each.advantage), className: size ? (each.advantage < 0 ? "m" : "p") + size : "" }),
@@ -219,9 +219,9 @@ function group(found) {
     line.addEventListener("keydown", event => { if (event.key === "Enter") open(each); });
     return line;
   });
-  const rewards = found.siblings.map(each => each.reward).filter(value => value !== null);
+  const rewards = rollout.siblings.map(each => each.reward).filter(value => value !== null);
   const mean = rewards.reduce((sum, value) => sum + value, 0) / Math.max(1, rewards.length);
-  return [make("h3", { textContent: "Group of " + found.siblings.length + ", mean reward " + short(mean) }),
+  return [make("h3", { textContent: "Group of " + rollout.siblings.length + ", mean reward " + short(mean) }),
     make("table", { id: "group" }, make("thead", {}, make("tr", {}, ...["", "response", "reward", "A", "tokens"].map(text => make("th", { textContent: text })))),
       make("tbody", {}, ...body))];
 }
