@@ -7,7 +7,7 @@ from legato.core.rollout import StopReason
 from legato.rollouts.engine import Limits, Request
 from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.sampling import Sampling
-from tests.rollouts.test_local import END, prompts, tiny
+from tests.rollouts.test_local import END, make_prompts, tiny_policy
 
 BUDGETS = (3, 20, 1, 9)
 
@@ -16,8 +16,8 @@ BUDGETS = (3, 20, 1, 9)
 def test_requests_with_different_budgets_decode_in_one_wave(
     end_tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = tiny(ends=1.5)
-    requests = [Request(prompt=prompt, seeds=tuple(range(6))) for prompt in prompts(4, 7, 2, 5)]
+    policy = tiny_policy(ends=1.5)
+    requests = [Request(prompt=prompt, seeds=tuple(range(6))) for prompt in make_prompts(4, 7, 2, 5)]
     limits = [Limits(max_response_tokens=budget, end_tokens=end_tokens) for budget in BUDGETS]
     alone = [
         LocalEngine(policy).generate([request], Sampling(), limit)[0]
