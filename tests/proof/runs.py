@@ -171,7 +171,7 @@ def seal(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({**record, "files": known}))
 
 
-def alter_memory(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def alter_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change trainer.json and seal the checkpoint again."""
     path = checkpoint / "trainer.json"
     memory = json.loads(path.read_text())

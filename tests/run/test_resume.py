@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from legato.records.directory import RunDirectory
 from legato.run.train import resume, train
 from tests.proof import verdicts
-from tests.proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
+from tests.proof.runs import Listener, alter_state, alter_tensors, cut, differences, outcome, records, small, state, steps
 
 ODD = f"{verdicts.__file__}:odd"
 EARLY = f"{verdicts.__file__}:early"
@@ -281,7 +281,7 @@ def forget(*path: str, value: Any) -> Callable[[Path], None]:
         assert memory[path[-1]] != value, "the saved value is what a fresh run has: nothing is proven"
         memory[path[-1]] = value
 
-    return lambda checkpoint: alter_memory(checkpoint, change)
+    return lambda checkpoint: alter_state(checkpoint, change)
 
 
 def forget_tensors(file: str, prefix: str) -> Callable[[Path], None]:
@@ -303,7 +303,7 @@ def generator(name: str) -> Callable[[Path], None]:
 
     if name == "torch":
         return lambda checkpoint: alter_tensors(checkpoint, "random.safetensors", of_torch)
-    return lambda checkpoint: alter_memory(checkpoint, numpy)
+    return lambda checkpoint: alter_state(checkpoint, numpy)
 
 
 def base_in_place_of_reference(checkpoint: Path) -> None:

@@ -252,7 +252,7 @@ QWEN3 = Shape.from_config(
 )
 """Qwen3-0.6B."""
 DEMAND = Demand(
-    shape=QWEN3, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=6, stored_keys=100_000, reference=True
+    shape=QWEN3, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=6, cached_tokens=100_000, reference=True
 )
 
 
@@ -264,14 +264,14 @@ def test_the_items_of_a_known_model_by_hand() -> None:
     assert (found.masters, found.moments) == (4 * weights, 8 * weights)
     # A float32 sum of gradients, and one 16-bit gradient of the embedding on its way into it.
     assert found.gradients == 4 * weights + 2 * 151936 * 1024
-    assert found.keys_and_values == 100_000 * 112 * 1024
+    assert found.kv_cache == 100_000 * 112 * 1024
     norms = 2 * (4 * 1024 + 4 + 4 * 1024) + 6 * 3072 + 4 * 24
     attention = 2 * (2 * 2048 + 2 * 1024) + 4 * 16
     assert DEMAND.layer() == norms + attention + 8 * 3072
     assert found.activations == 16384 * (28 * DEMAND.layer() + 64 + 512)
     assert found.activations_checkpointed == 16384 * (28 * 2048 + 64 + 512)
     assert found.head == 16384 * (8 * 1024 + 4 + 4096) + 3500 * 151936 * 6
-    names = ("weights", "reference", "gradients", "masters", "moments", "activations", "keys_and_values", "slack")
+    names = ("weights", "reference", "gradients", "masters", "moments", "activations", "kv_cache", "slack")
     assert found.total == sum(getattr(found, name) for name in names) + max(found.head, found.layer)
     assert found.slack == int(0.06 * (found.total - found.slack))
 

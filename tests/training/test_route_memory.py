@@ -49,7 +49,7 @@ def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch
         shape=Shape.from_config(policy.body.config),
         size=dtype.itemsize,
         tokens_per_pack=len(packed.tokens),
-        routed_at_once=read,
+        routed_per_update=read,
     )
     estimated = demand._routes()
     assert 0.3 * estimated < looked_at - plain <= estimated

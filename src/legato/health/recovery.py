@@ -31,7 +31,7 @@ class RunningRun(Protocol):
     @property
     def trust_remote_code(self) -> bool: ...
 
-    def remember(self, memory: dict[str, Any]) -> None: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
     def tighten(self, scale: float) -> None: ...
 
@@ -88,7 +88,7 @@ def restore(execution: RunningRun, folder: Path, state: dict[str, Any]) -> None:
     take_weights(execution.policy, folder / "model", execution.trust_remote_code)
     checkpoint.restore(folder, execution.policy, execution.trainer.optimizer, state)
     execution.trainer.load_sampler(checkpoint.sampler_state(folder))
-    execution.remember(state)
+    execution.load_state(state)
     execution.health.evidence.forget()
 
 

@@ -264,7 +264,7 @@ class Execution:
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.memory(), self.trainer.sampler_state())
+        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state())
         self.saved_at = step
         healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
         kept = [checkpoint.name_of(each) for each in healthy]
@@ -285,7 +285,7 @@ class Execution:
         self.health.clip_scale = scale
         self.trainer.algorithm = tighten_clip(self.resolved.algorithm, scale)
 
-    def memory(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The state of a checkpoint beside weights, optimizer and generators."""
         return {
             "trainer": self.trainer.state_dict(),
@@ -297,13 +297,13 @@ class Execution:
             "health": self.health.state(),
         }
 
-    def remember(self, memory: dict[str, Any]) -> None:
-        """Restore what `memory` returned."""
-        self.trainer.load_state_dict(memory["trainer"])
-        self.best = None if memory["best"] is None else (float(memory["best"][0]), str(memory["best"][1]))
-        self.latest, self.evaluated_at = memory["latest"], int(memory["evaluated_at"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.trainer.load_state_dict(state["trainer"])
+        self.best = None if state["best"] is None else (float(state["best"][0]), str(state["best"][1]))
+        self.latest, self.evaluated_at = state["latest"], int(state["evaluated_at"])
         self.saved_at = self.trainer.steps_done
-        self.health.load_state(memory.get("health", {}))
+        self.health.load_state(state.get("health", {}))
         self.tighten(self.health.clip_scale)
 
 

@@ -235,14 +235,14 @@ def resume(
     with hold_lock(directory):
         checkpoint.put_back(directory.path / "checkpoints")
         folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)
-        memory = checkpoint.read_state(folder)
+        state = checkpoint.read_state(folder)
         config = resolved.config
         seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
-        _check_given(memory["made_of"], given)
+        _check_given(state["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(resolved, given, source)
-        sentences += _check_code(memory["made_of"].get("code", {}), made_of["code"], allow_changes)
-        if made_of["problems"] != memory["made_of"]["problems"] and not allow_changes:
+        sentences += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
+        if made_of["problems"] != state["made_of"]["problems"] and not allow_changes:
             raise InputError(
                 f"the problems of {directory.path} are not those it was trained on (their fingerprint differs); give the"
                 " same data, or --allow-changes to go on with these"
@@ -252,9 +252,9 @@ def resume(
         collector = wire.collector_of(config, policy, source, reward)
         reference = _rebuild_reference(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
         trainer = wire.trainer_of(resolved, policy, collector, reference)
-        checkpoint.restore(folder, policy, trainer.optimizer, memory)
+        checkpoint.restore(folder, policy, trainer.optimizer, state)
         trainer.load_sampler(checkpoint.sampler_state(folder))
-        positions = positions_at(directory, memory)
+        positions = positions_at(directory, state)
         given_up = None if step is None else give_up(directory, step, positions)
         if given_up is not None:
             sentences.append(f"what came after step {step} is kept in {given_up}")
@@ -269,11 +269,11 @@ def resume(
             evaluator=wire.evaluator_of(collector),
             held_out=wire.held_out_of(config, source, collector.runner.rendering, policy.notes),
             watcher=watcher,
-            loggers=_loggers(resolved, directory, watcher, int(memory["trainer"]["steps_done"])),
+            loggers=_loggers(resolved, directory, watcher, int(state["trainer"]["steps_done"])),
             callback=callback,
             made_of=made_of,
         )
-        execution.remember(memory)
+        execution.load_state(state)
         if words:
             directory.write_config(dump(resolved))
         notes = [*sentences, *policy.notes]
