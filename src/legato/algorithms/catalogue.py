@@ -11,7 +11,7 @@ from legato.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A named algorithm and what there is to say about it."""
+    """A named algorithm with its documentation."""
 
     value: Algorithm
     title: str
@@ -59,5 +59,5 @@ def entry(name: str) -> Entry:
 
 
 def is_published(name: str) -> bool:
-    """Whether there is a named algorithm of this name; one made in Python may have any other."""
+    """Whether a named algorithm has this name. An algorithm built in Python may have any other."""
     return name in registered("algorithm")

@@ -24,7 +24,7 @@ _SLOTS = sorted([*ONE, *SEVERAL, "settings"])
 
 
 def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
-    """The algorithm with the changes made. Slots are replaced before fields inside them are set."""
+    """The algorithm with these changes. Slots are replaced before fields inside them are set."""
     slots: dict[str, Any] = {}
     fields: dict[tuple[str, str], dict[str, Any]] = {}
     settings = dict(algorithm.settings)
@@ -71,7 +71,7 @@ def _get(algorithm: Algorithm, slot: str) -> Any:
 
 
 def build_part(kind: str, path: str, value: Any) -> Part:
-    """The part that a value means in a slot: a part itself, a name or an import path."""
+    """The part for a slot, from a part itself, a name or an import path."""
     if isinstance(value, Part):
         if value.kind != kind:
             raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
@@ -92,8 +92,8 @@ def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
     for field in assignments:
         if field not in known:
             what = f"{part.kind} {part.name!r}"
-            found = nearest(field, known) if known else f"{what} has no fields"
-            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {found}")
+            hint = nearest(field, known) if known else f"{what} has no fields"
+            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {hint}")
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in assignments.items()}
     try:
         return dataclasses.replace(part, **values)  # type: ignore[type-var]
@@ -123,7 +123,7 @@ def _replace(algorithm: Algorithm, slots: Mapping[str, Any], settings: Mapping[s
 
 
 def differences(left: Algorithm, right: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """Where two values differ: path to (left, right); None where one side has no such part or field."""
+    """The paths at which two algorithms differ, with (left, right) values; None if one side has no such part or field."""
     flat_left, flat_right = flatten(left), flatten(right)
     paths = [*flat_left, *(path for path in flat_right if path not in flat_left)]
     return {
@@ -138,7 +138,7 @@ def parts_of(algorithm: Algorithm) -> list[tuple[str, Part]]:
 
 
 def flatten(algorithm: Algorithm) -> dict[str, Any]:
-    """Every slot and field of a value by its path. A part of the user's is told by its import path."""
+    """Every slot and field of an algorithm by its path. A user's part appears as its import path."""
     flat: dict[str, Any] = {}
     for slot in ONE:
         part = _get(algorithm, slot)
