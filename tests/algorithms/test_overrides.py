@@ -102,11 +102,11 @@ def test_every_named_value_is_told_completely_by_its_slots(name: str) -> None:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_named_algorithm_has_formula_paper_and_a_word_of_caution_or_none(name: str) -> None:
-    found = entry(name)
-    assert found.title
-    assert "J = " in found.formula
-    assert found.paper
-    assert found.verified or "Not verified" in cautions(found.value)[0]
+    published = entry(name)
+    assert published.title
+    assert "J = " in published.formula
+    assert published.paper
+    assert published.verified or "Not verified" in cautions(published.value)[0]
 
 
 @pytest.mark.parametrize(

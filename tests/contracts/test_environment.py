@@ -95,8 +95,8 @@ def test_no_episode_sees_another(environment: Any, problems: list[Problem]) -> N
             alone = told(talk(environment, one, mine))
             first, second, beside = environment.episode(one), environment.episode(other), []
             going_on = True
-            for said, disturbing in zip(mine, theirs, strict=True):
-                beside.append(first.reply(said, StopReason.END_TOKEN))
+            for text, disturbing in zip(mine, theirs, strict=True):
+                beside.append(first.reply(text, StopReason.END_TOKEN))
                 if going_on:
                     reply = second.reply(disturbing, StopReason.END_TOKEN)
                     going_on = reply is not None and not reply.done

@@ -40,14 +40,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     reference = metafunc.config.getoption("--part", default=None)
     if reference is not None:
         cls = part_at(reference)
-        found = [Candidate(cls=cls, reference=reference, detaches=metafunc.config.getoption("--detaches", default=False))]
+        candidates = [
+            Candidate(cls=cls, reference=reference, detaches=metafunc.config.getoption("--detaches", default=False))
+        ]
     else:
-        found = [
+        candidates = [
             Candidate(cls=lookup(kind, name), reference=name, fields=OPEN.get(name, {}), detaches=name in DETACH)
             for kind in (*SLOTS, "advantage", "filter")
             for name in ours(kind)
         ]
-    cases = [(each, check) for each in found for check in checks_of(each.cls)]
+    cases = [(each, check) for each in candidates for check in checks_of(each.cls)]
     ids = [f"{each.cls.kind}-{each.cls.name}-{check.__name__.removeprefix('check_')}" for each, check in cases]
     metafunc.parametrize(("candidate", "check"), cases, ids=ids)
 

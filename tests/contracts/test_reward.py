@@ -50,9 +50,9 @@ def judge(reward: Any, rollouts: Sequence[Rollout]) -> list[Any]:
 
 def test_every_verdict_is_a_number_a_breakdown_or_unscorable(reward: Any, problems: list[Problem]) -> None:
     rollouts = rollouts_of(problems)
-    found = judge(reward, rollouts)
-    assert len(found) == len(rollouts)
-    for rollout, verdict in zip(rollouts, found, strict=True):
+    verdicts = judge(reward, rollouts)
+    assert len(verdicts) == len(rollouts)
+    for rollout, verdict in zip(rollouts, verdicts, strict=True):
         parts = verdict.values() if isinstance(verdict, dict) and verdict else [verdict]
         right = isinstance(verdict, Unscorable) or all(finite(part) for part in parts)
         assert right, f"{verdict!r:.80} for {rollout.text!r:.80}"

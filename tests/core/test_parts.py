@@ -36,8 +36,8 @@ for call in {list(REFUSED)!r}:
     except ValueError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert found.splitlines() == list(REFUSED.values())
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == list(REFUSED.values())
 
 
 def test_bounds_that_contradict_each_other_are_refused() -> None:

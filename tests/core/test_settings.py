@@ -56,15 +56,15 @@ def test_the_fields_of_a_class_come_before_those_of_its_bases_from_left_to_right
 
 
 def test_what_a_resumed_run_may_do_is_said_by_the_field_or_by_its_own_class() -> None:
-    found = {field.name: field.metadata["resume"] for field in dataclasses.fields(Section)}
-    assert found["kind"] == found["name"] == "free" and found["inner"] == found["words"] == found["rate"] == "flag"
+    resume = {field.name: field.metadata["resume"] for field in dataclasses.fields(Section)}
+    assert resume["kind"] == resume["name"] == "free" and resume["inner"] == resume["words"] == resume["rate"] == "flag"
     assert [field.metadata["resume"] for field in dataclasses.fields(Inner)] == ["refused"]
 
 
 def test_values_are_stored_in_one_form() -> None:
-    made = Section(rate=1, words=["a", "b"], betas=[0, 0.5])  # type: ignore[arg-type]
-    assert (made.rate, made.words, made.betas) == (1.0, ("a", "b"), (0.0, 0.5)) and isinstance(made.rate, float)
-    assert made == dataclasses.replace(made)
+    section = Section(rate=1, words=["a", "b"], betas=[0, 0.5])  # type: ignore[arg-type]
+    assert (section.rate, section.words, section.betas) == (1.0, ("a", "b"), (0.0, 0.5)) and isinstance(section.rate, float)
+    assert section == dataclasses.replace(section)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def outcome_of(value: legato.Algorithm, log_s: Any, signs: Any, lengths: Any = N
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     old = torch.full(mask.shape, -1.0, dtype=torch.float64)
     state = value.initial() if state is None else state
-    given = {"old_logprobs": old, "advantages": signs, "mask": mask, "state": state}
-    return legato.loss(value, logprobs=old + log_s.unsqueeze(1), **given)
+    arguments = {"old_logprobs": old, "advantages": signs, "mask": mask, "state": state}
+    return legato.loss(value, logprobs=old + log_s.unsqueeze(1), **arguments)
 
 
 def test_the_short_way_to_the_sums_is_what_the_loss_measures() -> None:
@@ -59,9 +59,10 @@ def test_the_lagged_quantile_has_the_numbers_of_the_sheet(target: float, expecte
 def test_a_bound_on_log_s_is_these_distances_from_one() -> None:
     assert math.expm1(5.4e-4) == pytest.approx(5.401458262e-4, rel=1e-9)
     value = symmetric(5.4e-4)
-    found = outcome_of(value, LOG_S, SIGNS).metrics
-    assert (found["clip/band_high"], found["clip/band_low"]) == pytest.approx((5.401458262e-4, 5.398542262e-4), rel=1e-9)
-    assert found["clip/beyond_positive"] == pytest.approx(1 / 5) and found["clip/beyond_negative"] == pytest.approx(1 / 4)
+    metrics = outcome_of(value, LOG_S, SIGNS).metrics
+    assert (metrics["clip/band_high"], metrics["clip/band_low"]) == pytest.approx((5.401458262e-4, 5.398542262e-4), rel=1e-9)
+    assert metrics["clip/beyond_positive"] == pytest.approx(1 / 5)
+    assert metrics["clip/beyond_negative"] == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize("target", [0.2, 0.15, 1 / 3])
@@ -110,17 +111,17 @@ def test_a_step_is_that_of_the_plain_account(fields: dict[str, Any]) -> None:
 def test_it_starts_as_gspo_to_the_bit_and_the_state_is_where_the_band_is_read() -> None:
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(32, 6, generator=generator)
-    given = {
+    arguments = {
         "logprobs": old + 1e-3 * torch.randn(32, 6, generator=generator),
         "old_logprobs": old,
         "advantages": torch.randn(32, generator=generator),
         "mask": torch.rand(32, 6, generator=generator) < 0.8,
     }
     value = legato.algorithm("gspo-auto")
-    first = legato.loss(value, **given, state=value.initial())
-    assert torch.equal(first.coefficients, legato.loss("gspo", **given).coefficients)
+    first = legato.loss(value, **arguments, state=value.initial())
+    assert torch.equal(first.coefficients, legato.loss("gspo", **arguments).coefficients)
     wide = {"auto-clip": {**value.initial()["auto-clip"], "log_low": 1.0, "log_high": 1.0}}
-    assert legato.loss(value, **given, state=wide).metrics["clip/sequences"] == 0
+    assert legato.loss(value, **arguments, state=wide).metrics["clip/sequences"] == 0
     assert first.metrics["clip/sequences"] > 0.1
 
 
@@ -217,7 +218,7 @@ def test_it_stands_on_other_members_and_counts_each_of_their_ratios_once(name: s
     """Two responses of 4 and 2 tokens; the turn ratio has three segments, the token ratio six, the others two."""
     drift = torch.tensor([[0.3, 0.3, -0.1, -0.1], [0.2, 0.2, 0.0, 0.0]], dtype=torch.float64)
     old = torch.full((2, 4), -1.0, dtype=torch.float64)
-    given = {
+    arguments = {
         "logprobs": old + drift,
         "old_logprobs": old,
         "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64),
@@ -226,7 +227,7 @@ def test_it_stands_on_other_members_and_counts_each_of_their_ratios_once(name: s
         "turn": torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]]),
     }
     value = auto(name, low=0.01, high=0.01)
-    sums = legato.loss(value, **given, state=value.initial()).sums
+    sums = legato.loss(value, **arguments, state=value.initial()).sums
     counts = {side: float(sums[f"clip/beyond_{side}"].count) for side in ("positive", "negative")}
     expected = {"grpo": (4, 2), "dapo": (4, 2), "turn-gspo": (2, 1)}.get(name, (1, 1))
     assert tuple(counts.values()) == pytest.approx(expected)
@@ -246,8 +247,8 @@ def test_a_fixed_band_beside_it_is_refused() -> None:
     with pytest.raises(ValueError, match=r"two bands on one ratio: set .* objective\.trust\.auto-clip\.low"):
         legato.algorithm("gspo", {"objective.trust.auto-clip.target": 0.1})
     assert legato.algorithm("gmpo", {"objective.trust.auto-clip.target": 0.1}).initial()
-    for gone in ({"objective.trust.clip": None}, {"objective.trust": []}):
-        changed = legato.algorithm("luspo", {**gone, "objective.trust.auto-clip.high": 2.5e-3})
+    for removal in ({"objective.trust.clip": None}, {"objective.trust": []}):
+        changed = legato.algorithm("luspo", {**removal, "objective.trust.auto-clip.high": 2.5e-3})
         assert [part.name for part in changed.objective.trust] == ["auto-clip"]
     with pytest.raises(ValueError, match="not between floor"):
         auto(high=0.2)

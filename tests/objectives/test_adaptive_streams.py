@@ -18,11 +18,11 @@ Stream = Callable[[numpy.random.Generator, int, int], numpy.ndarray]
 def _autoregressive(phi: float) -> Stream:
     def stream(generator: numpy.random.Generator, rows: int, length: int) -> numpy.ndarray:
         noise = generator.normal(size=(rows, length)) * math.sqrt(1 - phi * phi)
-        found = numpy.empty_like(noise)
-        found[:, 0] = noise[:, 0] / math.sqrt(1 - phi * phi)
+        drift = numpy.empty_like(noise)
+        drift[:, 0] = noise[:, 0] / math.sqrt(1 - phi * phi)
         for t in range(1, length):
-            found[:, t] = phi * found[:, t - 1] + noise[:, t]
-        return found
+            drift[:, t] = phi * drift[:, t - 1] + noise[:, t]
+        return drift
 
     return stream
 
@@ -84,7 +84,7 @@ def test_counting_finds_the_lagged_quantile_whatever_the_shape_of_the_drift(shap
 
 @pytest.mark.parametrize("shape", ["independent", "a drift of each response", "moving with the advantage", "heavy tails"])
 def test_moments_find_the_quantile_of_a_drift_that_is_normal_and_get_there_sooner(shape: str) -> None:
-    found = {}
+    results = {}
     for follows in ("counts", "perplexity"):
         value = auto(follows=follows)
         state, track, shares = value.initial(), [], []
@@ -93,9 +93,9 @@ def test_moments_find_the_quantile_of_a_drift_that_is_normal_and_get_there_soone
             state = value.advance(state, sums_of(state, log_s, signs), first=False)
             track.append(held(state)["log_high"])
         level = numpy.median(track[-50:])
-        found[follows] = (next(i for i, bound in enumerate(track) if bound > level / 1.5), numpy.mean(shares[-50:]))
-    assert found["perplexity"][0] < found["counts"][0] / 1.5
-    assert found["perplexity"][1] == pytest.approx(0.15, abs=0.04)
+        results[follows] = (next(i for i, bound in enumerate(track) if bound > level / 1.5), numpy.mean(shares[-50:]))
+    assert results["perplexity"][0] < results["counts"][0] / 1.5
+    assert results["perplexity"][1] == pytest.approx(0.15, abs=0.04)
 
 
 def test_a_length_aware_band_clips_short_and_long_alike() -> None:

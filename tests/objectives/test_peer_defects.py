@@ -89,9 +89,9 @@ def test_tool_tokens_change_nothing_and_get_nothing() -> None:
     expected = gradient("gspo", **signals)
     signals["logprobs"] = signals["logprobs"].clone()
     signals["logprobs"][0, 3] = 1e9
-    found = gradient("gspo", **signals)
-    assert torch.equal(found, expected)
-    assert found[0, 3] == 0
+    result = gradient("gspo", **signals)
+    assert torch.equal(result, expected)
+    assert result[0, 3] == 0
 
 
 def test_a_correction_beside_a_sequence_ratio_does_not_drop_long_responses() -> None:
@@ -123,9 +123,9 @@ def test_truncated_sampling_is_corrected_by_the_kept_mass() -> None:
         "mask": torch.ones(1, 4, dtype=torch.bool),
     }
     value = legato.algorithm("grpo", {"objective.corrections.decoupled.level": "token"})
-    kept = torch.full((1, 4), math.log(0.9), dtype=torch.float64)
+    kept_logmass = torch.full((1, 4), math.log(0.9), dtype=torch.float64)
     assert legato.loss(value, **signals).metrics["weight/mean"] == 1.0
-    assert legato.loss(value, **signals, kept_logmass=kept).metrics["weight/mean"] == pytest.approx(0.9)
+    assert legato.loss(value, **signals, kept_logmass=kept_logmass).metrics["weight/mean"] == pytest.approx(0.9)
 
 
 def test_mismatch_is_measured_before_any_correction_acts() -> None:
@@ -178,14 +178,14 @@ def test_clip_fractions_have_both_sides_and_the_right_denominators() -> None:
     mask = torch.arange(6) < torch.tensor([6, 2, 2, 2]).unsqueeze(1)
     drift = torch.tensor([0.01, -0.01, 0.0, 0.01], dtype=torch.float64).unsqueeze(1)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    found = legato.loss("gspo", logprobs=old + drift, old_logprobs=old, advantages=advantages, mask=mask).metrics
-    assert found["clip/sequences"] == 2 / 4
-    assert found["clip/sequences_positive"] == 1 / 2
-    assert found["clip/sequences_negative"] == 1 / 2
-    assert found["clip/tokens"] == 8 / 12
-    assert found["clip/tokens_positive"] == 6 / 8
-    assert found["clip/tokens_negative"] == 2 / 4
-    assert found["clip/outside_sequences"] == 3 / 4
+    metrics = legato.loss("gspo", logprobs=old + drift, old_logprobs=old, advantages=advantages, mask=mask).metrics
+    assert metrics["clip/sequences"] == 2 / 4
+    assert metrics["clip/sequences_positive"] == 1 / 2
+    assert metrics["clip/sequences_negative"] == 1 / 2
+    assert metrics["clip/tokens"] == 8 / 12
+    assert metrics["clip/tokens_positive"] == 6 / 8
+    assert metrics["clip/tokens_negative"] == 2 / 4
+    assert metrics["clip/outside_sequences"] == 3 / 4
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gmpo", "seq-product", "cispo", "sapo"])
@@ -194,9 +194,9 @@ def test_an_exploding_ratio_is_clipped_without_nan(name: str) -> None:
     old = torch.full((3, 4), -1.0)
     new = old + torch.tensor([[800.0], [-800.0], [800.0]])
     signals = {"old_logprobs": old, "mask": torch.ones(3, 4, dtype=torch.bool), "group": torch.zeros(3, dtype=torch.long)}
-    found = gradient(name, logprobs=new, advantages=torch.tensor([1.0, -1.0, 0.0]), **signals)
-    assert torch.isfinite(found).all()
-    assert (found[2] == 0).all()
+    result = gradient(name, logprobs=new, advantages=torch.tensor([1.0, -1.0, 0.0]), **signals)
+    assert torch.isfinite(result).all()
+    assert (result[2] == 0).all()
 
 
 def test_a_correction_on_gspo_acts_and_the_ratio_stays_against_the_anchor() -> None:
@@ -215,26 +215,26 @@ def test_filtered_responses_leave_the_loss_under_every_aggregation() -> None:
     keep = torch.tensor([1, 0, 1, 1, 0, 1])
     for aggregate in ("token-mean", "group-token-mean", "sequence-mean", "sequence-sum"):
         value = legato.algorithm("grpo", {"aggregate": aggregate})
-        found = gradient(value, **signals, keep=keep)
-        assert (found[keep == 0].nan_to_num() == 0).all()
-        assert torch.equal(found[keep == 1].nan_to_num(), gradient(value, **signals)[keep == 1].nan_to_num())
+        result = gradient(value, **signals, keep=keep)
+        assert (result[keep == 0].nan_to_num() == 0).all()
+        assert torch.equal(result[keep == 1].nan_to_num(), gradient(value, **signals)[keep == 1].nan_to_num())
 
 
 def test_token_mean_counts_mask_tokens_only() -> None:
     """Row 21: a token mean that ignores the mask."""
     signals = base(advantages=torch.ones(B, dtype=torch.float64))
     signals["old_logprobs"] = signals["logprobs"].clone()
-    found = gradient(legato.algorithm("grpo", {"aggregate": "token-mean"}), **signals)
-    assert found.nan_to_num().sum() == pytest.approx(-1.0)
+    result = gradient(legato.algorithm("grpo", {"aggregate": "token-mean"}), **signals)
+    assert result.nan_to_num().sum() == pytest.approx(-1.0)
 
 
 def test_each_response_is_divided_by_its_own_length() -> None:
     """Row 26: a missing parenthesis made a B x B matrix, each response divided by every length."""
     signals = base()
-    found = legato.loss("gspo", **signals, metrics=False).trace.log_ratio
-    assert found.shape == (B, 1)
+    log_ratio = legato.loss("gspo", **signals, metrics=False).trace.log_ratio
+    assert log_ratio.shape == (B, 1)
     rows = [(n - o)[m].mean() for n, o, m in zip(signals["logprobs"], signals["old_logprobs"], signals["mask"], strict=True)]
-    torch.testing.assert_close(found.squeeze(1), torch.stack(rows))
+    torch.testing.assert_close(log_ratio.squeeze(1), torch.stack(rows))
 
 
 def test_an_unknown_algorithm_is_told_with_the_nearest_name() -> None:
@@ -248,8 +248,8 @@ def test_the_divergence_from_the_reference_has_a_gradient() -> None:
     signals = base(advantages=torch.zeros(B, dtype=torch.float64))
     reference = signals["old_logprobs"] - 0.3
     value = legato.algorithm("gspo", {"objective.penalties.kl.beta": 0.04})
-    found = gradient(value, **signals, ref_logprobs=reference)
-    assert (found[signals["mask"]] != 0).all()
+    result = gradient(value, **signals, ref_logprobs=reference)
+    assert (result[signals["mask"]] != 0).all()
 
 
 def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
@@ -257,9 +257,9 @@ def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
     old = torch.full((2, 50), -1.0)
     new = old + torch.tensor([[1.00035], [1.00045]]).log()
     signals = {"old_logprobs": old, "advantages": torch.ones(2), "mask": torch.ones(2, 50, dtype=torch.bool)}
-    found = legato.loss("gspo", logprobs=new, **signals)
-    assert (found.coefficients[0] != 0).all()
-    assert (found.coefficients[1] == 0).all()
+    outcome = legato.loss("gspo", logprobs=new, **signals)
+    assert (outcome.coefficients[0] != 0).all()
+    assert (outcome.coefficients[1] == 0).all()
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match="half precision"):
             legato.loss("gspo", logprobs=new.to(dtype), **signals)

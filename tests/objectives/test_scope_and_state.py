@@ -98,7 +98,7 @@ def test_a_correction_beside_a_kernel_enters_its_ratio() -> None:
     """VESPO: W times the product of the token weights, and no second factor."""
     signals = batch()
     value = legato.algorithm("vespo", {"objective.corrections.tis.level": "token", "objective.corrections.tis.cap": 1.02})
-    found = legato.loss(value, **signals).coefficients
+    coefficients = legato.loss(value, **signals).coefficients
     mask = signals["mask"]
     for row in range(ROWS):
         inside = mask[row]
@@ -108,7 +108,7 @@ def test_a_correction_beside_a_kernel_enters_its_ratio() -> None:
         advantage = float(signals["advantages"][row])
         power, rate = (2, 3) if advantage >= 0 else (3, 2)
         expected = product**power * math.exp(rate * (1 - product)) * advantage / float(mask.sum())
-        assert found[row][inside].tolist() == pytest.approx([expected] * int(inside.sum()))
+        assert coefficients[row][inside].tolist() == pytest.approx([expected] * int(inside.sum()))
 
 
 def adaptive(target: float) -> legato.Algorithm:

@@ -22,20 +22,20 @@ OPTIONS: dict[str, Any] = {
 
 def definition(**changes: Any) -> Definition:
     """Two algorithms, two seeds."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "recipes": (),
         "arms": {"grpo": {"algorithm": "grpo"}, "gspo": {"algorithm": "gspo"}},
         "seeds": (0, 1),
         "options": OPTIONS,
     }
-    return Definition(**{**given, **changes})
+    return Definition(**{**fields, **changes})
 
 
-def prepared(folder: Path, given: Definition) -> tuple[Store, dict[str, Job]]:
+def prepared(folder: Path, definition: Definition) -> tuple[Store, dict[str, Job]]:
     """A comparison of which nothing has run yet."""
-    store, found = Store(folder / "comparison"), jobs(given, folder / "comparison")
-    store.prepare(given, found)
-    return store, {job.name: job for job in found}
+    store, runs = Store(folder / "comparison"), jobs(definition, folder / "comparison")
+    store.prepare(definition, runs)
+    return store, {job.name: job for job in runs}
 
 
 def ran(

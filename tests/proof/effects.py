@@ -64,20 +64,20 @@ class Bench:
 
     def forwards(self, options: dict[str, Any] | None = None) -> list[tuple[int, int, bool]]:
         """[rows, width, with gradient] of every pass through the body in one step."""
-        seen: list[tuple[int, int, bool]] = []
+        calls: list[tuple[int, int, bool]] = []
         from transformers import Qwen3Model
 
         forward = Qwen3Model.forward
 
         def watched(body: Any, *args: Any, **kwargs: Any) -> Any:
             rows, width = kwargs["input_ids"].shape
-            seen.append((rows, width, torch.is_grad_enabled()))
+            calls.append((rows, width, torch.is_grad_enabled()))
             return forward(body, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Qwen3Model, "forward", watched)
             self.run(options)
-        return seen
+        return calls
 
     def weights(self, options: dict[str, Any] | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
@@ -99,6 +99,6 @@ def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
 
 def scored(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
     """A response as the configured reward scores it."""
-    found = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
-    assert not isinstance(found, Unscorable)
-    return found
+    score = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
+    assert not isinstance(score, Unscorable)
+    return score

@@ -41,14 +41,14 @@ def alarmed(bench: Bench, options: dict[str, Any]) -> SimpleNamespace:
         return bench.run({**GIVEN, **options})
 
 
-def kinds(found: SimpleNamespace, kind: str) -> list[dict[str, Any]]:
-    return [record for record in RunDirectory.open(found.folder).health.read() if record["kind"] == kind]
+def kinds(run: SimpleNamespace, kind: str) -> list[dict[str, Any]]:
+    return [record for record in RunDirectory.open(run.folder).health.read() if record["kind"] == kind]
 
 
 @effect("health.action", "health.recoveries", "health.lr_factor")
 def what_an_alarm_does(bench: Bench) -> None:
-    said = alarmed(bench, {})
-    assert said.run.exit_code == 0 and len(kinds(said, "finding")) == 1
+    run = alarmed(bench, {})
+    assert run.run.exit_code == 0 and len(kinds(run, "finding")) == 1
     stopped = alarmed(bench, {"health.action": "stop"})
     assert stopped.run.exit_code == 3 and len(stopped.steps) == 1
     recovered = alarmed(bench, {"health.action": "recover", "health.lr_factor": 0.5})
@@ -59,11 +59,11 @@ def what_an_alarm_does(bench: Bench) -> None:
 
 @effect("health.clip_factor", "health.skip_data")
 def what_a_recovery_changes(bench: Bench) -> None:
-    given = {"health.action": "recover", "algorithm": "grpo"}
-    both = alarmed(bench, {**given, "health.clip_factor": 0.5})
+    options = {"health.action": "recover", "algorithm": "grpo"}
+    both = alarmed(bench, {**options, "health.clip_factor": 0.5})
     assert both.steps[-1]["clip/band_low"] == pytest.approx(0.1)
     assert kinds(both, "recovery")[0]["problems_skipped"] == 4
-    same = alarmed(bench, {**given, "health.skip_data": False})
+    same = alarmed(bench, {**options, "health.skip_data": False})
     assert same.steps[-1]["clip/band_low"] == pytest.approx(0.2)
     assert kinds(same, "recovery")[0]["problems_skipped"] == 0
 
@@ -72,7 +72,7 @@ def what_a_recovery_changes(bench: Bench) -> None:
 def what_is_looked_at_and_kept(bench: Bench) -> None:
     silent = alarmed(bench, {"health.ignored": ["drift"]})
     assert kinds(silent, "finding") == [] and not (silent.folder / "evidence").exists()
-    kept = alarmed(bench, {"health.evidence_steps": 1})
-    assert len(list((kept.folder / "evidence" / "step-000001").glob("tensors-*"))) == 1
+    run = alarmed(bench, {"health.evidence_steps": 1})
+    assert len(list((run.folder / "evidence" / "step-000001").glob("tensors-*"))) == 1
     unkept = alarmed(bench, {"health.evidence_steps": 0})
     assert kinds(unkept, "finding") and not (unkept.folder / "evidence").exists()

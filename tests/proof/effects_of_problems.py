@@ -25,9 +25,9 @@ def another_algorithm(bench: Bench) -> None:
 
 @effect("algorithm.PATH")
 def a_change_of_the_algorithm(bench: Bench) -> None:
-    found = bench.run({"algorithm.objective.trust.clip.low": 0.9, "algorithm.objective.trust.clip.high": 0.9})
-    assert found.steps[0]["clip/sequences"] == 0
-    assert found.steps[0]["clip/band_low"] == pytest.approx(0.9)
+    run = bench.run({"algorithm.objective.trust.clip.low": 0.9, "algorithm.objective.trust.clip.high": 0.9})
+    assert run.steps[0]["clip/sequences"] == 0
+    assert run.steps[0]["clip/band_low"] == pytest.approx(0.9)
 
 
 @effect("task.kind")
@@ -62,14 +62,14 @@ def an_environment(bench: Bench) -> None:
         1,
         2,
     ]
-    found = bench.run({"task.environment": kind, "rollouts.max_response_tokens": 12, "rollouts.stop": ["e"]})
-    assert {int(m.rollout.turn.max()) for group in found.reports[0].groups for m in group.members} == {0, 1}
+    run = bench.run({"task.environment": kind, "rollouts.max_response_tokens": 12, "rollouts.stop": ["e"]})
+    assert {int(m.rollout.turn.max()) for group in run.reports[0].groups for m in group.members} == {0, 1}
 
 
 @effect("task.system_prompt")
 def a_system_prompt(bench: Bench) -> None:
-    found = bench.wired({"task.system_prompt": "add"}).collector.runner.rendering.prompt(Problem(prompt="1+1="))
-    assert character_tokenizer().decode(found.tolist()).startswith("add")
+    prompt = bench.wired({"task.system_prompt": "add"}).collector.runner.rendering.prompt(Problem(prompt="1+1="))
+    assert character_tokenizer().decode(prompt.tolist()).startswith("add")
 
 
 @effect("task.shuffle")
@@ -123,9 +123,9 @@ def a_second_stage(bench: Bench) -> None:
 
 @effect("reward.kind")
 def another_reward(bench: Bench) -> None:
-    said = "about 42 apples"
-    assert scored(bench, said, {"reward.kind": "number"}).reward == 1
-    assert scored(bench, said, {"reward.kind": "exact"}).reward == 0
+    text = "about 42 apples"
+    assert scored(bench, text, {"reward.kind": "number"}).reward == 1
+    assert scored(bench, text, {"reward.kind": "exact"}).reward == 0
 
 
 @effect("reward.OPTION")
@@ -225,8 +225,8 @@ def with_template() -> Any:
 def the_chat_template(bench: Bench) -> None:
     def said(**options: Any) -> str:
         named = {path.replace("__", "."): value for path, value in options.items()}
-        found = bench.wired(named, wire.Given(model=bench.wired().policy.model, tokenizer=with_template()))
-        return str(character_tokenizer().decode(found.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
+        parts = bench.wired(named, wire.Given(model=bench.wired().policy.model, tokenizer=with_template()))
+        return str(character_tokenizer().decode(parts.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
 
     assert said() == "<1+1=>"
     assert said(policy__chat="never") == "1+1="
@@ -238,8 +238,8 @@ def the_chat_template(bench: Bench) -> None:
 @effect("policy.end_tokens")
 def further_end_tokens(bench: Bench) -> None:
     digits = [*"0123456789", *"abcdefghijklmnopqrstuvwxyz"]
-    found = bench.run({"policy.end_tokens": digits, "rollouts.max_response_tokens": 8}).reports[0]
-    stops = {m.rollout.stop.name for group in found.groups for m in group.members if len(m.rollout.tokens) < 8}
+    report = bench.run({"policy.end_tokens": digits, "rollouts.max_response_tokens": 8}).reports[0]
+    stops = {m.rollout.stop.name for group in report.groups for m in group.members if len(m.rollout.tokens) < 8}
     assert stops == {"END_TOKEN"}
 
 
@@ -256,8 +256,8 @@ def code_of_a_model(bench: Bench) -> None:
         bench.wired({"policy.model": str(folder)})
     bench.patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(bench.folder / "cache"))
     bench.patch.syspath_prepend(str(bench.folder / "cache"))
-    found = bench.wired({"policy.model": str(folder), "policy.trust_remote_code": True})
-    assert type(found.policy.body).__name__ == "Mine"
+    parts = bench.wired({"policy.model": str(folder), "policy.trust_remote_code": True})
+    assert type(parts.policy.body).__name__ == "Mine"
 
 
 @effect("policy.gradient_checkpointing")
@@ -278,9 +278,11 @@ def rows_in_place_of_packs(bench: Bench) -> None:
 @effect("policy.frozen")
 def parameters_that_stay(bench: Bench) -> None:
     fresh = bench.wired().policy.model.state_dict()
-    found = bench.weights({"policy.frozen": ["*embed_tokens*"], "reward.kind": "exact"}, reward=lambda r: float(len(r.text)))
-    assert torch.equal(found["model.embed_tokens.weight"], fresh["model.embed_tokens.weight"])
-    assert not torch.equal(found["model.norm.weight"], fresh["model.norm.weight"])
+    weights = bench.weights(
+        {"policy.frozen": ["*embed_tokens*"], "reward.kind": "exact"}, reward=lambda r: float(len(r.text))
+    )
+    assert torch.equal(weights["model.embed_tokens.weight"], fresh["model.embed_tokens.weight"])
+    assert not torch.equal(weights["model.norm.weight"], fresh["model.norm.weight"])
 
 
 @effect(
@@ -338,9 +340,9 @@ def a_warm_up(bench: Bench) -> None:
 
     bench.patch.setattr("legato.run.wire.supervise", watched)
     stage = {"steps": 3, "examples_per_step": 5, "lr": 1e-2}
-    found = bench.run({"policy.warm_up": stage})
+    run = bench.run({"policy.warm_up": stage})
     assert shown == [5, 3]
-    assert [record["step"] for record in found.metrics if record["kind"] == "warm-up"] == [3]
+    assert [record["step"] for record in run.metrics if record["kind"] == "warm-up"] == [3]
     assert not [record for record in bench.run().metrics if record["kind"] == "warm-up"]
     slow, fast = (bench.weights({"policy.warm_up": {**stage, "lr": lr}}) for lr in (1e-5, 1e-1))
     assert any((slow[name] - fast[name]).abs().max() > 1e-2 for name in slow)

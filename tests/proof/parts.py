@@ -72,8 +72,8 @@ def uncertain_half(batch: Batch) -> Rows:
     place = 0.5 * (len(entropies) - 1)
     below, share = int(place), place - int(place)
     median = entropies[below] + share * (entropies[min(below + 1, len(entropies) - 1)] - entropies[below])
-    kept = [(row, position) for row, position in batch.tokens() if batch.entropy[row][position] >= median]
-    return selections.keep_tokens(batch, kept)
+    chosen = [(row, position) for row, position in batch.tokens() if batch.entropy[row][position] >= median]
+    return selections.keep_tokens(batch, chosen)
 
 
 def covariance_penalised(batch: Batch) -> Result:

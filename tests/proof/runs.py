@@ -100,9 +100,9 @@ def words(folder: Path, options: Mapping[str, Any] | None = None) -> list[str]:
 
 def records(run: Path, *, checkpoints: bool = True) -> list[dict[str, Any]]:
     """metrics.jsonl without the clock; where saves differ (a signal), without their lines too."""
-    found = RunDirectory.open(run).metrics()
-    kept = [record for record in found if checkpoints or record["kind"] != "checkpoint"]
-    return [{k: v for k, v in record.items() if k not in TIMES and not k.startswith("time/")} for record in kept]
+    records = RunDirectory.open(run).metrics()
+    selected = [record for record in records if checkpoints or record["kind"] != "checkpoint"]
+    return [{k: v for k, v in record.items() if k not in TIMES and not k.startswith("time/")} for record in selected]
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -112,11 +112,11 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 def tensors(path: Path) -> dict[str, str]:
     """A safetensors file as names and digests of dtype, shape and bytes: independent of the order in the file."""
-    found = {}
+    digests = {}
     for name, tensor in load_file(path).items():
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + raw).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + raw).hexdigest()
+    return digests
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def state(checkpoint: Path) -> dict[str, Any]:
     memory.pop("metrics_position")
     # The shape checks of the tests draw from Python's own generator; test_checkpoint.py looks at it without them.
     memory["generators"].pop("python")
-    found: dict[str, Any] = {f"trainer.json/{key}": value for key, value in memory.items()}
+    entries: dict[str, Any] = {f"trainer.json/{key}": value for key, value in memory.items()}
     for path in sorted(checkpoint.rglob("*.safetensors")):
-        found[str(path.relative_to(checkpoint))] = tensors(path)
-    return found
+        entries[str(path.relative_to(checkpoint))] = tensors(path)
+    return entries
 
 
 def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
     directory = RunDirectory.open(run)
     last = directory.checkpoint_path(directory.checkpoint_steps()[-1])
     rollouts = {str(step): directory.rollouts_path(step).read_bytes() for step in directory.rollout_steps()}
-    told = {"metrics": records(run, checkpoints=checkpoints), "health": directory.health.read()}
-    return {**told, "rollouts": rollouts, "last": last.name, **state(last)}
+    records_of_run = {"metrics": records(run, checkpoints=checkpoints), "health": directory.health.read()}
+    return {**records_of_run, "rollouts": rollouts, "last": last.name, **state(last)}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -183,7 +183,7 @@ def alter_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
 def alter_tensors(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a safetensors file and seal the checkpoint again."""
     path = checkpoint / name
-    found = load_file(path)
-    change(found)
-    save_file(found, path)
+    contents = load_file(path)
+    change(contents)
+    save_file(contents, path)
     seal(checkpoint)

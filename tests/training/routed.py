@@ -42,11 +42,11 @@ def exact_policy(name: str = "qwen3-moe", **changes: Any) -> Policy:
 
 def twin(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
     """The same policy with every layer computed once, for the model that is told by hand."""
-    made = exact_policy(name, **{**changes, "gradient_checkpointing": False})
+    copy = exact_policy(name, **{**changes, "gradient_checkpointing": False})
     with torch.no_grad():
-        for left, right in zip(made.model.parameters(), of.model.parameters(), strict=True):
+        for left, right in zip(copy.model.parameters(), of.model.parameters(), strict=True):
             left.copy_(right)
-    return made
+    return copy
 
 
 def tables_of(
@@ -64,8 +64,8 @@ def tables_of(
     reference = Reference.from_policy(policy) if "ref_logprobs" in needs(value) else None
     tables = Tables.from_batch(batch, CPU).with_routes(policy.routers, replay)
     shift = needs_router_shift(value)
-    given: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
-    tables = anchor(tables, policy, reference, updates, **given).with_advantages(value)
+    options: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
+    tables = anchor(tables, policy, reference, updates, **options).with_advantages(value)
     if move:
         moved(policy, move)
     return tables
@@ -104,9 +104,9 @@ class Forcing:
         spare = torch.tensor([[[0, 1], [0, 1]]])
         self.tables = []
         for row in rows:
-            found = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
+            experts = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
             # The last token is read here and not by the trainer; nothing that is wanted comes after it.
-            self.tables.append(None if found is None else torch.cat([found, spare]))
+            self.tables.append(None if experts is None else torch.cat([experts, spare]))
         self.calls = 0
 
     def __call__(self, layer: int) -> Tensor | None:

@@ -80,11 +80,11 @@ def prepared(
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
     """Of every trained parameter, zero where there is none; the parameters are left without."""
-    found = {}
+    copies = {}
     for name, parameter in policy.parameters().items():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        copies[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         parameter.grad = None
-    return found
+    return copies
 
 
 def by_the_trainer(
@@ -105,7 +105,7 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
 
     assert tables.advantages is not None
     advantages = tables.advantages[index]
-    given: Mapping[str, Any] = {
+    signals: Mapping[str, Any] = {
         "old_logprobs": part(tables.old_logprobs),
         "ref_logprobs": part(tables.ref_logprobs),
         "sampler_logprobs": part(tables.batch.sampler_logprobs),
@@ -124,7 +124,7 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
         mask=tables.texts.mask[index],
         group=tables.texts.group[index],
         state=algorithm.initial() or None,
-        **given,
+        **signals,
     )
     outcome.loss.backward()
     return gradients(policy)

@@ -38,14 +38,14 @@ def teaching(report: StepReport) -> int:
 
 def by_hand(reports: list[StepReport]) -> float:
     """From the shares by sign, without knowing how many responses had which: good to a few per cent."""
-    found = START
+    bound = START
     for report in reports:
         for k in (1, 2, 3):
             shares = [report.metrics.get(f"clip/beyond_{sign}@{k}", math.nan) for sign in ("positive", "negative")]
             known = [share for share in shares if not math.isnan(share)]
             if known:
-                found *= math.exp(0.1 * (sum(known) / len(known) - 0.15))
-    return found
+                bound *= math.exp(0.1 * (sum(known) / len(known) - 0.15))
+    return bound
 
 
 def test_with_one_update_a_step_the_adaptive_clip_stays_at_its_start() -> None:
@@ -73,23 +73,23 @@ def test_passes_and_packs_do_not_show() -> None:
         run(runs[name], 2)
     expected = runs.pop("one")
     assert bound(expected, "updates") > 2
-    for name, found in runs.items():
-        assert bound(found, "updates") == bound(expected, "updates"), name
-        assert bound(found) == pytest.approx(bound(expected), rel=1e-9), name
-        assert apart(weights(found), weights(expected)) < 1e-8, name
+    for name, other in runs.items():
+        assert bound(other, "updates") == bound(expected, "updates"), name
+        assert bound(other) == pytest.approx(bound(expected), rel=1e-9), name
+        assert apart(weights(other), weights(expected)) < 1e-8, name
 
 
 @pytest.mark.parametrize("follows", ["counts", "perplexity"])
 def test_responses_that_a_filter_drops_do_not_move_the_band(follows: str) -> None:
     """Truncated ones here. Whether they are left out beforehand or weighed with 0 must not show."""
     changes = {"filters": ["overlong"], "objective.trust.auto-clip.follows": follows}
-    found = []
+    bounds = []
     for skipped in (True, False):
         this = trainer("gspo-auto", changes=changes, skip_silent_rows=skipped)
         run(this, 3)
-        found.append(this)
-    assert bound(found[0], "updates") == bound(found[1], "updates") > 0
-    assert bound(found[0]) == pytest.approx(bound(found[1]), rel=1e-9)
+        bounds.append(this)
+    assert bound(bounds[0], "updates") == bound(bounds[1], "updates") > 0
+    assert bound(bounds[0]) == pytest.approx(bound(bounds[1]), rel=1e-9)
 
 
 def test_a_run_that_turns_to_a_band_that_adapts_begins_with_its_start() -> None:
@@ -126,8 +126,8 @@ def test_the_noise_is_that_of_what_the_band_bounds() -> None:
     scaled = {"objective.trust.auto-clip.scale": "sqrt-length", "objective.trust.auto-clip.reference_length": 4.0}
     lengths = tables.texts.mask.sum(1).double()
     lengths = lengths[lengths > 0]
-    found = probe(policy, legato.algorithm("gspo-auto", scaled), tables, 40).noise(True)
-    assert found == pytest.approx(5e-4 * float((lengths / 4).mean().sqrt()), rel=1e-6)
+    noise = probe(policy, legato.algorithm("gspo-auto", scaled), tables, 40).noise(True)
+    assert noise == pytest.approx(5e-4 * float((lengths / 4).mean().sqrt()), rel=1e-6)
 
 
 def test_the_band_the_probe_compares_with_is_the_one_of_the_state() -> None:

@@ -61,9 +61,9 @@ def test_the_first_update_reports_ratios_of_exactly_1_and_clips_nothing(passes: 
     tables = anchor(tables, policy, None, updates, choice="recompute", skip_first=False, silent=silent)
     counts = count_update(value, tables, updates[0])
     report = update_gradient(policy, value, tables, updates[0], counts, {}, passes=passes, silent=silent)
-    found = report.sums.report()
-    assert found["ratio/sequence_mean"] == 1.0 and found["ratio/sequence_max"] == 1.0
-    assert found["clip/sequences"] == 0.0 and found["clip/outside_sequences"] == 0.0
+    metrics = report.sums.report()
+    assert metrics["ratio/sequence_mean"] == 1.0 and metrics["ratio/sequence_max"] == 1.0
+    assert metrics["clip/sequences"] == 0.0 and metrics["clip/outside_sequences"] == 0.0
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -77,9 +77,9 @@ def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(n
     later = prepared(policy, value, batch, updates, skip_first=True)
     for update in updates:
         expected, _ = by_the_trainer(policy, value, every, update, passes=passes)
-        found, _ = by_the_trainer(policy, value, later, update, passes=passes)
+        gradient, _ = by_the_trainer(policy, value, later, update, passes=passes)
         assert size_of(expected) > 1e-4
-        assert furthest(found, expected) == 0.0
+        assert furthest(gradient, expected) == 0.0
         moved(policy, 1e-3)
 
 

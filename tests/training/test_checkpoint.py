@@ -46,12 +46,12 @@ def newest(run: Path) -> Path:
 
 
 def test_a_checkpoint_holds_safetensors_json_and_a_tokenizer_and_nothing_pickled(straight: Path) -> None:
-    found = files(newest(straight))
-    assert {Path(name).suffix for name in found} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+    names = files(newest(straight))
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
     assert {"manifest.json", "trainer.json", "optimizer.safetensors", "random.safetensors", "value_head.safetensors"} <= {
-        *found
+        *names
     }
-    for name in found:
+    for name in names:
         head = (newest(straight) / name).read_bytes()[:4]
         assert not head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), name
 
@@ -302,6 +302,6 @@ def test_weights_of_another_shape_are_refused(run: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_moment_is_refused(run: Path) -> None:
-    alter_tensors(newest(run), "optimizer.safetensors", lambda found: found.pop(next(iter(found))))
+    alter_tensors(newest(run), "optimizer.safetensors", lambda tensors: tensors.pop(next(iter(tensors))))
     with pytest.raises(ValueError, match="optimizer"):
         resume(run, ["training.steps=4"])

@@ -54,11 +54,11 @@ class Counted:
 
 def judging(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unscorable]]:
     def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-        found: list[Score | Unscorable] = []
+        scores: list[Score | Unscorable] = []
         for rollout in rollouts:
-            said = verdict(str(rollout.problem.prompt), int(rollout.tokens[0]) - 20)
-            found.append(said if isinstance(said, Unscorable) else Score(reward=said, accuracy=said))
-        return found
+            accuracy = verdict(str(rollout.problem.prompt), int(rollout.tokens[0]) - 20)
+            scores.append(accuracy if isinstance(accuracy, Unscorable) else Score(reward=accuracy, accuracy=accuracy))
+        return scores
 
     return judge
 
@@ -73,7 +73,7 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
         "rendering": Rendering(tokenizer=WORDS),
         "limits": Limits(max_response_tokens=4, end_tokens=(1,)),
     }
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "source": Counted(size),
         "runner": Runner(**{name: changes.pop(name, value) for name, value in played.items()}),
         "judge": judging(verdict),
@@ -84,11 +84,11 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
     chosen = {"samples_per_prompt": 4, "max_prompt_tokens": 10}
     chosen |= {name: value for name, value in changes.items() if name in named}
     others = {name: value for name, value in changes.items() if name not in named}
-    return Collector(**{**given, **others}, settings=CollectorSettings(**chosen))
+    return Collector(**{**arguments, **others}, settings=CollectorSettings(**chosen))
 
 
-def drawn(found: Sequence[Any]) -> list[str]:
-    return [str(group.problem.prompt) for group in found]
+def drawn(groups: Sequence[Any]) -> list[str]:
+    return [str(group.problem.prompt) for group in groups]
 
 
 def test_groups_come_in_the_order_their_problems_were_drawn() -> None:
@@ -120,8 +120,8 @@ def test_two_problems_at_one_place_of_two_orders_are_sampled_with_other_seeds() 
 def test_a_problem_that_comes_again_is_sampled_with_other_seeds() -> None:
     this = collector(size=2)
     this.next(4)
-    asked = this.runner.engine.asked
-    assert torch.equal(asked[0].prompt, asked[2].prompt) and not set(asked[0].seeds) & set(asked[2].seeds)
+    requests = this.runner.engine.asked
+    assert torch.equal(requests[0].prompt, requests[2].prompt) and not set(requests[0].seeds) & set(requests[2].seeds)
 
 
 def test_rollout_ids_are_unique_in_the_run() -> None:

@@ -28,10 +28,10 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_success(trials: int) -> N
 
 def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> None:
     try:
-        found = pass_at(0, 4, 8)
+        estimate = pass_at(0, 4, 8)
     except ValueError:
         return
-    assert math.isnan(found) or found == 0.0
+    assert math.isnan(estimate) or estimate == 0.0
 
 
 # Newcombe (1998), table I, method 3: 81/263, 15/148, 0/20, 1/29.
@@ -40,8 +40,8 @@ def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> N
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_wilson_interval_has_the_published_ends(successes: int, trials: int, low: float, high: float) -> None:
-    found = wilson_interval(successes, trials)
-    assert abs(found[0] - low) < 6e-5 and abs(found[1] - high) < 6e-5
+    interval = wilson_interval(successes, trials)
+    assert abs(interval[0] - low) < 6e-5 and abs(interval[1] - high) < 6e-5
 
 
 def test_the_wilson_interval_is_symmetric_and_stays_within_0_and_1() -> None:
@@ -76,12 +76,12 @@ class Listening(ScriptedEngine):
 
 
 def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    found: list[Score | Unscorable] = []
+    scores: list[Score | Unscorable] = []
     for rollout in rollouts:
         sample = int(rollout.tokens[0]) - 20
         right = float(rollout.problem.prompt == "a" or sample == 0)
-        found.append(Unscorable("no") if sample == 2 else Score(reward=2 * right, accuracy=right))
-    return found
+        scores.append(Unscorable("no") if sample == 2 else Score(reward=2 * right, accuracy=right))
+    return scores
 
 
 def asking() -> Evaluator:
@@ -94,9 +94,9 @@ def asking() -> Evaluator:
 
 
 def test_each_problem_is_answered_so_many_times_in_order() -> None:
-    found = asking().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
-    assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in found] == [[0, 1, 2], [0, 1, 2]]
-    assert [[a.accuracy for a in row] for row in found] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    answers = asking().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
+    assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in answers] == [[0, 1, 2], [0, 1, 2]]
+    assert [[a.accuracy for a in row] for row in answers] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours() -> None:
@@ -104,11 +104,11 @@ def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours()
     two.runner.publish(9)
     one.answer(PROBLEMS, Sampling(), 3, seed=1)
     two.answer(PROBLEMS[::-1], Sampling(), 3, seed=1, number=7)
-    asked = [evaluator.runner.engine.asked for evaluator in (one, two)]
-    assert [r.seeds for r in asked[0]] == [r.seeds for r in asked[1]][::-1]
+    requests = [evaluator.runner.engine.asked for evaluator in (one, two)]
+    assert [r.seeds for r in requests[0]] == [r.seeds for r in requests[1]][::-1]
     three = asking()
     three.answer(PROBLEMS, Sampling(), 3, seed=2)
-    assert not {s for r in asked[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
+    assert not {s for r in requests[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
 
 
 def test_an_evaluation_records_its_own_temperature() -> None:
@@ -125,15 +125,15 @@ def test_rollout_ids_of_evaluations_are_below_0_and_never_come_again() -> None:
 
 
 def test_metrics_hold_accuracy_with_its_interval_and_the_mean_length() -> None:
-    found = accuracy_metrics("sampled", asking().answer(PROBLEMS, Sampling(), 3, seed=1))
-    assert math.isclose(found["eval/accuracy_sampled"], 0.5)
-    assert found["eval/accuracy_sampled_low"] <= 0.5 <= found["eval/accuracy_sampled_high"]
-    assert found["eval/length_sampled"] == 2.0
+    metrics = accuracy_metrics("sampled", asking().answer(PROBLEMS, Sampling(), 3, seed=1))
+    assert math.isclose(metrics["eval/accuracy_sampled"], 0.5)
+    assert metrics["eval/accuracy_sampled_low"] <= 0.5 <= metrics["eval/accuracy_sampled_high"]
+    assert metrics["eval/length_sampled"] == 2.0
 
 
 def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
-    found = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
-    assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
+    metrics = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
+    assert (metrics["eval/accuracy_greedy_low"], metrics["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
 
 
 def test_an_unscorable_answer_counts_as_wrong() -> None:

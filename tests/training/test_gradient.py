@@ -106,10 +106,10 @@ def difference(
     worst = 0.0
     for update in step:
         expected = in_one_graph(policy, value, tables, update.rows.tolist())
-        found, report = by_the_trainer(policy, value, tables, update, passes=passes)
+        gradient, report = by_the_trainer(policy, value, tables, update, passes=passes)
         assert report.passes == (2 if value.scope is Scope.UPDATE else passes)
         assert size_of(expected) > 1e-4
-        worst = max(worst, furthest(found, expected))
+        worst = max(worst, furthest(gradient, expected))
     return worst
 
 
@@ -163,7 +163,7 @@ def test_the_gradient_of_gspo_is_that_of_the_paper_written_out() -> None:
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch, 30)
     tables = prepared(policy, value, batch, [update], move=3e-3)
-    found, _ = by_the_trainer(policy, value, tables, update, passes=1)
+    gradient, _ = by_the_trainer(policy, value, tables, update, passes=1)
 
     new, _, _ = plain_tables(policy, tables.texts, range(len(batch)))
     rewards = batch.rewards.reshape(4, 3)
@@ -181,7 +181,7 @@ def test_the_gradient_of_gspo_is_that_of_the_paper_written_out() -> None:
         clipped += bool(terms[-1] != s * a)
     assert 0 < clipped < len(present) < len(batch)
     (-torch.stack(terms).sum() / len(present)).backward()
-    assert furthest(found, gradients(policy)) < 1e-12
+    assert furthest(gradient, gradients(policy)) < 1e-12
 
 
 def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out() -> None:
@@ -189,7 +189,7 @@ def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out(
     policy, batch = exact_policy(value), batch_by_hand(3)
     update = one_update(batch, 30)
     tables = prepared(policy, value, batch, [update], move=3e-3, old_from=2e-2)
-    found, _ = by_the_trainer(policy, value, tables, update, passes=2)
+    gradient, _ = by_the_trainer(policy, value, tables, update, passes=2)
 
     new, _, _ = plain_tables(policy, tables.texts, range(len(batch)))
     assert tables.old_logprobs is not None and tables.ref_logprobs is not None and tables.advantages is not None
@@ -203,7 +203,7 @@ def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out(
             gap = tables.ref_logprobs[row, here] - new[row, here]
             total = total - (torch.minimum(w * a, w.clamp(0.8, 1.2) * a) - 0.3 * (gap.exp() - gap - 1)).mean()
     (total / present).backward()
-    assert furthest(found, gradients(policy)) < 1e-12
+    assert furthest(gradient, gradients(policy)) < 1e-12
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -243,8 +243,8 @@ def test_an_update_in_which_everything_is_clipped_has_no_gradient(passes: int) -
         # Each response moves the way its advantage pushes.
         assert tables.old_logprobs is not None and tables.advantages is not None
         tables.old_logprobs.sub_(0.1 * tables.advantages.sign())
-    found, report = by_the_trainer(policy, value, tables, update, passes=passes)
-    assert size_of(found) == 0.0 and report.without_gradient == len(batch)
+    gradient, report = by_the_trainer(policy, value, tables, update, passes=passes)
+    assert size_of(gradient) == 0.0 and report.without_gradient == len(batch)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -253,8 +253,8 @@ def test_an_update_of_silent_rows_alone_has_no_gradient(passes: int) -> None:
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch)
     tables = prepared(policy, value, batch, [update])
-    found, report = by_the_trainer(policy, value, tables, update, passes=passes, silent=torch.ones(12, dtype=torch.bool))
-    assert size_of(found) == 0.0 and report.silent == 12 and report.without_gradient == 0
+    gradient, report = by_the_trainer(policy, value, tables, update, passes=passes, silent=torch.ones(12, dtype=torch.bool))
+    assert size_of(gradient) == 0.0 and report.silent == 12 and report.without_gradient == 0
 
 
 def test_the_gradient_is_added_to_what_the_parameters_hold() -> None:

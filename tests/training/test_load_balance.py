@@ -30,10 +30,10 @@ def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequen
     for row in rows:
         if not texts.lengths[row]:
             continue
-        with overheard(policy.model) as found:
+        with overheard(policy.model) as by_layer:
             policy.model(input_ids=whole(texts, row)[:-1][None], use_cache=False)
         start = int(texts.prompt_lengths[texts.group[row]]) - 1
-        every.append(torch.stack(found, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])
+        every.append(torch.stack(by_layer, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])
     logits = torch.cat(every)
     shares = torch.zeros(2, 4, dtype=torch.float64)
     for token in chosen_by(logits).tolist():
@@ -72,9 +72,9 @@ def test_the_load_balance_loss_is_that_of_one_graph_over_the_whole_update(
     plain = twin(policy, name, changes)
     objective = in_one_graph(plain, value, tables, rows)
     balance = balance_in_one_graph(plain, name, tables, rows, 0.05)
-    found, report = updated(policy, value, tables, update, load_balance=0.05)
+    gradient, report = updated(policy, value, tables, update, load_balance=0.05)
     assert report.passes == 2 and size_of(balance) > 1e-5
-    assert furthest(found, {key: objective[key] + balance[key] for key in found}) < 1e-10
+    assert furthest(gradient, {key: objective[key] + balance[key] for key in gradient}) < 1e-10
     assert report.sums.report()["router/balance"] > 1.0
 
 

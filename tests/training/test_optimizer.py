@@ -24,10 +24,10 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, size: float = 0.01)
     return {name: (size * torch.randn(w.shape, generator=generator)).to(dtype) for name, w in weights().items()}
 
 
-def give(parameters: Mapping[str, nn.Parameter], found: Mapping[str, Tensor]) -> None:
+def give(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         # An optimizer keeps gradients in float32, whatever the weights are; the same numbers then arrive in that.
-        parameter.grad = found[name].clone().to(parameter.grad_dtype or parameter.dtype)
+        parameter.grad = values[name].clone().to(parameter.grad_dtype or parameter.dtype)
 
 
 def made(parameters: Mapping[str, nn.Parameter], **changes: Any) -> Optimizer:
@@ -50,9 +50,9 @@ def test_weights_follow_a_plain_float32_adamw(dtype: torch.dtype, offload: bool)
     optimizer = made(mine, lr=1e-4, offload_optimizer=offload, weight_decay=0.0)
     reference = torch.optim.AdamW(plain.values(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for step in range(60):
-        found = gradients(step, dtype)
-        give(mine, found)
-        give(plain, {name: value.float() for name, value in found.items()})
+        values = gradients(step, dtype)
+        give(mine, values)
+        give(plain, {name: value.float() for name, value in values.items()})
         optimizer.step()
         reference.step()
     for name, weight in mine.items():
@@ -93,11 +93,11 @@ def test_weights_keep_their_address() -> None:
 
 def test_a_gradient_is_clipped_as_a_whole_and_its_size_reported_before() -> None:
     mine, plain = weights(), weights()
-    found = gradients(0, size=5.0)
-    norm = math.sqrt(sum(float(value.square().sum()) for value in found.values()))
+    values = gradients(0, size=5.0)
+    norm = math.sqrt(sum(float(value.square().sum()) for value in values.values()))
     optimizer, free = made(mine, gradient_clip=0.7, epsilon=1.0), made(plain, gradient_clip=0.0, epsilon=1.0)
-    give(mine, found)
-    give(plain, {name: 0.7 / norm * value for name, value in found.items()})
+    give(mine, values)
+    give(plain, {name: 0.7 / norm * value for name, value in values.items()})
     size, applied = optimizer.step()
     free.step()
     assert applied and abs(size - norm) < 1e-4 * norm
@@ -136,9 +136,9 @@ def test_a_gradient_that_is_not_finite_is_dropped_whole_and_the_schedule_moves_o
     optimizer.step()
     before = {name: weight.detach().clone() for name, weight in mine.items()}
     tensors = {key: value.clone() for key, value in optimizer.state()[0].items()}
-    found = gradients(1, dtype)
-    found["body.norm"][2] = bad
-    give(mine, found)
+    values = gradients(1, dtype)
+    values["body.norm"][2] = bad
+    give(mine, values)
     size, applied = optimizer.step()
     assert not applied and not math.isfinite(size)
     assert equal(mine, before) and equal(tensors, optimizer.state()[0])

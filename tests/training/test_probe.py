@@ -91,7 +91,7 @@ def test_the_band_is_the_narrower_side_of_the_clip() -> None:
 
 def test_at_most_64_responses_are_scored_again() -> None:
     policy = policy_of(family("qwen3"))
-    tables, seen = heard(policy, 0.0, groups=20, each=6), []
+    tables, row_counts = heard(policy, 0.0, groups=20, each=6), []
 
     def far(batch: Batch) -> Batch:
         noise = torch.zeros(len(batch), 1, dtype=torch.float64)
@@ -101,13 +101,13 @@ def test_at_most_64_responses_are_scored_again() -> None:
     original = Policy.score
 
     def counting(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
-        seen.append(len(rows))
+        row_counts.append(len(rows))
         return original(self, texts, rows, directions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "score", counting)
         floor = probe(policy, legato.algorithm("gspo"), Tables.from_batch(far(tables.batch), CPU), 40)
-    assert sum(seen) == 2 * 64 and floor.engine.max < 1e-9
+    assert sum(row_counts) == 2 * 64 and floor.engine.max < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -195,12 +195,12 @@ def test_one_token_that_differs_in_one_bit_is_reported() -> None:
     tables = heard(policy, 0.0)
 
     def change(piece: Piece) -> Tensor:
-        found = piece.channels.logprobs.clone()
+        logprobs = piece.channels.logprobs.clone()
         if 0 in piece.rows:
             row = piece.rows.tolist().index(0)
             column = int(tables.texts.mask[0].nonzero()[0])
-            found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
-        return found
+            logprobs[row, column] = torch.nextafter(logprobs[row, column], torch.tensor(-9.0, dtype=logprobs.dtype))
+        return logprobs
 
     with pytest.MonkeyPatch.context() as patch:
         alter_pieces(patch, change)
@@ -252,15 +252,15 @@ def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> No
     generator = torch.Generator().manual_seed(11)
     drift = size * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64)
     mask = Mask(batch.texts.mask, torch.float64)
-    found = measure_gap(legato.algorithm(name), mask, batch.turn, mask.select(drift))
+    gap = measure_gap(legato.algorithm(name), mask, batch.turn, mask.select(drift))
     listed = [
-        [x if inside else None for x, inside in zip(row, seen, strict=True)]
-        for row, seen in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
+        [x if inside else None for x, inside in zip(row, insides, strict=True)]
+        for row, insides in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
     ]
     ratio, bounded, clipped = slowly(name, listed, batch.turn.tolist())
-    assert found.ratio == pytest.approx(ratio, rel=1e-9)
-    assert found.bounded == pytest.approx(bounded, rel=1e-9)
-    assert found.clipped == pytest.approx(clipped, abs=1e-12)
+    assert gap.ratio == pytest.approx(ratio, rel=1e-9)
+    assert gap.bounded == pytest.approx(bounded, rel=1e-9)
+    assert gap.clipped == pytest.approx(clipped, abs=1e-12)
 
 
 def test_the_rates_of_the_slow_loop_are_not_all_alike() -> None:
@@ -278,8 +278,8 @@ def test_a_band_that_widens_with_length_is_that_of_each_response() -> None:
     wide = [3e-4 * (2048 / length) ** 0.5 for length in (8, 2)]
     turn = torch.zeros(2, 8, dtype=torch.long)
     for drift, share in ((0.9 * wide[0], 0.0), (-1.1 * wide[0], 0.5), (-1.1 * wide[1], 1.0)):
-        found = measure_gap(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
-        assert found.clipped == share
+        gap = measure_gap(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
+        assert gap.clipped == share
 
 
 @pytest.mark.parametrize("name", ["cispo", "sapo", "reinforce", "rloo", "vespo", "fspo", "bapo", "dppo"])
@@ -313,8 +313,8 @@ def found_floor(**rest: Any) -> Floor:
     nothing = Gap(max=0.0, rms=0.0, token_max=0.0, ratio=0.0, bounded=0.0, clipped=0.0)
     packs = replace(nothing, max=1e-7, rms=1e-8, ratio=1e-7, bounded=1e-7)
     engine = Gap(max=5e-4, rms=1e-4, token_max=1e-3, ratio=5e-4, bounded=5e-4, clipped=0.0156)
-    given: dict[str, Any] = {"same": nothing, "packs": packs, "engine": engine, "same_tokens": 0.0}
-    return Floor(**{**given, "unit": "responses", "band": 3e-4, **rest})
+    fields: dict[str, Any] = {"same": nothing, "packs": packs, "engine": engine, "same_tokens": 0.0}
+    return Floor(**{**fields, "unit": "responses", "band": 3e-4, **rest})
 
 
 def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
@@ -330,9 +330,9 @@ def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
 
 
 def test_a_refusal_has_the_numbers_and_the_way_round_it() -> None:
-    said = str(UnsafeAnchorError(found_floor()))
+    message = str(UnsafeAnchorError(found_floor()))
     for word in ("5.0e-04", "1.56 % of responses", "1.0e-04", "3.0e-04", "accept_unsafe_anchor=true", "anchor=auto"):
-        assert word in said
+        assert word in message
     assert found_floor().fills_the_band and not found_floor(band=None).fills_the_band
 
 

@@ -38,9 +38,9 @@ def test_the_first_update_under_r2_changes_no_bit() -> None:
             plain = updated(policy, value, tables_of(policy, value, batch, [update]), update)
             for passes in (1, 2):
                 tables = tables_of(policy, value, batch, [update], replay="R2")
-                found, report = updated(policy, value, tables, update, passes=passes)
+                gradient, report = updated(policy, value, tables, update, passes=passes)
                 if passes == 1:
-                    assert size_of(found) > 0 and all(torch.equal(found[key], plain[0][key]) for key in found), name
+                    assert size_of(gradient) > 0 and all(torch.equal(gradient[key], plain[0][key]) for key in gradient), name
                 numbers = report.sums.report()
                 assert numbers["router/replay_missing"] == numbers["router/flip_mean"] == 0.0
                 assert numbers["ratio/sequence_min"] == numbers["ratio/sequence_max"] == 1.0
@@ -73,12 +73,12 @@ def test_gradients_under_r2_are_those_of_a_model_with_the_old_routes_built_in(
     with forced(plain, name, old_routes):
         expected = in_one_graph(plain, value, tables, rows)
     assert old_routes.calls == 2 * len(rows)
-    found, report = updated(policy, value, tables, update, passes=passes)
+    gradient, report = updated(policy, value, tables, update, passes=passes)
     numbers = report.sums.report()
-    assert furthest(found, expected) < 1e-10 < 1e-5 < furthest(expected, free)
+    assert furthest(gradient, expected) < 1e-10 < 1e-5 < furthest(expected, free)
     assert numbers["router/flip_mean"] > 0.02 and numbers["router/replay_missing"] == 0.0
-    router = next(key for key in found if "gate." in key or "router." in key)
-    assert float(found[router].abs().max()) > 1e-6
+    router = next(key for key in gradient if "gate." in key or "router." in key)
+    assert float(gradient[router].abs().max()) > 1e-6
 
 
 def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() -> None:
@@ -90,7 +90,7 @@ def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() ->
     used: list[Any] = []
     with overheard(policy.model) as logits:
         handles = [
-            layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1:]))
+            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: used.append(inputs[1:]))
             for layer in policy.body.model.layers
         ]
         packed = policy.pack(tables.texts, update.rows)
@@ -117,9 +117,9 @@ def test_r3_with_an_engine_that_is_the_trainer_changes_nothing() -> None:
     assert plain.old_logprobs is not None and replayed.old_logprobs is not None
     assert torch.equal(plain.old_logprobs, replayed.old_logprobs)
     without, _ = updated(policy, value, plain, update)
-    found, report = updated(policy, value, replayed, update)
+    gradient, report = updated(policy, value, replayed, update)
     numbers = report.sums.report()
-    assert size_of(found) > 0 and all(torch.equal(found[key], without[key]) for key in found)
+    assert size_of(gradient) > 0 and all(torch.equal(gradient[key], without[key]) for key in gradient)
     assert numbers["router/replay_missing"] == numbers["router/mismatch_flip_mean"] == 0.0
     assert numbers["router/mismatch_any_flip"] == numbers["router/mismatch_flip_layer1"] == 0.0
 
@@ -150,8 +150,8 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     with forced(policy, "qwen3-moe", Forcing(engine, batch, rows)):
         expected = in_one_graph(policy, value, anchored, rows)
     for passes in (1, 2):
-        found, report = updated(policy, value, tables, update, passes=passes)
-        assert furthest(found, expected) < 1e-10
+        gradient, report = updated(policy, value, tables, update, passes=passes)
+        assert furthest(gradient, expected) < 1e-10
         assert report.sums.report()["router/mismatch_flip_mean"] > 0.02
 
 

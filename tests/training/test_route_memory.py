@@ -22,9 +22,9 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
     policy, batch = exact_policy(), batch_by_hand()
     batch = replace(batch, routes=routes_of(policy, batch))
     tables = tables_of(policy, gspo(), batch, [one_update(batch)], replay=replay)
-    held: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
+    tensors: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
     if tables.replay is not None:
-        held += [tables.replay.experts, tables.replay.tokens]
+        tensors += [tables.replay.experts, tables.replay.tokens]
     written = batch.texts.tokens.numel()
     demand = Demand(
         shape=Shape.from_config(policy.body.config),
@@ -34,7 +34,7 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
         engine_routes=True,
         replayed=0 if replay == "off" else written + batch.texts.prompts.numel(),
     )
-    assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in held)
+    assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -43,7 +43,10 @@ def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch
     policy = load_policy(model, Loading(device="cpu"), tokenizer=Words())
     texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)
     packed = policy.pack(texts, rows)
-    plain, looked_at = (peak(lambda told=told: accumulate(policy, texts, rows, ones, told)) for told in (None, Directions()))
+    plain, looked_at = (
+        peak(lambda directions=directions: accumulate(policy, texts, rows, ones, directions))
+        for directions in (None, Directions())
+    )
     read = len(packed.read)
     demand = Demand(
         shape=Shape.from_config(policy.body.config),

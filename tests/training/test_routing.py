@@ -96,10 +96,10 @@ def test_what_is_measured_is_what_loops_over_single_rows_find(name: str, packing
     before = {row: plain_logits(policy, tables.texts, row) for row in present(tables.texts)}
     moved(policy, 0.08)
     expected = by_loops(policy, tables, before)
-    found = updated(policy, value, tables, update, passes=passes)[1].sums.report()
+    metrics = updated(policy, value, tables, update, passes=passes)[1].sums.report()
     assert expected["router/flip_mean"] > 0.05 and expected["router/shift_mean"] < 0.99
-    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
-    assert -1 <= found["router/flip_sequence_correlation"] <= 1
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    assert -1 <= metrics["router/flip_sequence_correlation"] <= 1
 
 
 def test_the_engine_as_anchor_is_the_old_policy_of_the_flips() -> None:
@@ -149,8 +149,8 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
         gamma[row, : batch.texts.lengths[row]] = shift[start:]
     assert 0.0 < float((gamma[batch.texts.mask] < 0.8).double().mean()) < 1.0
     expected = shifted(policy, value, tables, update, gamma)
-    found, report = updated(policy, value, tables, update, passes=passes)
-    assert furthest(found, expected) < 1e-10 < size_of(expected)
+    gradient, report = updated(policy, value, tables, update, passes=passes)
+    assert furthest(gradient, expected) < 1e-10 < size_of(expected)
     assert furthest(expected, shifted(policy, value, tables, update, torch.ones_like(gamma))) > 1e-6
     numbers = report.sums.report()
     assert numbers["router/shift_mean"] == pytest.approx(float(gamma[batch.texts.mask].mean()), abs=1e-9)
@@ -178,8 +178,8 @@ def shifted(policy: Policy, value: Algorithm, tables: Tables, update: Update, ga
 def test_rspo_is_gmpo_before_anything_has_moved() -> None:
     policy, batch = exact_policy(), batch_by_hand()
     update = one_update(batch)
-    found = []
+    gradients = []
     for name in ("rspo", "gmpo"):
         value = legato.algorithm(name)
-        found.append(updated(policy, value, tables_of(policy, value, batch, [update]), update)[0])
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0]) and size_of(found[0]) > 1e-4
+        gradients.append(updated(policy, value, tables_of(policy, value, batch, [update]), update)[0])
+    assert all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[0]) and size_of(gradients[0]) > 1e-4

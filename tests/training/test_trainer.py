@@ -33,12 +33,12 @@ Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     """0 or 1 at random, fixed for a rollout; every third problem scores alike."""
-    found: list[Score | Unscorable] = []
+    scores: list[Score | Unscorable] = []
     for rollout in rollouts:
         flat = int(str(rollout.problem.prompt)[:1]) % 3 == 0
         right = 1.0 if flat else float(seed_of(rollout.rollout_id) % 2)
-        found.append(Score(reward=right, accuracy=right))
-    return found
+        scores.append(Score(reward=right, accuracy=right))
+    return scores
 
 
 def trainer(
@@ -105,13 +105,13 @@ def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
 )
 def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dict[str, Any]) -> None:
     """'one' skips nothing, 'two' skips clipped and silent rows, 'auto' decides: the weights after two steps agree."""
-    found = []
+    final_weights = []
     for passes in ("one", "two", "auto"):
         this = trainer(name, changes=changes, update_passes=passes)
         run(this, 2)
-        found.append(weights(this))
+        final_weights.append(weights(this))
     # Adam divides by the size of the gradient: where that is about 0, rounding is what is left.
-    assert apart(found[0], found[1]) < 1e-7 and apart(found[0], found[2]) < 1e-7
+    assert apart(final_weights[0], final_weights[1]) < 1e-7 and apart(final_weights[0], final_weights[2]) < 1e-7
 
 
 def test_a_step_makes_as_many_updates_as_asked_for() -> None:
@@ -134,8 +134,8 @@ def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> N
 def test_updates_are_numbered_through_the_epochs_of_a_step() -> None:
     """The first of a second pass is not of a policy that nothing has moved, and must not be taken for it."""
     (report,) = run(trainer(updates_per_step=2, epochs_per_step=2), 1)
-    found = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
-    assert found[0] == 1.0 and all(each != 1.0 for each in found[1:])
+    ratios = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
+    assert ratios[0] == 1.0 and all(each != 1.0 for each in ratios[1:])
     assert "ratio/sequence_mean@4" not in report.metrics
 
 
@@ -180,13 +180,13 @@ def test_a_first_step_without_scores_does_not_break_the_second() -> None:
     assert report.floor is not None and this.optimizer.updates == 4
 
 
-@pytest.mark.parametrize(("score", "told"), [(1.0, None), (0.0, 0.0)])
-def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, told: float | None) -> None:
-    """A task that is solved is no run whose updates are dropped, which is an alarm; one that is too hard is."""
+@pytest.mark.parametrize(("score", "applied"), [(1.0, None), (0.0, 0.0)])
+def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, applied: float | None) -> None:
+    """A solved task does not report dropped updates, which would raise an alarm; a task that is too hard does."""
     this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
     this.source.settings = replace(this.source.settings, resampling="dynamic", max_refills=1)
     (report,) = run(this, 1)
-    assert report.groups == () and report.metrics.get("update/applied") == told
+    assert report.groups == () and report.metrics.get("update/applied") == applied
 
 
 def test_a_step_of_flat_groups_still_steps_the_optimizer() -> None:

@@ -69,8 +69,8 @@ def test_a_two_turn_environment_trains(straight: tuple[Path, list[StepReport]]) 
 
 
 def test_the_tables_say_who_wrote_what(straight: tuple[Path, list[StepReport]]) -> None:
-    seen = members(straight[1])
-    assert {int(rollout.turn.max()) for rollout, _ in seen} == {0, 1}
+    pairs = members(straight[1])
+    assert {int(rollout.turn.max()) for rollout, _ in pairs} == {0, 1}
     words = wire.policy_of(load([], (), OPTIONS), wire.Given()).tokenizer
     for number, report in enumerate(straight[1]):
         for rollout, score in members([report]):
@@ -141,8 +141,8 @@ def test_the_reward_of_a_turn_is_the_advantage_of_that_turn() -> None:
                 siblings = [sum(each[turn:]) for each in rewards if each is not None and len(each) > turn]
                 mean = sum(siblings) / len(siblings)
                 expected = sum((own or ())[turn:]) - mean if len(siblings) > 1 else 0.0
-                found = advantages[row, : len(rollout.tokens)][rollout.turn == turn]
-                assert found.tolist() == pytest.approx([expected] * len(found), abs=1e-6)
+                values = advantages[row, : len(rollout.tokens)][rollout.turn == turn]
+                assert values.tolist() == pytest.approx([expected] * len(values), abs=1e-6)
                 both += turn == 1 and abs(expected) > 1e-3
             row += 1
     assert row == len(advantages) and both > 3
