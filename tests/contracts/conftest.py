@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--problems", metavar="FILE.jsonl", help="problems for --environment and --reward")
 
 
-def chosen(config: pytest.Config, option: str, ours: list[str]) -> list[str]:
+def choose_names(config: pytest.Config, option: str, ours: list[str]) -> list[str]:
     """What an option names, or ours. The options are known only where this folder is named on the command line."""
     named = config.getoption(option, None)
     return ours if named is None else [named]

@@ -38,7 +38,7 @@ SLOTS = "slots"
 LIMITS = Limits(max_response_tokens=12, end_tokens=(1,))
 
 
-def lively(kind: str = "tiny") -> Policy:
+def random_policy(kind: str = "tiny") -> Policy:
     """A tiny model with opinions: distributions that are neither flat nor certain."""
     policy = load_policy(kind, Loading(device="cpu", dtype="float32", tiny=TinyShape(hidden=32, heads=2, experts=4)))
     source = torch.Generator().manual_seed(3)
@@ -57,7 +57,7 @@ class Subject:
 
     def ask(self, *requests: Request, sampling: Sampling | None = None, limits: Limits = LIMITS) -> list[list[Response]]:
         handles = self.engine.submit(list(requests), sampling or Sampling(), limits)
-        by_handle = {one.handle: one.responses for one in polled(self.engine)}
+        by_handle = {one.handle: one.responses for one in poll_until_idle(self.engine)}
         assert set(by_handle) == set(handles)
         return [by_handle[handle] for handle in handles]
 
@@ -81,12 +81,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    policy = lively()
+    policy = random_policy()
     with pytest.MonkeyPatch.context() as patch:
-        yield Subject(policy, built(request.param, policy, patch))
+        yield Subject(policy, start_engine(request.param, policy, patch))
 
 
-def built(name: str, policy: Policy, patch: pytest.MonkeyPatch, **options: Any) -> Engine:
+def start_engine(name: str, policy: Policy, patch: pytest.MonkeyPatch, **options: Any) -> Engine:
     if name != SLOTS:
         return build_engine(name, policy, EngineOptions(rows_at_once=8, **options))
     from legato.rollouts.gpu.engine import GraphedEngine
@@ -108,13 +108,13 @@ def requests(*lengths: int, each: int = 3) -> list[Request]:
     ]
 
 
-def polled(engine: Engine) -> Iterator[Finished]:
+def poll_until_idle(engine: Engine) -> Iterator[Finished]:
     """Everything that is outstanding, in the order it is reported."""
     while reported := engine.poll():
         yield from reported
 
 
-def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]) -> None:
+def assert_same_responses(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]) -> None:
     assert [len(row) for row in left] == [len(row) for row in right]
     for one, other in zip(chain(*left), chain(*right), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -122,7 +122,7 @@ def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]
         assert float((one.logprobs - other.logprobs).abs().max()) <= BETWEEN_BATCHES
 
 
-def own_score(policy: Policy, prompt: Tensor, response: Response, temperature: float) -> Tensor:
+def score_with_policy(policy: Policy, prompt: Tensor, response: Response, temperature: float) -> Tensor:
     """[T]: what the policy that is trained says of a response."""
     length = len(response.tokens)
     texts = Texts(
@@ -137,11 +137,13 @@ def own_score(policy: Policy, prompt: Tensor, response: Response, temperature: f
     return policy.score(texts, torch.tensor([0])).logprobs[0].cpu()
 
 
-def agrees(subject: Subject, batch: Sequence[Request], responses: list[list[Response]], temperature: float = 1.0) -> bool:
+def match_policy(
+    subject: Subject, batch: Sequence[Request], responses: list[list[Response]], temperature: float = 1.0
+) -> bool:
     """Whether all log-probs are those of the policy as it is now."""
     allowed = tolerance(torch.float32)
     gaps = [
-        float((response.logprobs - own_score(subject.policy, request.prompt, response, temperature)).abs().max())
+        float((response.logprobs - score_with_policy(subject.policy, request.prompt, response, temperature)).abs().max())
         for request, row in zip(batch, responses, strict=True)
         for response in row
     ]
@@ -170,7 +172,7 @@ def test_every_request_gets_as_many_responses_as_seeds_in_their_order(subject: S
     ]
     forward, nothing, backward = subject.ask(*batch)
     assert nothing == [] and subject.ask() == []
-    same([forward], [backward[::-1]])
+    assert_same_responses([forward], [backward[::-1]])
 
 
 # Randomness
@@ -178,7 +180,7 @@ def test_every_request_gets_as_many_responses_as_seeds_in_their_order(subject: S
 
 def test_the_same_seeds_write_the_same_and_other_seeds_something_else(subject: Subject) -> None:
     batch = requests(3, 9)
-    same(subject.ask(*batch), subject.ask(*batch))
+    assert_same_responses(subject.ask(*batch), subject.ask(*batch))
     (row,) = subject.ask(Request(prompt=batch[0].prompt, seeds=(4, 4, 5, 6)))
     assert row[0].tokens.tolist() == row[1].tokens.tolist()
     assert len({tuple(response.tokens.tolist()) for response in row}) == 3
@@ -194,7 +196,7 @@ def test_neighbours_change_no_response(subject: Subject) -> None:
     together = subject.ask(*batch)
     for request, row in zip(batch, together, strict=True):
         for seed, response in zip(request.seeds, row, strict=True):
-            same(subject.ask(Request(prompt=request.prompt, seeds=(seed,))), [[response]])
+            assert_same_responses(subject.ask(Request(prompt=request.prompt, seeds=(seed,))), [[response]])
 
 
 # Where responses end
@@ -227,7 +229,7 @@ def test_a_stop_string_ends_a_response_and_is_no_text(subject: Subject) -> None:
     assert len(stop) == 2 and cut[0].stop is StopReason.STOP_STRING
     for before, after in zip(free, cut, strict=True):
         if stop not in before.text:
-            same([[before]], [[after]])
+            assert_same_responses([[before]], [[after]])
             continue
         assert after.stop is StopReason.STOP_STRING and after.text == before.text[: before.text.index(stop)]
         count = len(after.tokens)
@@ -246,7 +248,7 @@ def test_log_probs_are_those_of_the_policy_at_the_temperature(subject: Subject, 
         pytest.skip("the engine says that it cannot")
     subject.publish(subject.engine.version)
     batch = requests(1, 7, 12)
-    assert agrees(subject, batch, subject.ask(*batch, sampling=Sampling(temperature=temperature)), temperature)
+    assert match_policy(subject, batch, subject.ask(*batch, sampling=Sampling(temperature=temperature)), temperature)
 
 
 def test_without_truncation_there_is_no_kept_mass(subject: Subject) -> None:
@@ -260,7 +262,7 @@ def test_truncation_reports_the_mass_it_kept_and_log_probs_before_it(subject: Su
     subject.publish(subject.engine.version)
     batch = requests(2, 9)
     responses = subject.ask(*batch, sampling=sampling)
-    assert agrees(subject, batch, responses, sampling.temperature)
+    assert match_policy(subject, batch, responses, sampling.temperature)
     for request, row in zip(batch, responses, strict=True):
         for response in row:
             assert response.kept_logmass is not None and response.kept_logmass.shape == response.logprobs.shape
@@ -292,7 +294,7 @@ def kept_mass(shares: Tensor, sampling: Sampling) -> float:
 
 def test_generate_waits_for_all_of_its_requests(subject: Subject) -> None:
     batch = requests(3, 8)
-    same(subject.engine.generate(batch, Sampling(), LIMITS), subject.ask(*batch))
+    assert_same_responses(subject.engine.generate(batch, Sampling(), LIMITS), subject.ask(*batch))
 
 
 def test_polling_an_idle_engine_gives_nothing(subject: Subject) -> None:
@@ -307,11 +309,11 @@ def test_requests_may_be_submitted_while_others_decode(subject: Subject) -> None
     assert by_handle, "a poll with requests outstanding reports at least one"
     for request in batch[2:]:
         handles += engine.submit([request], Sampling(), LIMITS)
-    for one in polled(engine):
+    for one in poll_until_idle(engine):
         assert one.handle not in by_handle, "a request is reported once"
         by_handle[one.handle] = one.responses
     assert len(set(handles)) == 5
-    same([by_handle[handle] for handle in handles], expected)
+    assert_same_responses([by_handle[handle] for handle in handles], expected)
 
 
 def test_requests_that_are_sampled_differently_may_be_outstanding_together(subject: Subject) -> None:
@@ -323,8 +325,8 @@ def test_requests_that_are_sampled_differently_may_be_outstanding_together(subje
     ]
     expected = [subject.ask(request, sampling=sampling, limits=limits)[0] for request, sampling, limits in ways]
     handles = [engine.submit([request], sampling, limits)[0] for request, sampling, limits in ways]
-    by_handle = {finished.handle: finished.responses for finished in polled(engine)}
-    same([by_handle[handle] for handle in handles], expected)
+    by_handle = {finished.handle: finished.responses for finished in poll_until_idle(engine)}
+    assert_same_responses([by_handle[handle] for handle in handles], expected)
 
 
 def test_a_cancelled_request_is_not_reported_and_the_others_are(subject: Subject) -> None:
@@ -332,9 +334,9 @@ def test_a_cancelled_request_is_not_reported_and_the_others_are(subject: Subject
     expected = [subject.ask(request)[0] for request in batch]
     handles = engine.submit(batch, Sampling(), LIMITS)
     engine.cancel(handles[1])
-    by_handle = {one.handle: one.responses for one in polled(engine)}
+    by_handle = {one.handle: one.responses for one in poll_until_idle(engine)}
     assert set(by_handle) == {handles[0], handles[2]}
-    same([by_handle[handles[0]], by_handle[handles[2]]], [expected[0], expected[2]])
+    assert_same_responses([by_handle[handles[0]], by_handle[handles[2]]], [expected[0], expected[2]])
     engine.cancel(handles[0])  # it has finished: nothing happens
     handles = engine.submit(batch[:2], Sampling(), LIMITS)
     for handle in handles:
@@ -363,12 +365,12 @@ def test_new_weights_count_after_they_were_published(subject: Subject) -> None:
             weight.mul_(1.5)
         subject.publish(version + 1)
         responses = subject.ask(*batch)
-        assert agrees(subject, batch, responses)
+        assert match_policy(subject, batch, responses)
     finally:
         with torch.no_grad():
             weight.copy_(before)
         subject.publish(version + 2)
-    assert not agrees(subject, batch, responses) and agrees(subject, batch, subject.ask(*batch))
+    assert not match_policy(subject, batch, responses) and match_policy(subject, batch, subject.ask(*batch))
 
 
 def test_what_a_checkpoint_holds_of_it_can_be_loaded(subject: Subject) -> None:
@@ -392,10 +394,10 @@ def test_it_says_what_it_can_do(subject: Subject) -> None:
 
 def test_routes_are_there_where_it_says_so(subject: Subject, request: pytest.FixtureRequest) -> None:
     """On a mixture of experts: the routes of prompt and response without the last token."""
-    policy = lively("tiny-moe")
+    policy = random_policy("tiny-moe")
     name = request.node.callspec.params["subject"]
     with pytest.MonkeyPatch.context() as patch:
-        engine = built(name, policy, patch, record_routes=True)
+        engine = start_engine(name, policy, patch, record_routes=True)
         (single,) = requests(5)
         (row,) = engine.generate([single], Sampling(), LIMITS)
         for response in row:

@@ -14,7 +14,7 @@ from legato.core.parts import Part, lookup, part_at
 from legato.objectives.slots import Trust
 from tests.contracts import part_checks as checks
 from tests.contracts.part_checks import SLOTS, Candidate
-from tests.proof.parts import ours
+from tests.proof.parts import own_part_names
 
 LOSS = (
     checks.check_gradient,
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         candidates = [
             Candidate(cls=lookup(kind, name), reference=name, fields=OPEN.get(name, {}), detaches=name in DETACH)
             for kind in (*SLOTS, "advantage", "filter")
-            for name in ours(kind)
+            for name in own_part_names(kind)
         ]
     cases = [(each, check) for each in candidates for check in checks_of(each.cls)]
     ids = [f"{each.cls.kind}-{each.cls.name}-{check.__name__.removeprefix('check_')}" for each, check in cases]

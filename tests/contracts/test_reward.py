@@ -11,7 +11,7 @@ from legato.config.kinds import make
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.scoring import is_async, is_batched
 from legato.rewards.verifiers import finite
-from tests.contracts.conftest import chosen
+from tests.contracts.conftest import choose_names
 from tests.contracts.texts import HOSTILE
 from tests.proof import verdicts
 from tests.proof.responses import response
@@ -20,7 +20,7 @@ OURS = ["exact", "number", "countdown", "format", "length", "environment", f"{ve
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("name", chosen(metafunc.config, "--reward", OURS), scope="module")
+    metafunc.parametrize("name", choose_names(metafunc.config, "--reward", OURS), scope="module")
 
 
 @pytest.fixture(scope="module")

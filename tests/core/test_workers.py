@@ -254,7 +254,7 @@ print(shared("os:getpid").ask(seconds=30), flush=True)
 {how}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert gone(int(done.stdout), within=10)
+    assert has_ended(int(done.stdout), within=10)
 
 
 def test_a_worker_that_hangs_when_its_asker_dies_ends_by_its_own_cpu_limit() -> None:
@@ -268,10 +268,10 @@ threading.Timer(0.3, os._exit, (0,)).start()
 spin.ask("10 ** 10 ** 10", seconds=1)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert gone(int(done.stdout), within=60)
+    assert has_ended(int(done.stdout), within=60)
 
 
-def gone(process: int, within: float) -> bool:
+def has_ended(process: int, within: float) -> bool:
     end = time.monotonic() + within
     while time.monotonic() < end:
         try:

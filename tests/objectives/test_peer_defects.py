@@ -39,13 +39,13 @@ def gradient(algorithm: object, **signals: Tensor) -> Tensor:
     return leaf.grad
 
 
-def base(**changes: Tensor) -> dict[str, Tensor]:
+def changed_batch(**changes: Tensor) -> dict[str, Tensor]:
     signals = batch()
     signals.pop("sampler_logprobs")
     return signals | changes
 
 
-def cut(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+def split_batch(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
     """The batch in micro-batches of the given numbers of rows."""
     columns = [x.split(sizes) for x in signals.values()]
     return [dict(zip(signals, rows, strict=True)) for rows in zip(*columns, strict=True)]
@@ -53,7 +53,7 @@ def cut(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]
 
 def test_a_response_weighs_the_same_whatever_its_length() -> None:
     """Rows 1, 10, 17, 20, 23: a sequence ratio under a token sum or mean weighs responses by length."""
-    signals = base(advantages=torch.ones(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.ones(B, dtype=torch.float64))
     signals["old_logprobs"] = signals["logprobs"].clone()
     per_response = gradient("gspo", **signals).nan_to_num().sum(1)
     torch.testing.assert_close(per_response, torch.full((B,), -1 / B, dtype=torch.float64))
@@ -73,9 +73,9 @@ def test_the_published_clip_is_the_default_and_a_wide_one_is_told() -> None:
 @pytest.mark.parametrize("split", [[1] * 6, [2, 2, 2], [5, 1], [3, 3]])
 def test_the_gradient_does_not_depend_on_how_an_update_is_split(name: str, split: list[int]) -> None:
     """Rows 3, 9, 28, 30: losses that depended on accumulation steps, micro-batch size or ranks."""
-    signals = base()
+    signals = changed_batch()
     whole = gradient(name, **signals)
-    pieces = cut(signals, split)
+    pieces = split_batch(signals, split)
     counts = sum(legato.counts(name, mask=piece["mask"], group=piece["group"]) for piece in pieces)
     parts = torch.cat([gradient(name, **piece, counts=counts) for piece in pieces])
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-15)
@@ -83,7 +83,7 @@ def test_the_gradient_does_not_depend_on_how_an_update_is_split(name: str, split
 
 def test_tool_tokens_change_nothing_and_get_nothing() -> None:
     """Rows 4, 22, 31: tool masks ignored, padding or masked tokens that leak into sequence statistics."""
-    signals = base()
+    signals = changed_batch()
     signals["mask"] = signals["mask"].clone()
     signals["mask"][0, 3] = False
     expected = gradient("gspo", **signals)
@@ -143,7 +143,7 @@ def test_metrics_of_the_parts_add_up_to_those_of_the_whole() -> None:
     """Row 9: averages of averages over ranks are biased."""
     signals = batch()
     whole = legato.loss("dapo", **signals).metrics
-    pieces = cut(signals, [4, 1, 1])
+    pieces = split_batch(signals, [4, 1, 1])
     counts = sum(legato.counts("dapo", mask=piece["mask"], group=piece["group"]) for piece in pieces)
     merged = sum(legato.loss("dapo", **piece, counts=counts).sums for piece in pieces).report()
     assert merged.keys() == whole.keys()
@@ -155,7 +155,7 @@ def test_metrics_of_the_parts_add_up_to_those_of_the_whole() -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
 def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -> None:
     """Row 11: masked NaN times zero contaminates sequence-level aggregation."""
-    clean, dirty = base(), base()
+    clean, dirty = changed_batch(), changed_batch()
     for key in ("logprobs", "old_logprobs"):
         clean[key] = clean[key].masked_fill(~clean["mask"], 0.0)
         dirty[key] = dirty[key].masked_fill(~dirty["mask"], garbage)
@@ -164,7 +164,7 @@ def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -
 
 def test_a_dual_clip_added_to_gspo_has_an_effect() -> None:
     """Rows 13, 19: an option accepted and never read."""
-    signals = base()
+    signals = changed_batch()
     signals["logprobs"] = signals["old_logprobs"] + 2.0
     value = legato.algorithm("gspo", {"objective.trust.dual-clip.cap": 3.0})
     negative = signals["advantages"] < 0
@@ -211,7 +211,7 @@ def test_a_correction_on_gspo_acts_and_the_ratio_stays_against_the_anchor() -> N
 
 def test_filtered_responses_leave_the_loss_under_every_aggregation() -> None:
     """Rows 21, 31: samples filtered by a final mask, or dropped, that still trained."""
-    signals = base()
+    signals = changed_batch()
     keep = torch.tensor([1, 0, 1, 1, 0, 1])
     for aggregate in ("token-mean", "group-token-mean", "sequence-mean", "sequence-sum"):
         value = legato.algorithm("grpo", {"aggregate": aggregate})
@@ -222,7 +222,7 @@ def test_filtered_responses_leave_the_loss_under_every_aggregation() -> None:
 
 def test_token_mean_counts_mask_tokens_only() -> None:
     """Row 21: a token mean that ignores the mask."""
-    signals = base(advantages=torch.ones(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.ones(B, dtype=torch.float64))
     signals["old_logprobs"] = signals["logprobs"].clone()
     result = gradient(legato.algorithm("grpo", {"aggregate": "token-mean"}), **signals)
     assert result.nan_to_num().sum() == pytest.approx(-1.0)
@@ -230,7 +230,7 @@ def test_token_mean_counts_mask_tokens_only() -> None:
 
 def test_each_response_is_divided_by_its_own_length() -> None:
     """Row 26: a missing parenthesis made a B x B matrix, each response divided by every length."""
-    signals = base()
+    signals = changed_batch()
     log_ratio = legato.loss("gspo", **signals, metrics=False).trace.log_ratio
     assert log_ratio.shape == (B, 1)
     rows = [(n - o)[m].mean() for n, o, m in zip(signals["logprobs"], signals["old_logprobs"], signals["mask"], strict=True)]
@@ -245,7 +245,7 @@ def test_an_unknown_algorithm_is_told_with_the_nearest_name() -> None:
 
 def test_the_divergence_from_the_reference_has_a_gradient() -> None:
     """Row 30: a KL loss that ran without gradient."""
-    signals = base(advantages=torch.zeros(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.zeros(B, dtype=torch.float64))
     reference = signals["old_logprobs"] - 0.3
     value = legato.algorithm("gspo", {"objective.penalties.kl.beta": 0.04})
     result = gradient(value, **signals, ref_logprobs=reference)
@@ -267,7 +267,7 @@ def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
 
 def test_an_update_with_nothing_in_it_is_a_no_op_and_not_nan() -> None:
     """Row 9: all responses truncated or masked."""
-    signals = base()
+    signals = changed_batch()
     signals["mask"] = torch.zeros(B, T, dtype=torch.bool)
     for name in ("gspo", "grpo", "dapo", "dr-grpo", "reinforce", "gepo"):
         value = legato.algorithm(name, {"aggregate.constant": 8.0} if name == "dr-grpo" else None)

@@ -97,7 +97,7 @@ def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
     return response(Problem(prompt="?", answer=answer), text, length)
 
 
-def scored(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
+def score_text(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
     """A response as the configured reward scores it."""
     score = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
     assert not isinstance(score, Unscorable)

@@ -12,7 +12,7 @@ from legato.core.rollout import Problem, Unscorable
 from legato.policy.model.tiny import character_tokenizer
 from legato.run import wire
 from tests.proof import turns
-from tests.proof.effects import Bench, effect, rollout, scored
+from tests.proof.effects import Bench, effect, rollout, score_text
 from tests.proof.runs import SMALL
 
 POOL = [Problem(prompt=f"{number}+1=", answer=str(number + 1)) for number in range(60)]
@@ -124,14 +124,14 @@ def a_second_stage(bench: Bench) -> None:
 @effect("reward.kind")
 def another_reward(bench: Bench) -> None:
     text = "about 42 apples"
-    assert scored(bench, text, {"reward.kind": "number"}).reward == 1
-    assert scored(bench, text, {"reward.kind": "exact"}).reward == 0
+    assert score_text(bench, text, {"reward.kind": "number"}).reward == 1
+    assert score_text(bench, text, {"reward.kind": "exact"}).reward == 0
 
 
 @effect("reward.OPTION")
 def an_option_of_the_reward(bench: Bench) -> None:
-    assert scored(bench, "42.5", {"reward.kind": "number"}).reward == 0
-    assert scored(bench, "42.5", {"reward.kind": "number", "reward.tolerance": 1.0}).reward == 1
+    assert score_text(bench, "42.5", {"reward.kind": "number"}).reward == 0
+    assert score_text(bench, "42.5", {"reward.kind": "number", "reward.tolerance": 1.0}).reward == 1
 
 
 COMPONENTS: dict[str, Any] = {
@@ -149,22 +149,22 @@ COMPONENTS: dict[str, Any] = {
 )
 def several_rewards(bench: Bench) -> None:
     both = {"reward.components": COMPONENTS}
-    assert scored(bench, "42", both).reward == 2.5
-    loose = scored(bench, "42.5", both)
+    assert score_text(bench, "42", both).reward == 2.5
+    loose = score_text(bench, "42.5", both)
     assert (loose.reward, loose.accuracy) == (2.0, 1.0)
     assert dict(loose.components) == {"value": 1.0, "words": 0.0}
     judged = {"reward.components": {**COMPONENTS, "words": {**COMPONENTS["words"], "judges": True}}}
-    assert scored(bench, "42.5", judged).accuracy == 0.5
+    assert score_text(bench, "42.5", judged).accuracy == 0.5
 
 
 @effect("reward.overlong", "reward.overlong.cache_share", "reward.overlong.factor")
 def a_punishment_for_length(bench: Bench) -> None:
     base = {"rollouts.max_response_tokens": 10}
-    assert scored(bench, "42", base, length=10).reward == 1
+    assert score_text(bench, "42", base, length=10).reward == 1
     half = {**base, "reward.overlong": {"cache_share": 0.4, "factor": 3.0}}
-    assert scored(bench, "42", half, length=10).reward == pytest.approx(1 - 3.0)
-    assert scored(bench, "42", half, length=8).reward == pytest.approx(1 - 1.5)
-    assert scored(bench, "42", {**base, "reward.overlong": {"cache_share": 0.2}}, length=8).reward == 1
+    assert score_text(bench, "42", half, length=10).reward == pytest.approx(1 - 3.0)
+    assert score_text(bench, "42", half, length=8).reward == pytest.approx(1 - 1.5)
+    assert score_text(bench, "42", {**base, "reward.overlong": {"cache_share": 0.2}}, length=8).reward == 1
 
 
 @effect("reward.timeout_seconds")

@@ -62,7 +62,7 @@ MEMBERS: dict[str, Member] = {
 SPLITTABLE = [name for name, member in MEMBERS.items() if member.scope != "update"]
 
 
-def configured(name: str, overrides: dict[str, Any] | None = None) -> Any:
+def build_member(name: str, overrides: dict[str, Any] | None = None) -> Any:
     """The algorithm under a name, with the constants its paper leaves open and the given overrides."""
     return legato.algorithm(name, {**MEMBERS[name].overrides, **(overrides or {})})
 

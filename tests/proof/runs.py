@@ -157,7 +157,7 @@ def cut(straight: Path, folder: Path, step: int) -> Path:
     return copy
 
 
-def seal(checkpoint: Path) -> None:
+def rewrite_manifest(checkpoint: Path) -> None:
     """Write the manifest anew, so that what a test altered is taken for whole."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "manifest.json"]
     known = {
@@ -177,7 +177,7 @@ def alter_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> N
     memory = json.loads(path.read_text())
     change(memory)
     path.write_text(json.dumps(memory))
-    seal(checkpoint)
+    rewrite_manifest(checkpoint)
 
 
 def alter_tensors(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
@@ -186,4 +186,4 @@ def alter_tensors(checkpoint: Path, name: str, change: Callable[[dict[str, Any]]
     contents = load_file(path)
     change(contents)
     save_file(contents, path)
-    seal(checkpoint)
+    rewrite_manifest(checkpoint)

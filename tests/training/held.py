@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak(act: Callable[[], object]) -> int:
+def peak_bytes(act: Callable[[], object]) -> int:
     """The most bytes that were held at once of those that `act` asked for."""
     # Rubbish of other tests would be counted as given back, whenever the collector happens to come by.
     gc.collect()

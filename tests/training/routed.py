@@ -20,7 +20,7 @@ from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import Report, count_update, update_gradient
 from tests.policy.exact import Words, family
 from tests.policy.routes import chosen_by, plain_logits, present, whole
-from tests.training.steps import gradients, moved
+from tests.training.steps import gradients, move_weights
 
 CPU = torch.device("cpu")
 WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}
@@ -36,11 +36,11 @@ def exact_policy(name: str = "qwen3-moe", **changes: Any) -> Policy:
     if changes.get("lora") is not None:
         for parameter in policy.parameters().values():
             parameter.data = parameter.data.double()
-        moved(policy, 0.1, seed=11)
+        move_weights(policy, 0.1, seed=11)
     return policy
 
 
-def twin(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
+def copy_policy(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
     """The same policy with every layer computed once, for the model that is told by hand."""
     copy = exact_policy(name, **{**changes, "gradient_checkpointing": False})
     with torch.no_grad():
@@ -67,11 +67,11 @@ def tables_of(
     options: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
     tables = anchor(tables, policy, reference, updates, **options).with_advantages(value)
     if move:
-        moved(policy, move)
+        move_weights(policy, move)
     return tables
 
 
-def updated(
+def run_update(
     policy: Policy, value: Algorithm, tables: Tables, update: Update, *, passes: int = 1, load_balance: float = 0.0
 ) -> tuple[dict[str, Tensor], Report]:
     counts, state = count_update(value, tables, update), value.initial()

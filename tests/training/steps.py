@@ -44,7 +44,7 @@ def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 
     )
 
 
-def moved(policy: Policy, size: float, seed: int = 7) -> None:
+def move_weights(policy: Policy, size: float, seed: int = 7) -> None:
     """Move every trained weight a little, as updates would have."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def moved(policy: Policy, size: float, seed: int = 7) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
-def prepared(
+def prepare_tables(
     policy: Policy,
     algorithm: Algorithm,
     batch: Batch,
@@ -67,14 +67,14 @@ def prepared(
     if "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs()):
         reference = Reference.from_policy(policy)
     if old_from:
-        moved(policy, old_from, seed=3)
+        move_weights(policy, old_from, seed=3)
     tables = Tables.from_batch(batch, torch.device("cpu"))
     tables = anchor(tables, policy, reference, updates, choice="recompute", skip_first=skip_first)
     tables = tables.with_advantages(algorithm)
     if "uniform" in needs(algorithm):
         tables = tables.with_uniform(5, 17)
     if move:
-        moved(policy, move)
+        move_weights(policy, move)
     return tables
 
 
@@ -87,7 +87,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
     return copies
 
 
-def by_the_trainer(
+def trainer_gradient(
     policy: Policy, algorithm: Algorithm, tables: Tables, update: Update, *, passes: int, silent: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Report]:
     counts = count_update(algorithm, tables, update)
@@ -95,7 +95,7 @@ def by_the_trainer(
     return gradients(policy), report
 
 
-def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
+def graph_gradient(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
     """Every sequence through the model alone, one padded table, `legato.loss` of the whole update, one backward."""
     logprobs, entropy, values = plain_tables(policy, tables.texts, rows)
     index = torch.tensor(list(rows))
@@ -130,12 +130,12 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
     return gradients(policy)
 
 
-def furthest(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+def max_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-def size_of(gradient: Mapping[str, Tensor]) -> float:
+def largest_entry(gradient: Mapping[str, Tensor]) -> float:
     return max(float(value.abs().max()) for value in gradient.values())
 
 
@@ -144,5 +144,5 @@ def one_update(batch: Batch, tokens_per_pack: int = WHOLE, packing: bool = True)
     return update
 
 
-def without_old(tables: Tables) -> Tables:
+def drop_old_logprobs(tables: Tables) -> Tables:
     return replace(tables, old_logprobs=None, anchored=None)

@@ -10,8 +10,8 @@ from legato.core.rollout import Score
 from legato.training.probe import band, probe
 from legato.training.report import StepReport, read_state
 from tests.policy.exact import family, policy_of
-from tests.training.test_probe import heard
-from tests.training.test_trainer import Trainer, apart, run, trainer, weights
+from tests.training.test_probe import tables_with_noise
+from tests.training.test_trainer import Trainer, max_difference, run, trainer, weights
 
 START = math.log1p(4e-4)
 
@@ -23,20 +23,20 @@ def bound(of: Trainer, key: str = "log_high") -> float:
 def test_the_band_moves_with_every_update_but_the_first_of_a_step() -> None:
     this = trainer("gspo-auto", updates_per_step=4)
     reports = run(this, 2)
-    assert bound(this, "updates") == sum(teaching(report) for report in reports) > 3
+    assert bound(this, "updates") == sum(count_teaching_updates(report) for report in reports) > 3
     assert bound(this) != START
     metrics = reports[-1].metrics
     assert metrics["state/auto-clip.log_high"] == bound(this)
     assert all(report.metrics["clip/beyond_positive@0"] == 0 for report in reports)
-    assert bound(this) == pytest.approx(by_hand(reports), rel=0.2), "the course is what the counts of the updates say"
+    assert bound(this) == pytest.approx(bound_by_hand(reports), rel=0.2), "the course is what the counts of the updates say"
 
 
-def teaching(report: StepReport) -> int:
+def count_teaching_updates(report: StepReport) -> int:
     """Updates after the first in which some response had an advantage."""
     return sum(f"clip/beyond_positive@{k}" in report.metrics for k in (1, 2, 3))
 
 
-def by_hand(reports: list[StepReport]) -> float:
+def bound_by_hand(reports: list[StepReport]) -> float:
     """From the shares by sign, without knowing how many responses had which: good to a few per cent."""
     bound = START
     for report in reports:
@@ -76,7 +76,7 @@ def test_passes_and_packs_do_not_show() -> None:
     for name, other in runs.items():
         assert bound(other, "updates") == bound(expected, "updates"), name
         assert bound(other) == pytest.approx(bound(expected), rel=1e-9), name
-        assert apart(weights(other), weights(expected)) < 1e-8, name
+        assert max_difference(weights(other), weights(expected)) < 1e-8, name
 
 
 @pytest.mark.parametrize("follows", ["counts", "perplexity"])
@@ -112,7 +112,7 @@ def test_updates_in_which_all_score_alike_teach_nothing_and_break_nothing() -> N
 @pytest.mark.parametrize("anchor", ["sampler", "recompute"])
 def test_the_probe_sets_the_noise_floor_and_it_counts_the_engine_where_that_is_the_anchor(anchor: str) -> None:
     policy, value = policy_of(family("qwen3")), legato.algorithm("gspo-auto")
-    floor = probe(policy, value, heard(policy, 5e-4), 40)
+    floor = probe(policy, value, tables_with_noise(policy, 5e-4), 40)
     assert floor.noise(True) == pytest.approx(5e-4, rel=1e-6) and floor.noise(False) < 1e-12
     this = trainer("gspo-auto", anchor=anchor)
     run(this, 1)
@@ -122,7 +122,7 @@ def test_the_probe_sets_the_noise_floor_and_it_counts_the_engine_where_that_is_t
 
 def test_the_noise_is_that_of_what_the_band_bounds() -> None:
     policy = policy_of(family("qwen3"))
-    tables = heard(policy, 5e-4)
+    tables = tables_with_noise(policy, 5e-4)
     scaled = {"objective.trust.auto-clip.scale": "sqrt-length", "objective.trust.auto-clip.reference_length": 4.0}
     lengths = tables.texts.mask.sum(1).double()
     lengths = lengths[lengths > 0]
@@ -136,5 +136,5 @@ def test_the_band_the_probe_compares_with_is_the_one_of_the_state() -> None:
     wide = {"auto-clip": {**value.initial()["auto-clip"], "log_low": 0.03, "log_high": torch.tensor(0.04)}}
     assert band(value, wide) == pytest.approx(0.03)
     policy = policy_of(family("qwen3"))
-    assert not probe(policy, value, heard(policy, 5e-4), 40).sampler_is_safe
-    assert probe(policy, value, heard(policy, 5e-4), 40, wide).sampler_is_safe
+    assert not probe(policy, value, tables_with_noise(policy, 5e-4), 40).sampler_is_safe
+    assert probe(policy, value, tables_with_noise(policy, 5e-4), 40, wide).sampler_is_safe

@@ -14,7 +14,7 @@ from legato.training.plan import plan
 from legato.training.tables import Tables
 from legato.training.update import count_update, silent_rows, update_gradient
 from tests.policy.exact import family, plain_tables, policy_of
-from tests.training.steps import batch_by_hand, by_the_trainer, furthest, moved, prepared, size_of
+from tests.training.steps import batch_by_hand, largest_entry, max_difference, move_weights, prepare_tables, trainer_gradient
 
 CPU = torch.device("cpu")
 
@@ -73,14 +73,14 @@ def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(n
     assert first_update_anchors_itself(value, epochs=1)
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=8)
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
-    every = prepared(policy, value, batch, updates)
-    later = prepared(policy, value, batch, updates, skip_first=True)
+    every = prepare_tables(policy, value, batch, updates)
+    later = prepare_tables(policy, value, batch, updates, skip_first=True)
     for update in updates:
-        expected, _ = by_the_trainer(policy, value, every, update, passes=passes)
-        gradient, _ = by_the_trainer(policy, value, later, update, passes=passes)
-        assert size_of(expected) > 1e-4
-        assert furthest(gradient, expected) == 0.0
-        moved(policy, 1e-3)
+        expected, _ = trainer_gradient(policy, value, every, update, passes=passes)
+        gradient, _ = trainer_gradient(policy, value, later, update, passes=passes)
+        assert largest_entry(expected) > 1e-4
+        assert max_difference(gradient, expected) == 0.0
+        move_weights(policy, 1e-3)
 
 
 def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first() -> None:
@@ -88,7 +88,7 @@ def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first(
     updates = plan(batch.texts, updates=3, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     with torch.no_grad():
         before, _, _ = plain_tables(policy, Tables.from_batch(batch, CPU).texts, range(len(batch)))
-    tables = prepared(policy, value, batch, updates, skip_first=True, move=1e-2)
+    tables = prepare_tables(policy, value, batch, updates, skip_first=True, move=1e-2)
     assert tables.old_logprobs is not None and tables.anchored is not None
     rows = torch.cat([update.rows for update in updates[1:]])
     gap = (tables.old_logprobs - before)[rows][batch.texts.mask[rows]]
@@ -121,7 +121,7 @@ def test_the_reference_stays_where_the_policy_began() -> None:
     texts = Tables.from_batch(batch, CPU).texts
     reference, rows = Reference.from_policy(policy), torch.arange(len(batch))
     before = policy.score(texts, rows).logprobs
-    moved(policy, 0.1)
+    move_weights(policy, 0.1)
     assert torch.equal(reference.score(texts, rows).logprobs, before)
     assert not torch.equal(policy.score(texts, rows).logprobs, before)
 

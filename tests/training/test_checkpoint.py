@@ -16,7 +16,7 @@ from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.train import resume
 from legato.training import checkpoint
-from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, seal, small
+from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, rewrite_manifest, small
 
 TORN = 1 / 2
 
@@ -296,7 +296,7 @@ def test_weights_of_another_shape_are_refused(run: Path) -> None:
     """A checkpoint of another model, sealed as if it were of this run."""
     config = newest(run) / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 48}))
-    seal(newest(run))
+    rewrite_manifest(newest(run))
     with pytest.raises(ValueError):
         resume(run)
 

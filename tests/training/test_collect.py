@@ -52,7 +52,7 @@ class Counted:
         return []
 
 
-def judging(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unscorable]]:
+def make_judge(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unscorable]]:
     def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
         scores: list[Score | Unscorable] = []
         for rollout in rollouts:
@@ -63,11 +63,11 @@ def judging(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unsc
     return judge
 
 
-def mixed(prompt: str, sample: int) -> float:
+def alternate_score(prompt: str, sample: int) -> float:
     return float(sample % 2)
 
 
-def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any) -> Collector:
+def collector(verdict: Verdict = alternate_score, size: int | None = None, **changes: Any) -> Collector:
     played = {
         "engine": Listening(),
         "rendering": Rendering(tokenizer=WORDS),
@@ -76,7 +76,7 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
     arguments: dict[str, Any] = {
         "source": Counted(size),
         "runner": Runner(**{name: changes.pop(name, value) for name, value in played.items()}),
-        "judge": judging(verdict),
+        "judge": make_judge(verdict),
         "sampling": Sampling(),
         "seed": 3,
     }
@@ -87,7 +87,7 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
     return Collector(**{**arguments, **others}, settings=CollectorSettings(**chosen))
 
 
-def drawn(groups: Sequence[Any]) -> list[str]:
+def prompts_of(groups: Sequence[Any]) -> list[str]:
     return [str(group.problem.prompt) for group in groups]
 
 
@@ -95,7 +95,7 @@ def test_groups_come_in_the_order_their_problems_were_drawn() -> None:
     this = collector()
     first, _ = this.next(3)
     second, _ = this.next(2)
-    assert drawn(first) == ["p0", "p1", "p2"] and drawn(second) == ["p3", "p4"]
+    assert prompts_of(first) == ["p0", "p1", "p2"] and prompts_of(second) == ["p3", "p4"]
     assert [int(m.rollout.tokens[0]) - 20 for m in first[0].members] == [0, 1, 2, 3]
 
 
@@ -136,7 +136,7 @@ def test_a_resumed_collector_draws_what_the_straight_one_drew() -> None:
     resumed = collector()
     resumed.load(straight.state())
     straight.runner.engine.asked.clear()
-    assert drawn(straight.next(3)[0]) == drawn(resumed.next(3)[0])
+    assert prompts_of(straight.next(3)[0]) == prompts_of(resumed.next(3)[0])
     assert [r.seeds for r in straight.runner.engine.asked] == [r.seeds for r in resumed.runner.engine.asked]
 
 
@@ -177,13 +177,13 @@ def test_a_recovery_can_go_on_behind_the_problems_that_were_drawn() -> None:
     this = collector()
     this.next(2)
     this.go_to(5)
-    assert drawn(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
+    assert prompts_of(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
 
 
 def test_looking_whether_a_prompt_fits_draws_nothing() -> None:
     this = collector()
     this.check_prompts()
-    assert this.drawn == 0 and drawn(this.next(1)[0]) == ["p0"]
+    assert this.drawn == 0 and prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_the_collector_is_a_source_of_rollouts() -> None:
@@ -201,13 +201,13 @@ def test_unscorable_rollouts_leave_their_group_and_are_never_scored_0() -> None:
 def test_a_group_with_fewer_than_two_scored_rollouts_is_dropped_and_counted() -> None:
     this = collector(lambda prompt, sample: float(sample) if sample == 0 or prompt == "p1" else Unscorable("no"))
     groups, tally = this.next(3)
-    assert drawn(groups) == ["p1"] and tally.too_few == 2 and tally.groups == 3
+    assert prompts_of(groups) == ["p1"] and tally.too_few == 2 and tally.groups == 3
 
 
 def test_dynamic_sampling_replaces_flat_groups_by_fresh_problems() -> None:
     this = collector(lambda prompt, sample: 1.0 if int(prompt[1:]) % 3 else float(sample % 2), resampling="dynamic")
     groups, tally = this.next(4)
-    assert drawn(groups) == ["p0", "p3", "p6", "p9"]
+    assert prompts_of(groups) == ["p0", "p3", "p6", "p9"]
     assert tally.flat == tally.all_right == tally.groups - 4
 
 
@@ -219,7 +219,7 @@ def test_dynamic_sampling_gives_up_after_its_bound() -> None:
 
 def test_dynamic_sampling_also_replaces_groups_that_could_not_be_scored() -> None:
     this = collector(lambda prompt, sample: Unscorable("no") if prompt == "p0" else float(sample % 2), resampling="dynamic")
-    assert drawn(this.next(2)[0]) == ["p1", "p2"]
+    assert prompts_of(this.next(2)[0]) == ["p1", "p2"]
 
 
 def test_without_resampling_flat_groups_stay() -> None:
@@ -243,13 +243,13 @@ def test_history_leaves_out_what_was_answered_right_by_all() -> None:
     this = collector(
         lambda prompt, sample: 1.0 if prompt in ("p0", "p2") else float(sample % 2), size=4, resampling="history"
     )
-    assert drawn(this.next(4)[0]) == ["p0", "p1", "p2", "p3"]
-    assert drawn(this.next(4)[0]) == ["p1", "p3", "p1", "p3"]
+    assert prompts_of(this.next(4)[0]) == ["p0", "p1", "p2", "p3"]
+    assert prompts_of(this.next(4)[0]) == ["p1", "p3", "p1", "p3"]
 
 
 def test_history_does_not_drop_what_was_answered_wrong_by_all() -> None:
     this = collector(lambda prompt, sample: 0.0, size=2, resampling="history")
-    assert drawn(this.next(4)[0]) == ["p0", "p1", "p0", "p1"]
+    assert prompts_of(this.next(4)[0]) == ["p0", "p1", "p0", "p1"]
 
 
 def test_history_survives_a_checkpoint() -> None:
@@ -257,7 +257,7 @@ def test_history_survives_a_checkpoint() -> None:
     this.next(3)
     resumed = collector(size=3, resampling="history")
     resumed.load(this.state())
-    assert drawn(resumed.next(2)[0]) == ["p1", "p2"]
+    assert prompts_of(resumed.next(2)[0]) == ["p1", "p2"]
 
 
 def test_history_says_so_when_every_problem_is_solved() -> None:
@@ -274,7 +274,7 @@ def test_a_problem_that_is_left_is_found_wherever_the_next_epoch_puts_it() -> No
     this = collector(source=Counted(4, [[0, 1, 2, 3], [1, 2, 3, 0]]), resampling="history")
     solved = [Problem(prompt=f"p{number}").key for number in (1, 2, 3)]
     this.load({**this.state(), "solved": solved, "cursor": 1})
-    assert drawn(this.next(1)[0]) == ["p0"]
+    assert prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_a_shuffled_pool_is_exhausted_only_when_everything_in_it_is_solved() -> None:
@@ -284,13 +284,13 @@ def test_a_shuffled_pool_is_exhausted_only_when_everything_in_it_is_solved() -> 
         this = collector(lambda prompt, sample: float(prompt != "p0" or sample % 2), source=source, resampling="history")
         for _ in range(12):
             this.next(1)
-        assert drawn(this.next(1)[0]) == ["p0"]
+        assert prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted() -> None:
     this = collector(max_prompt_tokens=2, source=Counted(12), too_long="drop")
     groups, tally = this.next(11)
-    assert drawn(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
+    assert prompts_of(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
     assert all(len(request.prompt) <= 2 for request in this.runner.engine.asked)
 
 

@@ -84,7 +84,7 @@ def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     return scores
 
 
-def asking() -> Evaluator:
+def make_evaluator() -> Evaluator:
     runner = Runner(
         engine=Listening(),
         rendering=Rendering(tokenizer=character_tokenizer()),
@@ -94,49 +94,49 @@ def asking() -> Evaluator:
 
 
 def test_each_problem_is_answered_so_many_times_in_order() -> None:
-    answers = asking().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
+    answers = make_evaluator().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
     assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in answers] == [[0, 1, 2], [0, 1, 2]]
     assert [[a.accuracy for a in row] for row in answers] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours() -> None:
-    one, two = asking(), asking()
+    one, two = make_evaluator(), make_evaluator()
     two.runner.publish(9)
     one.answer(PROBLEMS, Sampling(), 3, seed=1)
     two.answer(PROBLEMS[::-1], Sampling(), 3, seed=1, number=7)
     requests = [evaluator.runner.engine.asked for evaluator in (one, two)]
     assert [r.seeds for r in requests[0]] == [r.seeds for r in requests[1]][::-1]
-    three = asking()
+    three = make_evaluator()
     three.answer(PROBLEMS, Sampling(), 3, seed=2)
     assert not {s for r in requests[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
 
 
 def test_an_evaluation_records_its_own_temperature() -> None:
     for temperature in (0.0, 0.6):
-        row = asking().answer(PROBLEMS, Sampling(temperature=temperature), 1, seed=1)[0]
+        row = make_evaluator().answer(PROBLEMS, Sampling(temperature=temperature), 1, seed=1)[0]
         assert [answered.rollout.temperature for answered in row] == [temperature]
 
 
 def test_rollout_ids_of_evaluations_are_below_0_and_never_come_again() -> None:
-    this = asking()
+    this = make_evaluator()
     rows = [this.answer(PROBLEMS, Sampling(), samples, seed=1, number=n) for n, samples in enumerate((3, 1, 3))]
     ids = [answered.rollout.rollout_id for evaluation in rows for row in evaluation for answered in row]
     assert len(set(ids)) == len(ids) == 14 and max(ids) == -1
 
 
 def test_metrics_hold_accuracy_with_its_interval_and_the_mean_length() -> None:
-    metrics = accuracy_metrics("sampled", asking().answer(PROBLEMS, Sampling(), 3, seed=1))
+    metrics = accuracy_metrics("sampled", make_evaluator().answer(PROBLEMS, Sampling(), 3, seed=1))
     assert math.isclose(metrics["eval/accuracy_sampled"], 0.5)
     assert metrics["eval/accuracy_sampled_low"] <= 0.5 <= metrics["eval/accuracy_sampled_high"]
     assert metrics["eval/length_sampled"] == 2.0
 
 
 def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
-    metrics = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
+    metrics = accuracy_metrics("greedy", make_evaluator().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
     assert (metrics["eval/accuracy_greedy_low"], metrics["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
 
 
 def test_an_unscorable_answer_counts_as_wrong() -> None:
-    rollout = asking().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
+    rollout = make_evaluator().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
     assert Answered(rollout=rollout, score=Unscorable("no")).accuracy == 0.0
     assert torch.equal(rollout.mask, torch.ones(2, dtype=torch.bool))

@@ -206,7 +206,7 @@ def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> No
     assert all(len(response.tokens) == 4 for response in row)
 
 
-def shaped(layers: int = 2, **changes: object) -> Policy:
+def make_policy(layers: int = 2, **changes: object) -> Policy:
     """A Qwen3 in bf16 with heads as wide as the real ones have."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -225,7 +225,7 @@ def shaped(layers: int = 2, **changes: object) -> Policy:
     return Policy(model=model, tokenizer=None, name="shaped", **changes)  # type: ignore[arg-type]
 
 
-def ragged() -> Texts:
+def ragged_texts() -> Texts:
     source = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (12,), generator=source)
     return Texts(
@@ -239,7 +239,7 @@ def ragged() -> Texts:
     )
 
 
-def learnt(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def logprobs_and_gradient(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs as the update sees them, and the gradient of a fixed mixture of them."""
     weight = torch.randn(texts.tokens.shape, generator=torch.Generator().manual_seed(1)).to(policy.device)
 
@@ -265,19 +265,19 @@ WAYS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_in_16_bits_is_near_float32(way: str) -> None:
-    texts = ragged()
-    exact = shaped()
+    texts = ragged_texts()
+    exact = make_policy()
     exact.model.float()
-    right, slopes = learnt(exact, texts)
-    policy = shaped(**WAYS[way])
-    logprobs, mine = learnt(policy, texts)
+    right, slopes = logprobs_and_gradient(exact, texts)
+    policy = make_policy(**WAYS[way])
+    logprobs, mine = logprobs_and_gradient(policy, texts)
     assert float((logprobs - right).abs().max()) < 0.06
     for name, slope in slopes.items():
         likeness = torch.nn.functional.cosine_similarity(mine[name].flatten().double(), slope.flatten().double(), 0)
         assert float(likeness) > 0.999, name
     # the same pack scored without a gradient, and the same gradient again: equal to the bit
     assert torch.equal(policy.score(texts, torch.arange(12)).logprobs, logprobs)
-    assert all(torch.equal(slope, mine[name]) for name, slope in learnt(policy, texts)[1].items())
+    assert all(torch.equal(slope, mine[name]) for name, slope in logprobs_and_gradient(policy, texts)[1].items())
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (30.0, 0.5)])

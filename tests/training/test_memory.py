@@ -19,7 +19,7 @@ from legato.training.memory.fit import fit
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
 from tests.policy.exact import accumulate, ones
-from tests.training.held import peak
+from tests.training.held import peak_bytes
 
 VOCABULARY = 64
 COMMON: dict[str, Any] = {
@@ -63,7 +63,7 @@ def policy_of(kind: str, dtype: torch.dtype, lora: Lora | None = None, checkpoin
     return load_policy(model_of(kind, dtype), loading, tokenizer=Words())
 
 
-def kept(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd saves for the backward: every storage once, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, tuple[int, Tensor]] = {}
@@ -79,7 +79,7 @@ def kept(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     return sum(size for size, _ in saved.values())
 
 
-def texts(groups: int = 2, prompt: int = 30, each: int = 4, response: int = 20) -> Texts:
+def make_texts(groups: int = 2, prompt: int = 30, each: int = 4, response: int = 20) -> Texts:
     rows = groups * each
     return Texts(
         prompts=torch.randint(0, VOCABULARY, (groups, prompt)),
@@ -108,7 +108,7 @@ def packed_demand(policy: Policy, packed: Pack, dtype: torch.dtype, **rest: Any)
     )
 
 
-def forward_of(demand: Demand) -> float:
+def forward_bytes(demand: Demand) -> float:
     """What a forward of the whole body keeps: the layers, and behind them the last norm."""
     return demand.memory(checkpointing=False).activations + demand.tokens_per_pack * demand.states()
 
@@ -123,9 +123,9 @@ def _seed() -> None:
 def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
     model, tokens = model_of(kind, dtype), 200
     inputs = torch.randint(0, VOCABULARY, (1, tokens))
-    measured = kept(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
+    measured = saved_bytes(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
     demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=tokens)
-    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
+    assert forward_bytes(demand) == pytest.approx(measured, rel=0.15)
 
 
 @both_dtypes
@@ -135,7 +135,9 @@ def test_one_more_layer_costs_what_the_formula_says(kind: str, dtype: torch.dtyp
     for layers in (1, 2):
         model = model_of(kind, dtype, layers)
         decoder = model.get_decoder()
-        sizes.append(kept(model, lambda decoder=decoder: decoder(input_ids=inputs, use_cache=False).last_hidden_state))
+        sizes.append(
+            saved_bytes(model, lambda decoder=decoder: decoder(input_ids=inputs, use_cache=False).last_hidden_state)
+        )
     demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=200)
     assert demand.layer(sparse=kind == "qwen3-moe") * 200 == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
@@ -145,10 +147,10 @@ def test_one_more_layer_costs_what_the_formula_says(kind: str, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
 def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     policy, rows = policy_of(kind, dtype), shape[0] * shape[2]
-    packed = pack(texts(*shape), torch.arange(rows))
+    packed = pack(make_texts(*shape), torch.arange(rows))
     with policy.attending(packed):
-        measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
-    assert forward_of(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
+        measured = saved_bytes(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
+    assert forward_bytes(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's own, over fused experts
@@ -156,15 +158,15 @@ def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int,
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
 def test_adapters_keep_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
     policy = policy_of(kind, dtype, Lora(rank=8))
-    packed = pack(texts(), torch.arange(8))
+    packed = pack(make_texts(), torch.arange(8))
     with policy.attending(packed):
-        measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
+        measured = saved_bytes(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
     demand = packed_demand(policy, packed, dtype, adapter_rank=8)
-    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
+    assert forward_bytes(demand) == pytest.approx(measured, rel=0.15)
     assert demand.shape.adapters(8) == sum(p.numel() for p in policy.parameters().values())
 
 
-def alive(forward: Callable[[], Tensor]) -> int:
+def live_bytes(forward: Callable[[], Tensor]) -> int:
     """Bytes of tensors created during a forward that still exist after it, checkpointed inputs included."""
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,9 +200,9 @@ def test_with_checkpointing_a_layer_keeps_its_input(kind: str, dtype: torch.dtyp
     for layers in (2, 10):
         loading = Loading(device="cpu", gradient_checkpointing=True)
         policy = load_policy(model_of(kind, dtype, layers), loading, tokenizer=Words())
-        packed = pack(texts(), torch.arange(8))
+        packed = pack(make_texts(), torch.arange(8))
         with policy.attending(packed):
-            sizes.append(alive(lambda p=policy, k=packed: p.hidden(k.tokens[None], k.positions[None])))
+            sizes.append(live_bytes(lambda p=policy, k=packed: p.hidden(k.tokens[None], k.positions[None])))
     demand = packed_demand(policy, packed, dtype)
     estimated = [
         replace(demand, shape=replace(demand.shape, layers=layers)).memory(checkpointing=True).activations_checkpointed
@@ -220,12 +222,12 @@ def test_an_update_holds_at_its_peak_what_the_model_says(kind: str, vocabulary: 
     loading = Loading(device="cpu", gradient_checkpointing=checkpointing)
     policy = load_policy(automatic.from_config(config, dtype=dtype), loading, tokenizer=Words())
     policy.logits_at_once = tokens * vocabulary
-    batch = texts(4, 60, 8, 60)
+    batch = make_texts(4, 60, 8, 60)
     packed = pack(batch, torch.arange(rows))
     memory = packed_demand(policy, packed, dtype, head_tokens=tokens).memory(checkpointing=checkpointing)
     activations = memory.activations_checkpointed if checkpointing else memory.activations
     estimated = activations + max(memory.head, memory.layer) + memory.gradients
-    assert estimated == pytest.approx(peak(lambda: accumulate(policy, batch, torch.arange(rows), ones)), rel=0.15)
+    assert estimated == pytest.approx(peak_bytes(lambda: accumulate(policy, batch, torch.arange(rows), ones)), rel=0.15)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -27,13 +27,13 @@ def signals(old: list[list[float]], roll: list[list[float]], mask: list[list[boo
     )
 
 
-def of_v() -> Signals:
+def batch_v_signals() -> Signals:
     batch = batch_v()
     return signals(batch.old, batch.roll, batch.mask)
 
 
 def test_responses_of_batch_v_have_the_printed_numbers() -> None:
-    batch = of_v()
+    batch = batch_v_signals()
     responses = per_response(batch.behaviour_log_ratio(), batch.mask)
     assert responses.log_product.exp().tolist() == pytest.approx([1.0408107742, 0.4274149319, 2.0137527075, 5.3655559711])
     assert responses.log_geometric.exp().tolist() == pytest.approx([1.0100501671, 0.7532686565, 1.4190675486, 1.3993390248])
@@ -43,7 +43,7 @@ def test_responses_of_batch_v_have_the_printed_numbers() -> None:
 
 
 def test_batch_v_has_the_printed_divergences_and_effective_sizes() -> None:
-    figures = study(legato.algorithm("gspo"), of_v())
+    figures = study(legato.algorithm("gspo"), batch_v_signals())
     assert (figures["responses"], figures["tokens"]) == (4, 14)
     assert figures["divergence"]["k1"] == pytest.approx(-0.11214286, abs=1e-8)
     assert figures["divergence"]["k3"] == pytest.approx(0.25103944, abs=1e-8)
@@ -57,7 +57,7 @@ def test_batch_v_has_the_printed_divergences_and_effective_sizes() -> None:
 
 
 def test_corrections_of_batch_v_cut_what_a_person_would_cut() -> None:
-    effects = study(legato.algorithm("gspo"), of_v())["corrections"]
+    effects = study(legato.algorithm("gspo"), batch_v_signals())["corrections"]
     assert set(effects) == set(corrections())
     rho = [math.exp(x) for x in (0.05, -0.02, 0, 0.01, -0.9, 0.03, 0.02, 0.8, -0.1, 1.7, 0, -0.05, 0.02, 0.01)]
     products = [1.0408107742, 0.4274149319, 2.0137527075, 5.3655559711]
@@ -82,7 +82,7 @@ def test_corrections_of_batch_v_cut_what_a_person_would_cut() -> None:
 
 
 def test_the_floor_is_that_of_the_algorithms_own_ratio() -> None:
-    gspo, grpo, none = (study(legato.algorithm(name), of_v())["floor"] for name in ("gspo", "grpo", "reinforce"))
+    gspo, grpo, none = (study(legato.algorithm(name), batch_v_signals())["floor"] for name in ("gspo", "grpo", "reinforce"))
     assert gspo["bounded"] == gspo["max"] == pytest.approx(0.35) and gspo["clipped"] == 1.0 and gspo["safe"] is False
     assert gspo["band"] == 3e-4 and grpo["band"] == 0.2
     assert grpo["bounded"] == pytest.approx(1.7) and grpo["clipped"] == pytest.approx(3 / 14)
@@ -108,14 +108,14 @@ def test_truncation_is_in_the_gap_and_not_in_the_floor() -> None:
 def test_a_response_without_a_token_is_left_out() -> None:
     batch = batch_v()
     with_empty = signals([*batch.old, [math.nan] * 5], [*batch.roll, [math.nan] * 5], [*batch.mask, [False] * 5])
-    one, other = study(legato.algorithm("gspo"), of_v()), study(legato.algorithm("gspo"), with_empty)
+    one, other = study(legato.algorithm("gspo"), batch_v_signals()), study(legato.algorithm("gspo"), with_empty)
     assert other["responses"] == 4
     for name in ("corrections", "by_length", "response_gap"):
         assert repr(one[name]) == repr(other[name])
 
 
 def test_bins_hold_every_response_once_and_say_what_is_cut_in_them() -> None:
-    bins = study(legato.algorithm("gspo"), of_v())["by_length"]
+    bins = study(legato.algorithm("gspo"), batch_v_signals())["by_length"]
     assert [(each["shortest"], each["longest"], each["responses"]) for each in bins] == [
         (2, 2, 1),
         (3, 3, 1),

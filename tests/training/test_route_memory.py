@@ -12,7 +12,7 @@ from legato.training.memory.model import Demand
 from legato.training.memory.shape import Shape
 from tests.policy.exact import Words, accumulate, ones, ragged
 from tests.policy.routes import as_published
-from tests.training.held import peak
+from tests.training.held import peak_bytes
 from tests.training.routed import exact_policy, gspo, routes_of, tables_of
 from tests.training.steps import batch_by_hand, one_update
 
@@ -44,7 +44,7 @@ def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch
     texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)
     packed = policy.pack(texts, rows)
     plain, looked_at = (
-        peak(lambda directions=directions: accumulate(policy, texts, rows, ones, directions))
+        peak_bytes(lambda directions=directions: accumulate(policy, texts, rows, ones, directions))
         for directions in (None, Directions())
     )
     read = len(packed.read)

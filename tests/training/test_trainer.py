@@ -31,7 +31,7 @@ from legato.training.tables import needs
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
-def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+def score_by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     """0 or 1 at random, fixed for a rollout; every third problem scores alike."""
     scores: list[Score | Unscorable] = []
     for rollout in rollouts:
@@ -42,7 +42,11 @@ def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
 
 
 def trainer(
-    name: str = "gspo", judge: Judge = by_seed, changes: dict[str, Any] | None = None, experts: int = 0, **settings: Any
+    name: str = "gspo",
+    judge: Judge = score_by_seed,
+    changes: dict[str, Any] | None = None,
+    experts: int = 0,
+    **settings: Any,
 ) -> Trainer:
     value = legato.algorithm(name, changes)
     words = character_tokenizer()
@@ -78,7 +82,7 @@ def weights(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in of.policy.parameters().items()}
 
 
-def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+def max_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
@@ -95,7 +99,7 @@ def same_metrics(left: StepReport, right: StepReport) -> bool:
 def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
     one, two = trainer(name), trainer(name)
     reports = list(zip(run(one, 2), run(two, 2), strict=True))
-    assert apart(weights(one), weights(two)) == 0.0
+    assert max_difference(weights(one), weights(two)) == 0.0
     assert all(same_metrics(a, b) for a, b in reports)
 
 
@@ -111,7 +115,10 @@ def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dic
         run(this, 2)
         final_weights.append(weights(this))
     # Adam divides by the size of the gradient: where that is about 0, rounding is what is left.
-    assert apart(final_weights[0], final_weights[1]) < 1e-7 and apart(final_weights[0], final_weights[2]) < 1e-7
+    assert (
+        max_difference(final_weights[0], final_weights[1]) < 1e-7
+        and max_difference(final_weights[0], final_weights[2]) < 1e-7
+    )
 
 
 def test_a_step_makes_as_many_updates_as_asked_for() -> None:
@@ -148,32 +155,32 @@ def test_the_weights_are_moved_in_place_and_served_from_where_they_are() -> None
         assert served is this.policy.model and not torch.is_grad_enabled()
 
 
-def unscored(share: float) -> Judge:
+def judge_some(share: float) -> Judge:
     def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
         bad = round(share * len(rollouts))
-        return [Unscorable("hung")] * bad + by_seed(rollouts[bad:])
+        return [Unscorable("hung")] * bad + score_by_seed(rollouts[bad:])
 
     return judge
 
 
 def test_a_step_with_too_few_scored_rollouts_is_not_trained_on() -> None:
-    this = trainer(judge=unscored(0.75), minimum_scored=0.5)
+    this = trainer(judge=judge_some(0.75), minimum_scored=0.5)
     before = weights(this)
     report = this.step()
-    assert apart(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
+    assert max_difference(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
     assert report.metrics["rollouts/unscorable"] == 0.75 and report.unscorable == {"hung": 24}
     assert this.source.drawn == 8 and this.source.version == 0
 
 
 def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
-    this = trainer(judge=unscored(0.5), minimum_scored=0.5)
+    this = trainer(judge=judge_some(0.5), minimum_scored=0.5)
     before = weights(this)
     this.step()
-    assert apart(before, weights(this)) > 0.0
+    assert max_difference(before, weights(this)) > 0.0
 
 
 def test_a_first_step_without_scores_does_not_break_the_second() -> None:
-    verdicts = iter([unscored(1.0), by_seed])
+    verdicts = iter([judge_some(1.0), score_by_seed])
     this = trainer(judge=lambda rollouts: next(verdicts)(rollouts), anchor="auto")
     this.step()
     report = this.step()
@@ -221,7 +228,7 @@ def test_a_loaded_trainer_goes_on_to_the_bit() -> None:
     resumed.optimizer.load(*saved)
     resumed.load_state_dict(memory)
     assert all(same_metrics(a, b) for a, b in zip(run(straight, 1), run(resumed, 1), strict=True))
-    assert apart(weights(straight), weights(resumed)) == 0.0
+    assert max_difference(weights(straight), weights(resumed)) == 0.0
 
 
 def test_metrics_do_not_depend_on_which_rows_were_left_out() -> None:

@@ -179,13 +179,13 @@ def test_gigpo_reads_the_states_of_the_environment() -> None:
     assert not torch.allclose(tables.advantages.double(), plain.advantages)
 
 
-def rewarded(group: Group) -> Rollout:
+def rollout_with_turn_rewards(group: Group) -> Rollout:
     return next(m.rollout for m in group.members if len(m.rollout.turn_rewards or ()) == 2)
 
 
 def test_other_reward_components_stand_at_the_last_turn() -> None:
     groups, _ = trainer().source.next(4)
-    rollout = rewarded(groups[0])
+    rollout = rollout_with_turn_rewards(groups[0])
     shaped: Callable[[Rollout], float] = lambda one: 0.25  # noqa: E731
     judged = WeightedSum(
         components={
