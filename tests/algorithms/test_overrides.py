@@ -82,7 +82,7 @@ def test_combinations_that_mean_nothing_are_refused(name: str, changes: dict[str
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_every_named_value_is_told_completely_by_its_slots(name: str) -> None:
+def test_flatten_describes_every_named_algorithm_completely(name: str) -> None:
     """A preset is nothing but its slots: the flattened paths rebuild it from another member."""
     value = legato.algorithm(name)
     other = legato.algorithm("gspo" if name != "gspo" else "grpo")
@@ -125,11 +125,11 @@ def test_every_named_algorithm_has_formula_paper_and_a_word_of_caution_or_none(n
         ("reinforce", {}, "grows with the length"),
     ],
 )
-def test_what_to_beware_of_is_said_of_the_composition(name: str, changes: dict[str, object], words: str) -> None:
+def test_cautions_depend_on_the_parts_of_an_algorithm(name: str, changes: dict[str, object], words: str) -> None:
     assert any(words in sentence for sentence in cautions(legato.algorithm(name, changes)))
 
 
-def test_the_published_gspo_is_not_warned_about_what_others_get_wrong() -> None:
+def test_the_published_gspo_has_no_caution_about_clip_or_length() -> None:
     text = " ".join(cautions(legato.algorithm("gspo")))
     assert "never clips" not in text
     assert "weighs each response by its length" not in text

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def choose_names(config: pytest.Config, option: str, ours: list[str]) -> list[str]:
-    """What an option names, or ours. The options are known only where this folder is named on the command line."""
+    """The names in an option, or `ours` without it. The options exist only if this folder is on the command line."""
     named = config.getoption(option, None)
     return ours if named is None else [named]
 

@@ -1,4 +1,4 @@
-"""What a part promises its slot. Each function raises AssertionError where the promise is broken."""
+"""The contract of each slot. Every function raises AssertionError if a part breaks it."""
 
 import json
 import math

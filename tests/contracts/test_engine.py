@@ -39,7 +39,7 @@ LIMITS = Limits(max_response_tokens=12, end_tokens=(1,))
 
 
 def random_policy(kind: str = "tiny") -> Policy:
-    """A tiny model with opinions: distributions that are neither flat nor certain."""
+    """A tiny model with larger random weights: its distributions are neither flat nor certain."""
     policy = load_policy(kind, Loading(device="cpu", dtype="float32", tiny=TinyShape(hidden=32, heads=2, experts=4)))
     source = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def requests(*lengths: int, each: int = 3) -> list[Request]:
 
 
 def poll_until_idle(engine: Engine) -> Iterator[Finished]:
-    """Everything that is outstanding, in the order it is reported."""
+    """All outstanding requests in the order in which they finish."""
     while reported := engine.poll():
         yield from reported
 
@@ -123,7 +123,7 @@ def assert_same_responses(left: Sequence[Sequence[Response]], right: Sequence[Se
 
 
 def score_with_policy(policy: Policy, prompt: Tensor, response: Response, temperature: float) -> Tensor:
-    """[T]: what the policy that is trained says of a response."""
+    """[T]: the log-probs of a response under the trained policy."""
     length = len(response.tokens)
     texts = Texts(
         prompts=prompt[None],
@@ -140,7 +140,7 @@ def score_with_policy(policy: Policy, prompt: Tensor, response: Response, temper
 def match_policy(
     subject: Subject, batch: Sequence[Request], responses: list[list[Response]], temperature: float = 1.0
 ) -> bool:
-    """Whether all log-probs are those of the policy as it is now."""
+    """Whether all log-probs are those of the policy's current weights."""
     allowed = tolerance(torch.float32)
     gaps = [
         float((response.logprobs - score_with_policy(subject.policy, request.prompt, response, temperature)).abs().max())
@@ -276,7 +276,7 @@ def test_truncation_reports_the_mass_it_kept_and_log_probs_before_it(subject: Su
 
 
 def kept_mass(shares: Tensor, sampling: Sampling) -> float:
-    """The probability that truncation leaves of a distribution, in plain Python."""
+    """The probability mass that truncation keeps of a distribution, in plain Python."""
     ordered = sorted(shares.tolist(), reverse=True)
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
@@ -373,7 +373,7 @@ def test_new_weights_count_after_they_were_published(subject: Subject) -> None:
     assert not match_policy(subject, batch, responses) and match_policy(subject, batch, subject.ask(*batch))
 
 
-def test_what_a_checkpoint_holds_of_it_can_be_loaded(subject: Subject) -> None:
+def test_the_engine_state_of_a_checkpoint_can_be_loaded(subject: Subject) -> None:
     state = subject.engine.state()
     assert all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items())
     subject.engine.before_update()
@@ -385,14 +385,14 @@ def test_what_a_checkpoint_holds_of_it_can_be_loaded(subject: Subject) -> None:
 # What it says of itself
 
 
-def test_it_says_what_it_can_do(subject: Subject) -> None:
+def test_an_engine_reports_its_capabilities(subject: Subject) -> None:
     can = subject.engine.capabilities
     assert isinstance(can, Capabilities) and subject.engine.name
     responses = list(chain(*subject.ask(*requests(3))))
     assert all((response.routes is not None) == can.routes for response in responses)
 
 
-def test_routes_are_there_where_it_says_so(subject: Subject, request: pytest.FixtureRequest) -> None:
+def test_routes_are_recorded_if_the_engine_says_so(subject: Subject, request: pytest.FixtureRequest) -> None:
     """On a mixture of experts: the routes of prompt and response without the last token."""
     policy = random_policy("tiny-moe")
     name = request.node.callspec.params["subject"]

@@ -42,7 +42,7 @@ def talk(environment: Any, problem: Problem, texts: Sequence[str], stop: StopRea
 
 
 def comparable(replies: Sequence[Any]) -> list[Any]:
-    """What of replies must be equal; a state is known by how it is printed."""
+    """The contents of replies that must be equal; states are compared by their repr."""
     return [None if r is None else (r.content, r.reward, repr(r.state), r.done) for r in replies]
 
 

@@ -120,7 +120,7 @@ class ByPlace(Estimator):
         ("ByPlace", checks.check_estimator),
     ],
 )
-def test_a_part_that_breaks_its_promise_is_found(name: str, check: Any, tmp_path: Path) -> None:
+def test_a_part_that_breaks_its_contract_fails(name: str, check: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     reference = f"{tmp_path}/broken.py:{name}"
     with pytest.raises((AssertionError, RuntimeError)):

@@ -29,13 +29,13 @@ def reward(name: str) -> Any:
 
 
 def rollouts_of(problems: Sequence[Problem]) -> list[Rollout]:
-    """What a policy may write, on every problem; some with rewards of an environment."""
+    """Rollouts with many texts on every problem; some have turn rewards of an environment."""
     plain = [response(problem, text, 3) for problem in problems for text in (*HOSTILE.values(), problem.answer or "")]
     return [*plain, *(replace(rollout, turn_rewards=(0.5,)) for rollout in plain[:3])]
 
 
 def judge(reward: Any, rollouts: Sequence[Rollout]) -> list[Any]:
-    """Called as training calls it, but what it raises is raised here."""
+    """Call the reward as training does, but let its exceptions through."""
     if is_batched(reward):
         verdicts = reward(list(rollouts))
         return list(asyncio.run(verdicts) if is_async(reward) else verdicts)

@@ -1,4 +1,4 @@
-"""The primitives against their plain forms."""
+"""The primitives of core against plain torch."""
 
 import math
 
@@ -143,14 +143,14 @@ def test_pieces_merge_as_if_they_had_been_one() -> None:
     assert merged["histogram_p50"] == pytest.approx(np.median(exact), abs=0.1)
 
 
-def test_nothing_counted_is_not_a_number() -> None:
+def test_a_metric_without_counts_is_nan() -> None:
     zero = torch.zeros((), dtype=torch.float64)
     report = Sums({"mean": Mean(zero, zero), "max": Maximum(torch.tensor(-torch.inf))}).report()
     assert all(math.isnan(value) for value in report.values())
 
 
 def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
-    """Every kind of tensor they are made of, in one piece; here without a device to come from."""
+    """Sums with every kind of tensor, copied at once; here on the CPU."""
     values = torch.randn(100, generator=torch.Generator().manual_seed(0))
     many = [
         Sums(

@@ -1,4 +1,4 @@
-"""Torch on one thread, where more cost more than they save."""
+"""Code that runs torch on one thread because more threads are slower."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The clip that adapts: the numbers of its specification, its rules one by one, and what it finds on streams of drift."""
+"""The adaptive clip: the numbers of its specification, and its rules one by one."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def symmetric(bound: float, **fields: Any) -> legato.Algorithm:
 
 
 def outcome_of(value: legato.Algorithm, log_s: Any, signs: Any, lengths: Any = None, state: Any = None) -> Any:
-    """The loss of an update of responses whose log s is given; each of `lengths` tokens, all with that log-ratio."""
+    """The outcome of an update of responses with these log s. Every token of a response has that log-ratio."""
     log_s, signs = (torch.as_tensor(numbers, dtype=torch.float64) for numbers in (log_s, signs))
     lengths = torch.ones(len(log_s)) if lengths is None else torch.as_tensor(lengths)
     mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
@@ -41,7 +41,7 @@ def outcome_of(value: legato.Algorithm, log_s: Any, signs: Any, lengths: Any = N
     return legato.loss(value, logprobs=old + log_s.unsqueeze(1), **arguments)
 
 
-def test_the_short_way_to_the_sums_is_what_the_loss_measures() -> None:
+def test_sums_of_equals_the_sums_of_the_loss() -> None:
     generator, value = numpy.random.default_rng(5), auto_clip(scale="sqrt-length", reference_length=300.0)
     log_s, signs = generator.normal(1e-4, 6e-4, 10), generator.choice([-1, 0, 1], 10)
     measured = outcome_of(value, log_s, signs, LENGTHS).metrics
@@ -91,7 +91,7 @@ def test_the_length_aware_band_has_the_numbers_of_the_sheet() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"follows": "perplexity"}, {"scale": "sqrt-length", "reference_length": 300.0}])
-def test_a_step_is_that_of_the_plain_account(fields: dict[str, Any]) -> None:
+def test_one_advance_equals_the_formula_in_plain_python(fields: dict[str, Any]) -> None:
     value, generator = auto_clip(**fields), numpy.random.default_rng(3)
     state, bound = value.initial(), math.log1p(4e-4)
     lengths = LENGTHS if "scale" in fields else None
@@ -108,7 +108,7 @@ def test_a_step_is_that_of_the_plain_account(fields: dict[str, Any]) -> None:
         assert as_floats(state)["log_low"] == pytest.approx(bound / QUOTIENT, rel=1e-12)
 
 
-def test_it_starts_as_gspo_to_the_bit_and_the_state_is_where_the_band_is_read() -> None:
+def test_auto_clip_starts_as_gspo_to_the_bit_and_reads_its_band_from_the_state() -> None:
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(32, 6, generator=generator)
     arguments = {
@@ -136,7 +136,7 @@ def test_a_moved_band_is_a_clip_at_that_band(batch: Any, low: float, high: float
     assert_agrees(evaluate(value, batch, state=state), reference)
 
 
-def test_the_first_update_on_some_rollouts_tells_nothing_and_must_be_named() -> None:
+def test_the_first_update_does_not_move_the_band_and_must_be_marked() -> None:
     value = legato.algorithm("gspo-auto")
     sums = outcome_of(value, [0.1] * 4, [1] * 4).sums
     assert as_floats(value.advance(value.initial(), sums, first=True)) == as_floats(value.initial())
@@ -160,7 +160,7 @@ def _plain() -> dict[str, Tensor]:
     return {"logprobs": zeros, "old_logprobs": zeros, "advantages": torch.tensor([1.0, -1.0]), "mask": torch.ones(2, 3)}
 
 
-def test_an_update_in_which_nothing_pulls_or_something_broke_leaves_the_band() -> None:
+def test_updates_without_advantages_or_with_infinite_ratios_leave_the_band() -> None:
     for fields in ({}, {"follows": "perplexity"}):
         value = auto_clip(**fields)
         for log_s, signs in (([0.1, 0.2], [0, 0]), ([math.inf, -0.1], [1, 1])):
@@ -206,7 +206,7 @@ def test_together_the_ratio_of_the_sides_stays_and_apart_each_follows_its_own() 
     assert moved["log_low"] == pytest.approx(-math.log1p(-3e-4) * math.exp(0.1 * (0 - 0.15)))
 
 
-def test_it_can_be_frozen_after_a_warm_up() -> None:
+def test_the_band_can_be_frozen_after_some_updates() -> None:
     value = auto_clip(freeze_after=5)
     state, track = value.initial(), []
     for _ in range(8):
@@ -216,7 +216,7 @@ def test_it_can_be_frozen_after_a_warm_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo-token", "turn-gspo", "luspo", "seq-product"])
-def test_it_stands_on_other_members_and_counts_each_of_their_ratios_once(name: str) -> None:
+def test_auto_clip_works_on_other_algorithms_and_counts_each_ratio_once(name: str) -> None:
     """Two responses of 4 and 2 tokens; the turn ratio has three segments, the token ratio six, the others two."""
     drift = torch.tensor([[0.3, 0.3, -0.1, -0.1], [0.2, 0.2, 0.0, 0.0]], dtype=torch.float64)
     old = torch.full((2, 4), -1.0, dtype=torch.float64)
@@ -239,13 +239,13 @@ def test_it_stands_on_other_members_and_counts_each_of_their_ratios_once(name: s
     assert as_floats(value.advance(value.initial(), sums, first=False))["updates"] == 1
 
 
-def test_a_share_of_tokens_is_told_to_be_another_thing_than_a_share_of_responses() -> None:
+def test_a_large_target_on_token_ratios_gets_a_caution() -> None:
     assert any("clips 15% of the tokens" in sentence for sentence in cautions(auto_clip("grpo")))
     for value in (auto_clip("grpo", target=1e-3), auto_clip()):
         assert not any("of the tokens" in sentence for sentence in cautions(value))
 
 
-def test_a_fixed_band_beside_it_is_refused() -> None:
+def test_a_fixed_band_beside_an_adaptive_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"two bands on one ratio: set .* objective\.trust\.auto-clip\.low"):
         legato.algorithm("gspo", {"objective.trust.auto-clip.target": 0.1})
     assert legato.algorithm("gmpo", {"objective.trust.auto-clip.target": 0.1}).initial()
@@ -256,7 +256,7 @@ def test_a_fixed_band_beside_it_is_refused() -> None:
         auto_clip(high=0.2)
 
 
-def test_parts_of_an_update_step_it_as_the_whole_does() -> None:
+def test_micro_batches_move_the_band_like_the_whole_update() -> None:
     value, generator = legato.algorithm("gspo-auto"), numpy.random.default_rng(1)
     log_s, signs = generator.normal(0, 1e-3, 40), generator.choice([-1.0, 1.0], 40)
     whole = outcome_of(value, log_s, signs).sums
@@ -289,7 +289,7 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("follows", ["counts", "perplexity"])
-def test_stepping_it_reads_nothing_from_the_device(follows: str) -> None:
+def test_advancing_the_state_does_not_read_from_the_device(follows: str) -> None:
     value, plain = auto_clip(follows=follows, freeze_after=3), legato.algorithm("gspo")
     generator = numpy.random.default_rng(1)
     log_s, signs = generator.normal(0, 1e-3, 40), generator.choice([-1.0, 1.0], 40)

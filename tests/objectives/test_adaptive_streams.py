@@ -1,4 +1,4 @@
-"""What the clip that adapts finds on streams of drift: the lagged quantile, whatever the shape."""
+"""On streams of drift of any shape, the adaptive clip converges to the lagged quantile."""
 
 import math
 from collections.abc import Callable, Iterator

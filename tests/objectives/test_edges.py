@@ -1,4 +1,4 @@
-"""Edges where a wrong number would look like a right one."""
+"""Edge cases in which a wrong number would look right."""
 
 import math
 import subprocess
@@ -30,7 +30,7 @@ def signals(rows: int = 2, width: int = 4, drift: float = 0.0, **changes: Tensor
     ("name", "path", "limit"),
     [("grpo", "objective.ratio.limit", 2000.0), ("seq-product", "objective.ratio.limit", 3000.0), ("gspo", "", 0.0)],
 )
-def test_no_advantage_is_no_gradient_however_far_the_ratio_has_gone(name: str, path: str, limit: float) -> None:
+def test_without_advantage_there_is_no_gradient_at_any_ratio(name: str, path: str, limit: float) -> None:
     value = legato.algorithm(name, {path: limit} if path else None)
     outcome = legato.loss(value, **signals(drift=900.0, advantages=torch.zeros(2, dtype=torch.float64)))
     assert outcome.loss.item() == 0
@@ -93,14 +93,14 @@ def test_counts_do_not_depend_on_the_precision_at_hand() -> None:
     assert torch.isfinite(legato.loss(value, **single, entropy=torch.rand(2, 4), counts=counts).loss)
 
 
-def test_a_channel_of_another_precision_is_taken_as_it_is_meant() -> None:
+def test_a_channel_of_another_precision_is_converted() -> None:
     value = legato.algorithm("gspo", {"objective.penalties.entropy.coefficient": 0.1})
     entropy = torch.ones(2, 4, requires_grad=True)
     legato.loss(value, **signals(entropy=entropy)).loss.backward()
     assert entropy.grad.flatten().tolist() == pytest.approx([-0.1 / 8] * 8)
 
 
-def test_inference_mode_is_told_and_its_tensors_are_taken() -> None:
+def test_inference_mode_is_refused_but_its_tensors_are_accepted() -> None:
     with torch.inference_mode():
         arguments = signals(drift=0.01)
         with pytest.raises(ValueError, match=r"outside torch\.inference_mode"):
@@ -191,7 +191,7 @@ def test_a_flat_batch_without_epsilon_is_no_division_by_zero() -> None:
         ("gae", {"values": torch.tensor([[1.0, math.nan], [0.0, 1.0]])}, "values is nan in row 0"),
     ],
 )
-def test_what_is_not_a_number_is_refused_wherever_it_is_read(name: str, changes: dict[str, Tensor], message: str) -> None:
+def test_nan_is_refused_wherever_it_is_read(name: str, changes: dict[str, Tensor], message: str) -> None:
     turn = torch.tensor([[0, 1], [0, 1]])
     with pytest.raises(ValueError, match=message):
         legato.advantages(

@@ -220,7 +220,7 @@ def test_i14_a_wide_soft_gate_or_weight_cap_is_the_unclipped_ratio(batch: Batch)
 @pytest.mark.parametrize("name", MEMBERS)
 @few
 @given(data=st.data())
-def test_i15_what_stands_on_a_masked_token_does_not_matter(name: str, data: st.DataObject) -> None:
+def test_i15_values_at_masked_tokens_do_not_matter(name: str, data: st.DataObject) -> None:
     batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     number = data.draw(st.floats(width=32))
     other = {}

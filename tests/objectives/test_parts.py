@@ -219,7 +219,7 @@ def test_the_entropy_filter_keeps_the_most_uncertain_tokens(batch: Batch, data: 
 
 @some
 @given(batch=batches(), data=st.data())
-def test_what_the_caller_keeps_out_loses_its_policy_term(batch: Batch, data: st.DataObject) -> None:
+def test_rows_that_the_caller_drops_lose_their_policy_term(batch: Batch, data: st.DataObject) -> None:
     batch = keep_fields(batch)
     rows = {row for row in batch.filled_rows() if data.draw(st.booleans())}
     keep = torch.tensor([[row in rows] * len(mask) for row, mask in enumerate(batch.mask)])

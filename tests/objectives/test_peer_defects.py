@@ -1,4 +1,4 @@
-"""Defects found in other systems, each as a test of ours. The numbers are rows of the list the project keeps of them."""
+"""Defects of other systems, each as a test. Row numbers refer to the project's list of such defects."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_a_response_weighs_the_same_whatever_its_length() -> None:
     torch.testing.assert_close(per_response, torch.full((B,), -1 / B, dtype=torch.float64))
 
 
-def test_the_published_clip_is_the_default_and_a_wide_one_is_told() -> None:
+def test_the_published_clip_is_the_default_and_a_wide_one_gets_a_caution() -> None:
     """Row 2: 0.2 on a sequence ratio never clips."""
     from legato.algorithms.cautions import cautions
 
@@ -153,7 +153,7 @@ def test_metrics_of_the_parts_add_up_to_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("name", ["gspo", "sapo", "grpo", "gmpo", "luspo", "dapo"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -> None:
+def test_values_outside_the_mask_are_never_read(name: str, garbage: float) -> None:
     """Row 11: masked NaN times zero contaminates sequence-level aggregation."""
     clean, dirty = changed_batch(), changed_batch()
     for key in ("logprobs", "old_logprobs"):
@@ -237,7 +237,7 @@ def test_each_response_is_divided_by_its_own_length() -> None:
     torch.testing.assert_close(log_ratio.squeeze(1), torch.stack(rows))
 
 
-def test_an_unknown_algorithm_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_algorithm_is_refused_with_the_nearest_name() -> None:
     """Row 29: naming GSPO wrongly died inside a compiled kernel."""
     with pytest.raises(ValueError, match="did you mean 'gspo-token'"):
         legato.algorithm("gspo_tokens")

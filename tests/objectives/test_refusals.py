@@ -1,4 +1,4 @@
-"""What `legato.loss` will not compute: it says so instead of guessing."""
+"""Inputs that `legato.loss` refuses instead of guessing."""
 
 import pytest
 import torch

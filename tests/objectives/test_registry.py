@@ -1,4 +1,4 @@
-"""Every part that Legato registers equals an independent reference. The registry is the list: a new part is noticed."""
+"""Every registered part of Legato equals an independent reference. A new part without a reference fails here."""
 
 from typing import Any
 
@@ -40,10 +40,10 @@ def test_every_part_of_a_loss_equals_a_reference(kind: str, name: str, data: st.
 def test_every_estimator_equals_a_reference(name: str) -> None:
     assert name in CREDITS, f"advantage {name!r} has no reference: write one and add a case to tests/proof/parts.py"
     case = CREDITS[name]
-    given_there: dict[str, Any] = {"rewards": REWARDS, "group": GROUP, **case.given}
+    inputs: dict[str, Any] = {"rewards": REWARDS, "group": GROUP, **case.inputs}
     whole = ("group", "turn", "turn_states")
-    types = {key: torch.long if key in whole else torch.float64 for key in given_there}
-    keywords = {key: torch.tensor(value, dtype=types[key]) for key, value in given_there.items()}
+    types = {key: torch.long if key in whole else torch.float64 for key in inputs}
+    keywords = {key: torch.tensor(value, dtype=types[key]) for key, value in inputs.items()}
     mask = torch.arange(6) < torch.tensor(LENGTHS[: len(keywords["rewards"])])[:, None]
     keywords["mask"] = keywords["turn"] >= 0 if "turn" in keywords else mask
     overrides = {"advantage": name, **{f"advantage.{field}": value for field, value in case.fields.items()}}

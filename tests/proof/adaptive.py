@@ -1,4 +1,4 @@
-"""The clip that adapts as the tests call it, and the sums of an update without its loss."""
+"""Algorithms with the adaptive clip, and the sums of an update without computing its loss."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ def as_floats(state: Any) -> dict[str, float]:
 
 
 def sums_of(state: Any, log_s: Any, signs: Any, widening: Any = 1.0) -> Sums:
-    """What the loss of such an update would measure for the clip; a test below holds it to that. Hundreds are needed."""
+    """The sums that the loss of such an update would return for the clip; a test compares them. Faster than the loss."""
     log_s, signs, band = numpy.asarray(log_s, float), numpy.asarray(signs), as_floats(state)
     pieces: dict[str, Piece] = {}
     for word, among, bound in (("positive", signs > 0, band["log_high"]), ("negative", signs < 0, -band["log_low"])):

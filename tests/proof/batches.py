@@ -151,11 +151,11 @@ def reorder_rows(batch: Batch, order: list[int]) -> Batch:
 
 
 def channels(batch: Batch) -> dict[str, list]:
-    """The lists of a batch that are there, by field name."""
+    """The lists of a batch that are not None, by field name."""
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
 def keep_fields(batch: Batch, *fields: str) -> Batch:
-    """The batch with what every member reads (new, old, mask, advantages, group) and the given fields, nothing else."""
+    """The batch with only the fields that every member reads (new, old, mask, advantages, group) and these `fields`."""
     always = ("new", "old", "mask", "advantages", "group")
     return replace(batch, **{name: None for name in vars(batch) if name not in (*always, *fields)})

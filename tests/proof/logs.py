@@ -1,4 +1,4 @@
-"""Runs for the doctor, written by hand."""
+"""Hand-made runs for the doctor."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ def wave(step: int) -> float:
 
 
 def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
-    """A run whose reward rises; from a step on the learning rate is five times what it was, and it collapses."""
+    """Records of a run whose reward rises. From step `sick_from` on the learning rate is 5 times higher and it collapses."""
     records = []
     for step in range(1, steps + 1):
         ill = sick_from is not None and step >= sick_from

@@ -1,4 +1,4 @@
-"""The named algorithms as the tests call them: what each needs, the unit of its advantage, how it may be split."""
+"""The named algorithms in tests: the signals each needs, the units of its advantage, and how it may be split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,5 +68,5 @@ def build_member(name: str, overrides: dict[str, Any] | None = None) -> Any:
 
 
 def expected(name: str, batch: Batch) -> Result:
-    """What the reference says."""
+    """The result of the reference."""
     return FAMILY[name](batch)

@@ -217,12 +217,12 @@ class Credit:
 
     expected: list[float] | Rows
     fields: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-10
 
 
 def by_turn(turns: Rows) -> Rows:
-    """The number of each turn, given to its tokens."""
+    """The number of each turn, for every token of the turn."""
     return [[turns[row][turn] if turn >= 0 else 0.0 for turn in tokens] for row, tokens in enumerate(TURN)]
 
 
@@ -253,27 +253,27 @@ CREDITS: dict[str, Credit] = {
         tolerance=1e-6,
     ),
     "length-weighted": Credit(expected=advantages.length_weighted(REWARDS, GROUP, LENGTHS)),
-    "pass-at-k": Credit(expected=correct_of_eight(*advantages.pass_at_k(8, 3, 2)[1:]), fields={"k": 2}, given=EIGHT),
+    "pass-at-k": Credit(expected=correct_of_eight(*advantages.pass_at_k(8, 3, 2)[1:]), fields={"k": 2}, inputs=EIGHT),
     "pass-at-k-reward": Credit(
-        expected=correct_of_eight(*advantages.pass_at_k_reward(8, 3, 2)), fields={"k": 2}, given=EIGHT
+        expected=correct_of_eight(*advantages.pass_at_k_reward(8, 3, 2)), fields={"k": 2}, inputs=EIGHT
     ),
     "gdpo": Credit(
         expected=advantages.gdpo([list(column) for column in zip(*COMPONENTS, strict=True)], [0] * 4, [1.0, 1.0], 1),
-        given={"rewards": [1.0, 0.0, 2.0, 0.5], "group": [0] * 4, "components": COMPONENTS},
+        inputs={"rewards": [1.0, 0.0, 2.0, 0.5], "group": [0] * 4, "components": COMPONENTS},
     ),
     "turn-return": Credit(
-        expected=by_turn(advantages.turn_returns(REACHED, [0, 0, 0])), fields={"normalise": "centre"}, given=EPISODES
+        expected=by_turn(advantages.turn_returns(REACHED, [0, 0, 0])), fields={"normalise": "centre"}, inputs=EPISODES
     ),
     "gigpo": Credit(
         expected=by_turn(
             advantages.gigpo([1.2, 0.2, 0.4], REACHED, [row[: len(REACHED[n])] for n, row in enumerate(STATES)], [0, 0, 0])
         ),
         fields={"omega": 1.0, "gamma": 0.95, "normalise": "none"},
-        given={**EPISODES, "turn_states": STATES},
+        inputs={**EPISODES, "turn_states": STATES},
     ),
     "gae": Credit(
         expected=gae_by_turn([1.2, 0.2, 0.4]),
         fields={"whiten": False},
-        given={"rewards": [1.2, 0.2, 0.4], "group": [0, 0, 0], "turn": TURN, "values": VALUES},
+        inputs={"rewards": [1.2, 0.2, 0.4], "group": [0, 0, 0], "turn": TURN, "values": VALUES},
     ),
 }

@@ -1,4 +1,4 @@
-"""Tables of a step of a mixture of experts, as the trainer makes them, and the routes of an engine made by hand."""
+"""Tables of a step with a mixture of experts, as the trainer prepares them, and hand-made routes of an engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def exact_policy(name: str = "qwen3-moe", **changes: Any) -> Policy:
 
 
 def copy_policy(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
-    """The same policy with every layer computed once, for the model that is told by hand."""
+    """A copy of the policy without gradient checkpointing, for the reference whose routes are set by hand."""
     copy = exact_policy(name, **{**changes, "gradient_checkpointing": False})
     with torch.no_grad():
         for left, right in zip(copy.model.parameters(), of.model.parameters(), strict=True):
@@ -60,7 +60,7 @@ def tables_of(
     skip_first: bool = False,
     move: float = 0.0,
 ) -> Tables:
-    """As a step of the trainer prepares them; then the policy moves."""
+    """Tables as a step of the trainer prepares them. Then the policy moves by `move`."""
     reference = Reference.from_policy(policy) if "ref_logprobs" in needs(value) else None
     tables = Tables.from_batch(batch, CPU).with_routes(policy.routers, replay)
     shift = needs_router_shift(value)
@@ -82,7 +82,7 @@ def run_update(
 
 
 def routes_of(policy: Policy, batch: Batch) -> Routes:
-    """What an engine that is the policy itself would have recorded, every row alone."""
+    """The routes that an engine with the policy's own weights would record, each row alone."""
     texts = Tables.from_batch(batch, CPU).texts
     wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
     tokens = torch.full((first + batch.texts.tokens.numel(),), -1)
@@ -97,7 +97,7 @@ def routes_of(policy: Policy, batch: Batch) -> Routes:
 
 
 class Forcing:
-    """The choices of each row in turn, for a model that is given one whole row at a time."""
+    """Returns the experts of one row after the other, for a model that reads one whole row at a time."""
 
     def __init__(self, policy: Policy, batch: Batch, rows: Sequence[int]) -> None:
         texts = Tables.from_batch(batch, CPU).texts
@@ -105,7 +105,7 @@ class Forcing:
         self.tables = []
         for row in rows:
             experts = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
-            # The last token is read here and not by the trainer; nothing that is wanted comes after it.
+            # The model reads the last token too, the trainer does not. No log-prob depends on it.
             self.tables.append(None if experts is None else torch.cat([experts, spare]))
         self.calls = 0
 

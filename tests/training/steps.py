@@ -1,4 +1,4 @@
-"""A step's rollouts as a batch made by hand, and the gradient of an update in one graph over everything."""
+"""A hand-made batch of rollouts, and the gradient of an update computed in one graph over all its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ WHOLE = 10**6
 
 
 def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 9) -> Batch:
-    """Ragged, with empty responses, tool tokens, two turns, a flat group (advantage 0), NaN where a tool wrote."""
+    """A ragged batch with empty responses, tool tokens (NaN log-probs), two turns and a flat group (advantage 0)."""
     texts = ragged(seed, groups, each, longest)
     generator = torch.Generator().manual_seed(seed + 100)
     rows = len(texts.tokens)
@@ -62,7 +62,7 @@ def prepare_tables(
     move: float = 0.0,
     old_from: float = 0.0,
 ) -> Tables:
-    """Anchored tables with advantages; then the policy moves by `move`. `old_from` moves it before (away from reference)."""
+    """Tables with old log-probs and advantages. The policy moves by `old_from` before scoring and by `move` after it."""
     reference = None
     if "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs()):
         reference = Reference.from_policy(policy)
@@ -79,7 +79,7 @@ def prepare_tables(
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of every trained parameter, zero where there is none; the parameters are left without."""
+    """The gradient of every trained parameter, zeros if it has none. The parameters' gradients are cleared."""
     copies = {}
     for name, parameter in policy.parameters().items():
         copies[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
@@ -90,13 +90,14 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 def trainer_gradient(
     policy: Policy, algorithm: Algorithm, tables: Tables, update: Update, *, passes: int, silent: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Report]:
+    """The gradient and the report of `update_gradient`."""
     counts = count_update(algorithm, tables, update)
     report = update_gradient(policy, algorithm, tables, update, counts, algorithm.initial(), passes=passes, silent=silent)
     return gradients(policy), report
 
 
 def graph_gradient(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
-    """Every sequence through the model alone, one padded table, `legato.loss` of the whole update, one backward."""
+    """The gradient of `legato.loss` over the whole update in one backward; the model reads each sequence alone."""
     logprobs, entropy, values = plain_tables(policy, tables.texts, rows)
     index = torch.tensor(list(rows))
 
@@ -131,11 +132,13 @@ def graph_gradient(policy: Policy, algorithm: Algorithm, tables: Tables, rows: S
 
 
 def max_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The largest difference of any entry."""
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
 def largest_entry(gradient: Mapping[str, Tensor]) -> float:
+    """The largest absolute value in a gradient."""
     return max(float(value.abs().max()) for value in gradient.values())
 
 

@@ -1,4 +1,4 @@
-"""The clip that adapts inside the step: who learns from what, and that no choice of passes or packs shows."""
+"""The adaptive clip inside a step: which updates move the band, and that passes and packs do not matter."""
 
 import math
 
@@ -37,7 +37,7 @@ def count_teaching_updates(report: StepReport) -> int:
 
 
 def bound_by_hand(reports: list[StepReport]) -> float:
-    """From the shares by sign, without knowing how many responses had which: good to a few per cent."""
+    """The bound after the updates of these reports, from the clipped shares by sign; exact to a few per cent."""
     bound = START
     for report in reports:
         for k in (1, 2, 3):
@@ -48,7 +48,7 @@ def bound_by_hand(reports: list[StepReport]) -> float:
     return bound
 
 
-def test_with_one_update_a_step_the_adaptive_clip_stays_at_its_start() -> None:
+def test_with_one_update_per_step_the_adaptive_clip_does_not_move() -> None:
     this = trainer("gspo-auto", updates_per_step=1)
     run(this, 2)
     assert bound(this) == START and bound(this, "updates") == 0
@@ -60,7 +60,7 @@ def test_a_second_pass_over_the_rollouts_teaches_from_its_first_update_on() -> N
     assert bound(this, "updates") == 3
 
 
-def test_passes_and_packs_do_not_show() -> None:
+def test_the_band_does_not_depend_on_passes_and_packs() -> None:
     changes = {"objective.trust.auto-clip.follows": "perplexity", "objective.trust.auto-clip.scale": "sqrt-length"}
     runs = {}
     for name, settings in {
@@ -81,7 +81,7 @@ def test_passes_and_packs_do_not_show() -> None:
 
 @pytest.mark.parametrize("follows", ["counts", "perplexity"])
 def test_responses_that_a_filter_drops_do_not_move_the_band(follows: str) -> None:
-    """Truncated ones here. Whether they are left out beforehand or weighed with 0 must not show."""
+    """Truncated responses here. Leaving them out beforehand must equal weighing them with 0."""
     changes = {"filters": ["overlong"], "objective.trust.auto-clip.follows": follows}
     bounds = []
     for skipped in (True, False):
@@ -92,8 +92,8 @@ def test_responses_that_a_filter_drops_do_not_move_the_band(follows: str) -> Non
     assert bound(bounds[0]) == pytest.approx(bound(bounds[1]), rel=1e-9)
 
 
-def test_a_run_that_turns_to_a_band_that_adapts_begins_with_its_start() -> None:
-    """And one that turns away from it forgets it: a change of the algorithm that a resumed run may be asked for."""
+def test_switching_to_an_adaptive_band_starts_from_its_initial_state() -> None:
+    """Switching back drops the state. A resumed run may change the algorithm in this way."""
     fixed, this = trainer("gspo"), trainer("gspo-auto")
     run(fixed, 1)
     this.load_state_dict(fixed.state_dict())
@@ -103,7 +103,7 @@ def test_a_run_that_turns_to_a_band_that_adapts_begins_with_its_start() -> None:
     assert fixed.state == {}
 
 
-def test_updates_in_which_all_score_alike_teach_nothing_and_break_nothing() -> None:
+def test_updates_with_equal_scores_do_not_move_the_band() -> None:
     this = trainer("gspo-auto", judge=lambda rollouts: [Score(reward=1.0, accuracy=1.0) for _ in rollouts])
     run(this, 1)
     assert bound(this) == START
@@ -120,7 +120,7 @@ def test_the_probe_sets_the_noise_floor_and_it_counts_the_engine_where_that_is_t
     assert (1e-9 < bound(this, "noise") < 1e-6) if anchor == "sampler" else bound(this, "noise") < 1e-9
 
 
-def test_the_noise_is_that_of_what_the_band_bounds() -> None:
+def test_the_noise_is_that_of_the_bounded_ratio() -> None:
     policy = policy_of(family("qwen3"))
     tables = tables_with_noise(policy, 5e-4)
     scaled = {"objective.trust.auto-clip.scale": "sqrt-length", "objective.trust.auto-clip.reference_length": 4.0}

@@ -1,4 +1,4 @@
-"""The anchor: old log-probs that equal the first update's own to the bit, and when that update may do without them."""
+"""The anchor: old log-probs equal those of the first update to the bit, and when the first update needs none."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_the_first_update_reports_ratios_of_exactly_1_and_clips_nothing(passes: 
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "gmpo", "cispo", "sapo"])
-def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(name: str, passes: int) -> None:
+def test_a_first_update_that_anchors_itself_has_the_same_gradient(name: str, passes: int) -> None:
     value = legato.algorithm(name)
     assert first_update_anchors_itself(value, epochs=1)
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=8)
@@ -126,7 +126,7 @@ def test_the_reference_stays_where_the_policy_began() -> None:
     assert not torch.equal(policy.score(texts, rows).logprobs, before)
 
 
-def test_the_sampler_as_anchor_is_the_word_of_the_engine() -> None:
+def test_the_sampler_anchor_uses_the_logprobs_of_the_engine() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand()
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     tables = anchor(Tables.from_batch(batch, CPU), policy, None, updates, choice="sampler", skip_first=True)
@@ -147,7 +147,7 @@ def test_silent_rows_are_anchored_in_no_pack_and_change_no_other() -> None:
     assert float((fewer.old_logprobs - every.old_logprobs)[~silent].abs().max()) < 1e-13
 
 
-def test_rows_are_silent_only_where_nothing_can_pull_at_them() -> None:
+def test_rows_are_silent_only_if_they_cannot_have_a_gradient() -> None:
     batch = batch_by_hand()
     for name, changes in (
         ("grpo", {"objective.penalties.entropy.coefficient": 0.1}),

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, damage is seen and the one before is used, and a crash while saving loses nothing."""
+"""Checkpoints are complete or absent. If one is damaged, the previous one is used. A crash while saving loses nothing."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(straight: Path, tmp_path: Path) -> Path:
-    """A copy to damage: whole checkpoints of steps 1, 2 and 3."""
+    """A copy of the run to damage, with complete checkpoints of steps 1, 2 and 3."""
     return cut(straight, tmp_path, 3)
 
 
@@ -128,7 +128,7 @@ def remove(path: Path) -> None:
 
 
 def of_the_step_before(path: Path) -> None:
-    """A file of another checkpoint: whole, but not of this one."""
+    """Replace a file by that of the previous checkpoint: undamaged, but of another step."""
     shutil.copy(str(path).replace("step-000003", "step-000002"), path)
 
 
@@ -156,12 +156,12 @@ NAMES = [
 ]
 
 
-def test_every_file_of_a_checkpoint_is_damaged_below(straight: Path) -> None:
+def test_the_damage_tests_cover_every_file_of_a_checkpoint(straight: Path) -> None:
     assert files(newest(straight)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_is_seen_and_the_one_before_is_used(damage: str, run: Path, straight: Path) -> None:
+def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_is_used(damage: str, run: Path, straight: Path) -> None:
     for name in NAMES:
         path = newest(run) / name
         before = path.read_bytes()
@@ -246,7 +246,7 @@ def test_a_malformed_manifest_counts_as_damage(text: str, run: Path) -> None:
     assert "step-000003 is damaged" in warnings[0]
 
 
-def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_the_straight_one(run: Path, straight: Path) -> None:
+def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_an_uninterrupted_one(run: Path, straight: Path) -> None:
     flip(newest(run) / "optimizer.safetensors", 0.5)
     listener = Listener()
     resume(run, watcher=listener)
@@ -258,7 +258,7 @@ def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_the_straight_one(
     assert checkpoint.latest(run / "checkpoints") == (newest(run), [])
 
 
-def test_two_damaged_ones_are_both_told_and_the_third_is_used(run: Path) -> None:
+def test_two_damaged_checkpoints_are_reported_and_the_third_is_used(run: Path) -> None:
     truncate(newest(run) / "trainer.json")
     remove(run / "checkpoints" / "step-000002" / "model" / "model.safetensors")
     folder, warnings = checkpoint.latest(run / "checkpoints")
@@ -266,7 +266,7 @@ def test_two_damaged_ones_are_both_told_and_the_third_is_used(run: Path) -> None
     assert ["step-000003" in warnings[0], "step-000002" in warnings[1]] == [True, True]
 
 
-def test_where_all_are_damaged_nothing_is_resumed_and_nothing_is_touched(run: Path) -> None:
+def test_if_all_checkpoints_are_damaged_nothing_is_resumed_or_changed(run: Path) -> None:
     for step in (1, 2, 3):
         flip(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors", TORN)
     before = {name: (run / name).read_bytes() for name in files(run) if name != ".lock"}

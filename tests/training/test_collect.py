@@ -1,4 +1,4 @@
-"""The collector: who is drawn, with which seeds, who leaves, who is replaced, and when there is nothing left."""
+"""The collector: which problems are drawn, their seeds, which groups are dropped or replaced, and exhausted tasks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,14 @@ Verdict = Callable[[str, int], float | Unscorable]
 
 
 class Listening(ScriptedEngine):
-    """Says the number of the sample and remembers what was asked."""
+    """An engine that answers with the number of the sample and records its requests."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        self.asked += requests
+        self.requests += requests
         return super().submit(requests, sampling, limits)
 
 
@@ -105,22 +105,22 @@ def test_seeds_depend_on_run_problem_place_and_sample_and_on_nothing_else() -> N
     for count in (1, 2, 3):
         two.next(count)
     other.next(6)
-    assert [r.seeds for r in one.runner.engine.asked] == [r.seeds for r in two.runner.engine.asked]
-    seeds = [seed for request in one.runner.engine.asked for seed in request.seeds]
-    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.runner.engine.asked for s in r.seeds}
+    assert [r.seeds for r in one.runner.engine.requests] == [r.seeds for r in two.runner.engine.requests]
+    seeds = [seed for request in one.runner.engine.requests for seed in request.seeds]
+    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.runner.engine.requests for s in r.seeds}
 
 
 def test_two_problems_at_one_place_of_two_orders_are_sampled_with_other_seeds() -> None:
     one, two = (collector(source=Counted(2, [order])) for order in ([0, 1], [1, 0]))
     one.next(2)
     two.next(2)
-    assert not set(one.runner.engine.asked[0].seeds) & set(two.runner.engine.asked[0].seeds)
+    assert not set(one.runner.engine.requests[0].seeds) & set(two.runner.engine.requests[0].seeds)
 
 
 def test_a_problem_that_comes_again_is_sampled_with_other_seeds() -> None:
     this = collector(size=2)
     this.next(4)
-    requests = this.runner.engine.asked
+    requests = this.runner.engine.requests
     assert torch.equal(requests[0].prompt, requests[2].prompt) and not set(requests[0].seeds) & set(requests[2].seeds)
 
 
@@ -130,14 +130,14 @@ def test_rollout_ids_are_unique_in_the_run() -> None:
     assert len(set(ids)) == len(ids) == 36
 
 
-def test_a_resumed_collector_draws_what_the_straight_one_drew() -> None:
+def test_a_resumed_collector_draws_the_same_problems() -> None:
     straight = collector()
     straight.next(5)
     resumed = collector()
     resumed.load(straight.state())
-    straight.runner.engine.asked.clear()
+    straight.runner.engine.requests.clear()
     assert prompts_of(straight.next(3)[0]) == prompts_of(resumed.next(3)[0])
-    assert [r.seeds for r in straight.runner.engine.asked] == [r.seeds for r in resumed.runner.engine.asked]
+    assert [r.seeds for r in straight.runner.engine.requests] == [r.seeds for r in resumed.runner.engine.requests]
 
 
 def test_every_token_says_which_version_wrote_it() -> None:
@@ -180,7 +180,7 @@ def test_a_recovery_can_go_on_behind_the_problems_that_were_drawn() -> None:
     assert prompts_of(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
 
 
-def test_looking_whether_a_prompt_fits_draws_nothing() -> None:
+def test_checking_prompts_draws_no_problem() -> None:
     this = collector()
     this.check_prompts()
     assert this.drawn == 0 and prompts_of(this.next(1)[0]) == ["p0"]
@@ -239,7 +239,7 @@ def test_groups_are_flat_by_reward_and_replaced_by_accuracy() -> None:
     assert collector(judge=judge, resampling="dynamic", max_refills=1).next(3)[0] == []
 
 
-def test_history_leaves_out_what_was_answered_right_by_all() -> None:
+def test_history_skips_problems_that_all_rollouts_solved() -> None:
     this = collector(
         lambda prompt, sample: 1.0 if prompt in ("p0", "p2") else float(sample % 2), size=4, resampling="history"
     )
@@ -247,7 +247,7 @@ def test_history_leaves_out_what_was_answered_right_by_all() -> None:
     assert prompts_of(this.next(4)[0]) == ["p1", "p3", "p1", "p3"]
 
 
-def test_history_does_not_drop_what_was_answered_wrong_by_all() -> None:
+def test_history_keeps_problems_that_no_rollout_solved() -> None:
     this = collector(lambda prompt, sample: 0.0, size=2, resampling="history")
     assert prompts_of(this.next(4)[0]) == ["p0", "p1", "p0", "p1"]
 
@@ -260,7 +260,7 @@ def test_history_survives_a_checkpoint() -> None:
     assert prompts_of(resumed.next(2)[0]) == ["p1", "p2"]
 
 
-def test_history_says_so_when_every_problem_is_solved() -> None:
+def test_history_raises_when_every_problem_is_solved() -> None:
     this = collector(lambda prompt, sample: 1.0, size=3, resampling="history")
     this.next(3)
     with pytest.raises(ExhaustedError):
@@ -270,7 +270,7 @@ def test_history_says_so_when_every_problem_is_solved() -> None:
 MISSED = "a bug: size + 1 draws from the middle of an epoch can miss a problem that the next shuffle puts late"
 
 
-def test_a_problem_that_is_left_is_found_wherever_the_next_epoch_puts_it() -> None:
+def test_an_unsolved_problem_is_drawn_wherever_the_next_epoch_puts_it() -> None:
     this = collector(source=Counted(4, [[0, 1, 2, 3], [1, 2, 3, 0]]), resampling="history")
     solved = [Problem(prompt=f"p{number}").key for number in (1, 2, 3)]
     this.load({**this.state(), "solved": solved, "cursor": 1})
@@ -291,7 +291,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted() -> None:
     this = collector(max_prompt_tokens=2, source=Counted(12), too_long="drop")
     groups, tally = this.next(11)
     assert prompts_of(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
-    assert all(len(request.prompt) <= 2 for request in this.runner.engine.asked)
+    assert all(len(request.prompt) <= 2 for request in this.runner.engine.requests)
 
 
 def test_prompts_that_are_too_long_are_an_error_where_asked_for() -> None:
@@ -314,7 +314,7 @@ def test_collating_pads_at_the_end_and_numbers_groups_from_0() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.25, float("nan"), float("-inf")])
-def test_a_log_prob_that_cannot_be_is_a_fault_of_the_engine(bad: float) -> None:
+def test_an_impossible_logprob_from_the_engine_is_refused(bad: float) -> None:
     this = collector(engine=ScriptedEngine(lambda prompt, sample: ([20 + sample, 1], [bad, -0.1])))
     with pytest.raises(ValueError, match="log-prob"):
         collate(this.next(1)[0])

@@ -1,4 +1,4 @@
-"""What a step tells of each token, against the formulas in plain numbers."""
+"""The details of each token in a step's report equal the formulas in plain Python."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ def test_texts_and_log_probs_are_those_of_the_sampler() -> None:
             assert row["details"]["coefficients"] is row["details"]["log_ratios"] is row["details"]["update"] is None
 
 
-def test_no_more_tokens_are_told_than_asked_for_and_the_training_is_the_same() -> None:
+def test_details_cover_at_most_the_requested_tokens_and_do_not_change_training() -> None:
     reports = {most: trainer().step(most) for most in (None, 0, 7)}
     assert reports[None].details == ()
     assert all(set(row) == {"advantage"} for row in reports[0].details)

@@ -1,4 +1,4 @@
-"""Evaluation: pass@k against counting all choices, intervals with known ends, seeds that do not move."""
+"""Evaluation: pass@k against counting all choices, intervals with published ends, seeds that do not change."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_success(trials: int) -> N
         assert math.isclose(pass_at(successes, trials, k), sum(any(c) for c in choices) / len(choices), abs_tol=1e-12)
 
 
-def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> None:
+def test_pass_at_k_above_the_number_of_trials_is_refused_or_no_success() -> None:
     try:
         estimate = pass_at(0, 4, 8)
     except ValueError:
@@ -68,10 +68,10 @@ PROBLEMS = [Problem(prompt="a"), Problem(prompt="b")]
 class Listening(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        self.asked += requests
+        self.requests += requests
         return super().submit(requests, sampling, limits)
 
 
@@ -93,7 +93,7 @@ def make_evaluator() -> Evaluator:
     return Evaluator(runner=runner, judge=judge)
 
 
-def test_each_problem_is_answered_so_many_times_in_order() -> None:
+def test_each_problem_gets_the_requested_samples_in_order() -> None:
     answers = make_evaluator().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
     assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in answers] == [[0, 1, 2], [0, 1, 2]]
     assert [[a.accuracy for a in row] for row in answers] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
@@ -104,11 +104,11 @@ def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours()
     two.runner.publish(9)
     one.answer(PROBLEMS, Sampling(), 3, seed=1)
     two.answer(PROBLEMS[::-1], Sampling(), 3, seed=1, number=7)
-    requests = [evaluator.runner.engine.asked for evaluator in (one, two)]
+    requests = [evaluator.runner.engine.requests for evaluator in (one, two)]
     assert [r.seeds for r in requests[0]] == [r.seeds for r in requests[1]][::-1]
     three = make_evaluator()
     three.answer(PROBLEMS, Sampling(), 3, seed=2)
-    assert not {s for r in requests[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
+    assert not {s for r in requests[0] for s in r.seeds} & {s for r in three.runner.engine.requests for s in r.seeds}
 
 
 def test_an_evaluation_records_its_own_temperature() -> None:

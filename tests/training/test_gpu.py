@@ -207,7 +207,7 @@ def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> No
 
 
 def make_policy(layers: int = 2, **changes: object) -> Policy:
-    """A Qwen3 in bf16 with heads as wide as the real ones have."""
+    """A small Qwen3 in bf16 with the head size of the published models."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     sizes = {
@@ -240,7 +240,7 @@ def ragged_texts() -> Texts:
 
 
 def logprobs_and_gradient(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs as the update sees them, and the gradient of a fixed mixture of them."""
+    """Log-probs as an update computes them, and the gradient of a fixed weighted sum of them."""
     weight = torch.randn(texts.tokens.shape, generator=torch.Generator().manual_seed(1)).to(policy.device)
 
     def respond(piece: Piece) -> Coefficients:

@@ -99,7 +99,7 @@ def exact_policy(
 def difference(
     value: Algorithm, policy: Policy, *, passes: int, tokens_per_pack: int = WHOLE, updates: int = 1, seed: int = 0
 ) -> float:
-    """The largest difference over all updates of a step and all parameters, from a gradient that is there at all."""
+    """The largest difference of any gradient entry over all updates of a step; asserts that no gradient is 0."""
     batch = batch_by_hand(seed)
     step = plan(batch.texts, updates=updates, epochs=1, tokens_per_pack=tokens_per_pack, seed=2, packing=policy.packing)
     tables = prepare_tables(policy, value, batch, step, move=3e-3, old_from=1e-2)

@@ -1,4 +1,4 @@
-"""The memory model beside what autograd really keeps, counted on the smallest models of each kind."""
+"""The memory estimate against the bytes that autograd saves, on the smallest model of each kind."""
 
 import gc
 from collections.abc import Callable
@@ -47,7 +47,7 @@ both_dtypes = pytest.mark.parametrize("dtype", list(SIZES), ids=["float32", "bfl
 
 
 class Words:
-    """A tokenizer of which nothing is asked but its size."""
+    """A tokenizer that has only a size."""
 
     def __len__(self) -> int:
         return VOCABULARY
@@ -109,7 +109,7 @@ def packed_demand(policy: Policy, packed: Pack, dtype: torch.dtype, **rest: Any)
 
 
 def forward_bytes(demand: Demand) -> float:
-    """What a forward of the whole body keeps: the layers, and behind them the last norm."""
+    """The estimated bytes of a forward of the whole body: the layers and the last norm."""
     return demand.memory(checkpointing=False).activations + demand.tokens_per_pack * demand.states()
 
 
@@ -120,7 +120,7 @@ def _seed() -> None:
 
 @both_dtypes
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
+def test_a_plain_forward_saves_the_estimated_bytes(kind: str, dtype: torch.dtype) -> None:
     model, tokens = model_of(kind, dtype), 200
     inputs = torch.randint(0, VOCABULARY, (1, tokens))
     measured = saved_bytes(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
@@ -145,7 +145,7 @@ def test_one_more_layer_costs_what_the_formula_says(kind: str, dtype: torch.dtyp
 @both_dtypes
 @pytest.mark.parametrize("shape", [(2, 30, 4, 20), (3, 6, 5, 40), (1, 80, 8, 4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_a_pack_saves_the_estimated_bytes(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     policy, rows = policy_of(kind, dtype), shape[0] * shape[2]
     packed = pack(make_texts(*shape), torch.arange(rows))
     with policy.attending(packed):
@@ -156,7 +156,7 @@ def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int,
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's own, over fused experts
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_adapters_keep_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
+def test_adapters_save_the_estimated_bytes(kind: str, dtype: torch.dtype) -> None:
     policy = policy_of(kind, dtype, Lora(rank=8))
     packed = pack(make_texts(), torch.arange(8))
     with policy.attending(packed):
@@ -195,7 +195,7 @@ def live_bytes(forward: Callable[[], Tensor]) -> int:
 
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_with_checkpointing_a_layer_keeps_its_input(kind: str, dtype: torch.dtype) -> None:
+def test_with_checkpointing_a_layer_saves_only_its_input(kind: str, dtype: torch.dtype) -> None:
     sizes = []
     for layers in (2, 10):
         loading = Loading(device="cpu", gradient_checkpointing=True)
@@ -215,7 +215,7 @@ def test_with_checkpointing_a_layer_keeps_its_input(kind: str, dtype: torch.dtyp
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 8000], ids=["layers", "head"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_an_update_holds_at_its_peak_what_the_model_says(kind: str, vocabulary: int, checkpointing: bool) -> None:
+def test_the_peak_of_an_update_is_the_estimate(kind: str, vocabulary: int, checkpointing: bool) -> None:
     rows, tokens, dtype = 32, 240, torch.float32
     automatic: Any = AutoModelForCausalLM
     config = CONFIGS[kind](**{**COMMON, "vocab_size": vocabulary}, num_hidden_layers=6)
@@ -278,7 +278,7 @@ def test_the_items_of_a_known_model_by_hand() -> None:
     assert memory.slack == int(0.06 * (memory.total - memory.slack))
 
 
-def test_fused_layers_keep_less() -> None:
+def test_fused_layers_save_fewer_bytes() -> None:
     fused = replace(DEMAND, fused=True)
     assert fused.layer() == 2 * (2 * 1024 + 2 * 2048 + 2 * 1024 + 2 * 3072) + 4 * 16
     by_parts = replace(fused, adapter_rank=8)

@@ -1,4 +1,4 @@
-"""The figures of a gap between sampler and trainer: those the specification prints for batch V, and slow loops elsewhere."""
+"""The figures of the gap between sampler and trainer, against the specification's batch V and slow loops."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_batch_v_has_the_printed_divergences_and_effective_sizes() -> None:
     assert sizes["product uncapped"] == figures["divergence"]["effective_sequence"]
 
 
-def test_corrections_of_batch_v_cut_what_a_person_would_cut() -> None:
+def test_corrections_of_batch_v_cut_the_expected_weights() -> None:
     effects = study(legato.algorithm("gspo"), batch_v_signals())["corrections"]
     assert set(effects) == set(corrections())
     rho = [math.exp(x) for x in (0.05, -0.02, 0, 0.01, -0.9, 0.03, 0.02, 0.8, -0.1, 1.7, 0, -0.05, 0.02, 0.01)]

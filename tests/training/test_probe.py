@@ -1,4 +1,4 @@
-"""The probe measures the noise of log s and says whether the engine's word may be the anchor."""
+"""The probe measures the noise of log s and decides whether the engine's log-probs may be the anchor."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def tables_with_noise(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4) -> Tables:
-    """A batch whose engine reported the trainer's own log-probs and so much more."""
+    """The tables of a batch whose engine reported the trainer's own log-probs plus `noise`."""
     batch = batch_by_hand(groups=groups, each=each)
     exact = policy.score(Tables.from_batch(batch, CPU).texts, torch.arange(len(batch))).logprobs
     return Tables.from_batch(replace(batch, sampler_logprobs=torch.where(batch.texts.mask, exact + noise, torch.nan)), CPU)
@@ -144,7 +144,7 @@ def test_the_probe_leaves_no_gradient_behind_and_none_changed() -> None:
 
 
 def alter_pieces(patch: pytest.MonkeyPatch, change: Callable[[Piece], Tensor]) -> None:
-    """From here on passes with a gradient have other log-probs."""
+    """Replace the log-probs of passes with a gradient by those of `change`."""
     pieces = Forward.pieces
 
     def altered(self: Forward) -> Iterator[Piece]:
@@ -156,7 +156,7 @@ def alter_pieces(patch: pytest.MonkeyPatch, change: Callable[[Piece], Tensor]) -
 
 
 def disturb_path(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
-    """A policy one of whose paths is off by so much in every token: 'learn', 'alone' or 'score' (both scorings)."""
+    """Add `size` to every log-prob of one path: 'learn', 'alone' or 'score' (both passes without a gradient)."""
     score = Policy.score
 
     def scored(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
@@ -211,7 +211,7 @@ def test_one_token_that_differs_in_one_bit_is_reported() -> None:
 
 
 def gap_by_loops(name: str, drift: list[list[float | None]], turns: list[list[int]]) -> tuple[float, float, float]:
-    """Largest |r - 1|, largest |log| of what is bounded, and the share outside the band, in plain loops; None: no token."""
+    """Largest |r - 1|, largest |log-ratio| that is bounded, and the share outside the band, in loops; None: no token."""
     token_low, token_high, low, high = {
         "gspo": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
         "gspo-token": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
@@ -329,7 +329,7 @@ def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
     assert len(make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
 
 
-def test_a_refusal_has_the_numbers_and_the_way_round_it() -> None:
+def test_a_refusal_names_the_numbers_and_the_options() -> None:
     message = str(UnsafeAnchorError(make_floor()))
     for word in ("5.0e-04", "1.56 % of responses", "1.0e-04", "3.0e-04", "accept_unsafe_anchor=true", "anchor=auto"):
         assert word in message

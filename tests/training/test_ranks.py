@@ -34,7 +34,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_two_processes_count_and_measure_as_one(results: dict[str, Any], name: str) -> None:
+def test_two_processes_count_and_measure_like_one(results: dict[str, Any], name: str) -> None:
     algorithm = legato.algorithm(name)
     whole = slice(0, 8)
     counts = OneProcess().sum_counts(algorithm.count(signals(whole), 4))
@@ -51,7 +51,7 @@ def test_a_table_filled_by_rows_is_summed_exactly(results: dict[str, Any]) -> No
     assert torch.equal(torch.tensor(results["table"]), expected)
 
 
-def test_values_are_gathered_in_order_and_the_largest_choice_is_everybodys(results: dict[str, Any]) -> None:
+def test_gather_keeps_the_order_of_ranks_and_agree_takes_the_largest_choice(results: dict[str, Any]) -> None:
     assert results["gathered"] == [{"rank": 0, "words": ""}, {"rank": 1, "words": "ü"}]
     assert results["agreed"] == 7
 

@@ -1,4 +1,4 @@
-"""Routing Replay: a no-op while nothing has moved, and then the gradient of a model with the routes built in."""
+"""Routing replay: a no-op before the first update, and later the gradient of a model with fixed routes."""
 
 from dataclasses import replace
 from typing import Any

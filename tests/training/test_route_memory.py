@@ -1,4 +1,4 @@
-"""The memory of routes beside what a step and a pass really hold."""
+"""The estimated bytes of routes against those that a step and a pass hold."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from tests.training.steps import batch_by_hand, one_update
 
 
 @pytest.mark.parametrize("replay", ["off", "R2", "R3"])
-def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
+def test_route_tables_need_the_estimated_bytes(replay: str) -> None:
     policy, batch = exact_policy(), batch_by_hand()
     batch = replace(batch, routes=routes_of(policy, batch))
     tables = tables_of(policy, gspo(), batch, [one_update(batch)], replay=replay)
@@ -38,7 +38,7 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch.dtype) -> None:
+def test_recording_routes_needs_no_more_bytes_than_estimated(dtype: torch.dtype) -> None:
     model = as_published("qwen3-moe", dtype, num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
     policy = load_policy(model, Loading(device="cpu"), tokenizer=Words())
     texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)

@@ -1,4 +1,4 @@
-"""Routing in an update: what is measured of it, and what RSPO weighs with."""
+"""Routing in an update: its metrics, and the weights of RSPO."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:
 
 
 def routing_by_loops(policy: Policy, tables: Tables, before: dict[int, Tensor]) -> dict[str, float]:
-    """The measures of routing in plain loops, from the router logits of every row alone before and now."""
+    """The routing metrics in plain loops, from the router logits of each row alone, before and after the move."""
     batch, texts = tables.batch, tables.texts
     flips, any_flips, distances, gammas, entropies, per_token, moved_by = [], [], [], [], [], [], []
     new = plain_tables(policy, texts, range(len(batch)))[0].detach()
@@ -89,7 +89,7 @@ def set_of(logits: Tensor) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("packing", "name"), [(True, "qwen3-moe"), (False, "qwen3-moe"), (True, "gpt-oss"), (True, "olmoe")]
 )
-def test_what_is_measured_is_what_loops_over_single_rows_find(name: str, packing: bool, passes: int) -> None:
+def test_routing_metrics_equal_loops_over_single_rows(name: str, packing: bool, passes: int) -> None:
     value, batch, policy = gspo(), batch_by_hand(), exact_policy(name, packing=packing)
     update = one_update(batch, 25, packing)
     tables = tables_of(policy, value, batch, [update])
@@ -160,7 +160,7 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
 def gradient_with_shift(
     policy: Policy, value: Algorithm, tables: Tables, update: Update, gamma: Tensor
 ) -> dict[str, Tensor]:
-    """The gradient in one graph, gamma given."""
+    """The gradient in one graph with these `gamma`."""
     rows = update.rows
     logprobs, _, _ = plain_tables(policy, tables.texts, rows.tolist())
     assert tables.advantages is not None and tables.old_logprobs is not None

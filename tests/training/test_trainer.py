@@ -1,4 +1,4 @@
-"""The step as a whole: what moves, what is counted, when nothing is trained on, and that no choice of passes shows."""
+"""A whole step: what it updates and counts, when it does not train, and that the number of passes does not matter."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
 def score_by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    """0 or 1 at random, fixed for a rollout; every third problem scores alike."""
+    """0 or 1 at random, fixed for each rollout; all rollouts of every third problem score the same."""
     scores: list[Score | Unscorable] = []
     for rollout in rollouts:
         flat = int(str(rollout.problem.prompt)[:1]) % 3 == 0
@@ -107,14 +107,14 @@ def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
     ("name", "changes"),
     [("gspo", {}), ("dapo", {}), ("gepo", {}), ("grpo", {"objective.penalties.kl.beta": 0.1}), ("ppo", {})],
 )
-def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dict[str, Any]) -> None:
+def test_the_number_of_passes_does_not_change_the_weights(name: str, changes: dict[str, Any]) -> None:
     """'one' skips nothing, 'two' skips clipped and silent rows, 'auto' decides: the weights after two steps agree."""
     final_weights = []
     for passes in ("one", "two", "auto"):
         this = trainer(name, changes=changes, update_passes=passes)
         run(this, 2)
         final_weights.append(weights(this))
-    # Adam divides by the size of the gradient: where that is about 0, rounding is what is left.
+    # Adam divides by the size of the gradient: where it is about 0, only rounding is left.
     assert (
         max_difference(final_weights[0], final_weights[1]) < 1e-7
         and max_difference(final_weights[0], final_weights[2]) < 1e-7
@@ -188,7 +188,7 @@ def test_a_first_step_without_scores_does_not_break_the_second() -> None:
 
 
 @pytest.mark.parametrize(("score", "applied"), [(1.0, None), (0.0, 0.0)])
-def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, applied: float | None) -> None:
+def test_a_step_without_groups_after_dynamic_sampling(score: float, applied: float | None) -> None:
     """A solved task does not report dropped updates, which would raise an alarm; a task that is too hard does."""
     this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
     this.source.settings = replace(this.source.settings, resampling="dynamic", max_refills=1)
