@@ -82,7 +82,7 @@ def test_every_fault_is_one_and_is_put_back(tmp_path: Path, monkeypatch: pytest.
     warm = {"policy.warm_up.steps": 1, "policy.warm_up.examples_per_step": 8}
     with light():
         start = train(**{**SMALL, **options, **warm, "training.steps": 1, "output.directory": str(tmp_path)}).directory
-    trainer = Bench(folder=tmp_path, patch=monkeypatch).wired(options).trainer
+    trainer = Bench(folder=tmp_path, patch=monkeypatch).build_run(options).trainer
     usual = trainer.step().metrics
     # Those of the learning rate last: not much is left of a policy after them.
     for name in sorted(FAULTS, key=lambda name: name.startswith("learning rate")):

@@ -151,7 +151,7 @@ def test_sums_of_something_else_are_refused() -> None:
         value.advance(value.initial(), legato.loss("gspo", **_plain()).sums, first=False)
     with pytest.raises(ValueError, match=r"pass state=algorithm.initial\(\)"):
         legato.loss(value, **_plain())
-    with pytest.raises(ValueError, match="noise = -1 is not allowed"):
+    with pytest.raises(ValueError, match="expected a finite number >= 0, got -1"):
         value.calibrated(value.initial(), noise=-1)
 
 

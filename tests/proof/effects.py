@@ -38,7 +38,7 @@ class Bench:
     patch: pytest.MonkeyPatch
     runs: int = 0
 
-    def wired(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
+    def build_run(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
         """The objects of a run, which is not started."""
         chosen = {**SMALL, **(options or {})}
         resolved = load([], (), {path: value for path, value in chosen.items() if value is not None})

@@ -66,7 +66,7 @@ def strings_that_end_a_response(bench: Bench) -> None:
 def how_many_are_decoded_together(bench: Bench) -> None:
     requests = [Request(prompt=torch.tensor([5, 6]), seeds=(1, 2, 3, 4)), Request(prompt=torch.tensor([7]), seeds=(5, 6))]
     for rows, waves in ((256, 1), (3, 2), (1, 6)):
-        engine = bench.wired({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
+        engine = bench.build_run({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
         ran: list[int] = []
         run = engine._decode_rows
 
@@ -94,7 +94,7 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
     slots = []
     for share in (1.0, 0.4, 1e-6):
-        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.source.runner.engine
+        engine = bench.build_run({"rollouts.kv_memory_share": share}).trainer.source.runner.engine
         # A float32 gradient and two moments; masters are the weights themselves.
         later = 12 * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)
@@ -141,7 +141,7 @@ def the_number_of_prompts(bench: Bench) -> None:
 @effect("training.updates_per_step", "training.epochs_per_step")
 def the_number_of_updates(bench: Bench) -> None:
     def updates(**options: int) -> int:
-        trainer = bench.wired({f"training.{name}": count for name, count in options.items()}).trainer
+        trainer = bench.build_run({f"training.{name}": count for name, count in options.items()}).trainer
         trainer.step()
         return int(trainer.optimizer.updates)
 
@@ -155,7 +155,7 @@ def the_number_of_updates(bench: Bench) -> None:
 def the_learning_rate(bench: Bench) -> None:
     def rates(**options: Any) -> list[float]:
         named = {"training.steps": 10, "training.updates_per_step": 1, "training.lr": 1.0}
-        trainer = bench.wired({**named, **{f"training.{name}": value for name, value in options.items()}}).trainer
+        trainer = bench.build_run({**named, **{f"training.{name}": value for name, value in options.items()}}).trainer
         rates_used = []
         for _ in range(10):
             trainer.optimizer.step()
@@ -178,11 +178,11 @@ def the_learning_rate(bench: Bench) -> None:
 @effect("training.weight_decay", "training.betas", "training.epsilon", "training.value_lr")
 def the_numbers_of_adam(bench: Bench) -> None:
     options = {"training.weight_decay": 0.3, "training.betas": [0.5, 0.6], "training.epsilon": 1e-4}
-    inner = bench.wired(options).trainer.optimizer.inner
+    inner = bench.build_run(options).trainer.optimizer.inner
     decays = {tensor.dim() >= 2: group["weight_decay"] for group in inner.param_groups for tensor in group["params"]}
     assert decays == {True: 0.3, False: 0.0}
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-4) for group in inner.param_groups)
-    trainer = bench.wired({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
+    trainer = bench.build_run({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
     trainer.optimizer.step()
     head = [*trainer.policy.value_head.parameters()]
     rates = {
@@ -196,7 +196,7 @@ def the_numbers_of_adam(bench: Bench) -> None:
 @effect("training.gradient_clip")
 def the_largest_gradient(bench: Bench) -> None:
     def moved(limit: float) -> float:
-        trainer = bench.wired({**EARLY, "training.gradient_clip": limit, "training.updates_per_step": 1}).trainer
+        trainer = bench.build_run({**EARLY, "training.gradient_clip": limit, "training.updates_per_step": 1}).trainer
         trainer.step()
         moments = [state["exp_avg"] for state in trainer.optimizer.inner.state.values()]
         return float(torch.cat([moment.flatten() for moment in moments]).norm())
@@ -262,7 +262,7 @@ def the_size_of_a_pack(bench: Bench) -> None:
 @effect("training.offload_optimizer")
 def masters_on_the_host(bench: Bench) -> None:
     def names(offload: bool) -> set[str]:
-        tensors, _ = bench.wired({"training.offload_optimizer": offload}).trainer.optimizer.state()
+        tensors, _ = bench.build_run({"training.offload_optimizer": offload}).trainer.optimizer.state()
         return set(tensors)
 
     assert not names(False)

@@ -73,7 +73,7 @@ class Algorithm:
         """The state with the noise floor of the ratio: its standard deviation in log r with nothing trained."""
         check_state(self.name, state, self.initial())
         if not 0 <= noise < math.inf:
-            raise InputError(f"noise = {noise!r} is not allowed; a finite number >= 0 is")
+            raise InputError(f"noise: expected a finite number >= 0, got {noise!r}")
         return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
 
 

@@ -77,13 +77,13 @@ def build_part(kind: str, path: str, value: Any) -> Part:
             raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
         return value
     if not isinstance(value, str):
-        raise InputError(f"{path} = {value!r} is not allowed; the name of a {kind} or such a part is")
+        raise InputError(f"{path}: expected the name of a {kind} or such a part, got {value!r}")
     return lookup(kind, value)()
 
 
 def _several(slot: str, value: Any) -> tuple[Part, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InputError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
+        raise InputError(f"{slot}: expected a list of {SEVERAL[slot]} names or parts, got {value!r}")
     return tuple(build_part(SEVERAL[slot], slot, item) for item in value)
 
 
@@ -108,7 +108,7 @@ def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: 
             raise InputError(f"{path} is removed and set in one call; do one of them")
         whole = assignments[""]
         if whole is not None:
-            raise InputError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")
+            raise InputError(f"{path}: expected None (to remove it) or a field below it, got {whole!r}")
         return tuple(part for part in parts if part.name != name)
     if all(part.name != name for part in parts):
         parts = (*parts, lookup(kind, name)())
