@@ -112,7 +112,7 @@ def loss(
         "uniform": uniform,
     }
     signals = _signals(value, like, tensors, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
-    checks.tensors({"advantages": advantages}, like)
+    checks.same_device({"advantages": advantages}, like)
     check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
@@ -222,8 +222,8 @@ def advantages(
             )
     wide = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     tensors: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
-    checks.tensors({**tensors, "group": group}, rewards, "rewards")
-    checks.present(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, tensors)
+    checks.same_device({**tensors, "group": group}, rewards, "rewards")
+    checks.require_signals(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, tensors)
     token_mask = None
     if mask is not None:
         if mask.dim() != 2 or len(mask) != rows:
@@ -293,7 +293,7 @@ def _signals(
     anchor_side: bool = False,
 ) -> Signals:
     """Check the tensors of a call and collect them. `anchor_side`: only the signals that counting reads are required."""
-    checks.tensors({**tensors, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}, like)
+    checks.same_device({**tensors, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}, like)
     tokens = checks.mask(mask, like)
     readers = value.objective.needs()
     if anchor_side:
@@ -304,7 +304,7 @@ def _signals(
         readers = {reader: signals for reader, signals in readers.items() if reader in counted}
     if value.objective.ratio.level == "turn" and (readers or not anchor_side):
         readers = {**readers, "turn-level ratio": ("turn",)}
-    checks.present(value.name, readers, {**tensors, "turn": turn})
+    checks.require_signals(value.name, readers, {**tensors, "turn": turn})
     checked: dict[str, Any] = {
         name: None if tensor is None else checks.per_token(name, tensor, like).detach().to(like.dtype)
         for name, tensor in tensors.items()

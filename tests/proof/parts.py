@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from legato.algorithms.override import parts_of
-from legato.core.parts import registered
+from legato.core.parts import registry_of
 from tests.proof.hosts import HOSTS
 from tests.proof.members import MEMBERS, build_member, expected
 from tests.reference import advantages, corrections, objectives, penalties, selections
@@ -195,7 +195,7 @@ def proof_of(kind: str, name: str) -> Proof | None:
 
 def own_part_names(kind: str) -> list[str]:
     """The parts of a kind that Legato itself registers; a test may have registered others."""
-    return [name for name, cls in registered(kind).items() if cls.__module__.startswith("legato.")]
+    return [name for name, cls in registry_of(kind).items() if cls.__module__.startswith("legato.")]
 
 
 # Estimators

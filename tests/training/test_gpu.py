@@ -317,7 +317,7 @@ def test_an_update_does_not_wait_for_the_device(name: str) -> None:
     tables = Tables.from_batch(batch, run.policy.device)
     updates = run._plan(batch.texts)
     tables = run._score_old_policy(tables.with_advantages(run.algorithm), updates)
-    silent = run._silent(tables)
+    silent = run._silent_rows(tables)
     torch.cuda.synchronize()
     with no_waiting():
         run._update(tables, updates[0], silent, marked=False)

@@ -33,7 +33,7 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
             raise InputError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
         slot, rest = _split(path)
         if slot == "settings":
-            settings[_required(path, rest)] = value
+            settings[_require_name(path, rest)] = value
         elif not rest:
             slots[slot] = _several(slot, value) if slot in SEVERAL else build_part(ONE[slot], path, value)
         elif slot in ONE:
@@ -57,7 +57,7 @@ def _split(path: str) -> tuple[str, str]:
     raise InputError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
 
 
-def _required(path: str, rest: str) -> str:
+def _require_name(path: str, rest: str) -> str:
     if not rest:
         raise InputError(f"override path {path!r} needs the name of a setting, as in settings.training.updates_per_step")
     return rest

@@ -21,7 +21,7 @@ def tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def tensors(values: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
+def same_device(values: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
     """Check that all values are tensors on one device. The other checks rely on this."""
     for name, value in values.items():
         if value is not None and tensor(name, value).device != like.device:
@@ -128,7 +128,7 @@ def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
     return tensor.long()
 
 
-def present(who: str, needs: Mapping[str, Iterable[str]], signals: Mapping[str, Tensor | None]) -> None:
+def require_signals(who: str, needs: Mapping[str, Iterable[str]], signals: Mapping[str, Tensor | None]) -> None:
     """Check that every signal a part needs is present. `needs` maps a part's description to signal names."""
     missing = {name: reader for reader, read in needs.items() for name in read if signals.get(name) is None}
     if missing:

@@ -41,7 +41,7 @@ class Rule:
         """Whether a value is allowed."""
         return self.optional if value is None else self.accepts(value)
 
-    def stored(self, value: Any) -> Any:
+    def to_stored(self, value: Any) -> Any:
         """An allowed value in its stored form."""
         return None if value is None else self.keep(value)
 
@@ -61,7 +61,7 @@ def check_fields(value: Any, where: str) -> None:
         content = getattr(value, field.name)
         if not rule.takes(content):
             raise InputError(f"{where}.{field.name}: expected {rule.expected}, got {content!r}")
-        object.__setattr__(value, field.name, rule.stored(content))
+        object.__setattr__(value, field.name, rule.to_stored(content))
 
 
 def _real(

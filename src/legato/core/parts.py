@@ -133,7 +133,7 @@ def names(kind: str) -> list[str]:
     return sorted(_REGISTRY.get(kind, {}))
 
 
-def registered(kind: str) -> Mapping[str, Any]:
+def registry_of(kind: str) -> Mapping[str, Any]:
     """Everything registered under a kind, by name, in the order of registration."""
     return _REGISTRY.get(kind, {})
 
@@ -145,7 +145,7 @@ def find(kind: str, reference: str) -> Any:
     """
     if is_import_path(reference):
         return import_object(kind, reference)
-    known = registered(kind)
+    known = registry_of(kind)
     if reference not in known:
         raise InputError(f"unknown {kind} {reference!r}; {nearest(reference, sorted(known))}")
     return known[reference]
@@ -178,7 +178,7 @@ def part_at(path: str) -> type[Part]:
 def _declare_plain(cls: Any, path: str) -> None:
     """Declare a class without `@part` under its own name, MyClip as "my-clip". Only its path finds it."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
-    if name in registered(cls.kind) and _is_ours(_HOMES[cls.kind, name]):
+    if name in registry_of(cls.kind) and _is_ours(_HOMES[cls.kind, name]):
         raise InputError(
             f"expected a {cls.kind} with a name of its own, got a second {name!r} ({path}); rename the class, or name it"
             f' with @part("{cls.kind}", "...")'

@@ -172,12 +172,12 @@ def _apply_correction(part: Correction, context: Context) -> _Corrected:
     return _Corrected(
         of_tokens=of_tokens,
         weights=weights,
-        uncut=torch.ones_like(weights) if adjustment.weight is None else _uncapped(level, context),
-        exact=_uncapped("token" if of_tokens else "product", context),
+        uncut=torch.ones_like(weights) if adjustment.weight is None else _uncapped_weights(level, context),
+        exact=_uncapped_weights("token" if of_tokens else "product", context),
     )
 
 
-def _uncapped(level: str, context: Context) -> Tensor:
+def _uncapped_weights(level: str, context: Context) -> Tensor:
     weight = Decoupled(level=level).apply(context).weight
     assert weight is not None
     return weight
