@@ -338,7 +338,7 @@ def test_the_lines_name_every_item_and_the_total() -> None:
     lines = memory.lines()
     assert lines[-1].split() == ["total", *gigabytes(memory.total).split()]
     text = "\n".join(lines)
-    for item in ("weights", "reference", "gradients", "activations, checkpointed", "head", "keys and values", "slack"):
+    for item in ("weights", "reference", "gradients", "activations, checkpointed", "head", "KV cache", "slack"):
         assert item in text
     assert "masters" not in text and "host" in text
     assert all(len(line) == len(lines[0]) for line in lines)
