@@ -1,4 +1,4 @@
-"""The functions for other people's loops. Here, and at collation, is where values are checked; see `core/checks.py`."""
+"""The public functions for other training loops. Values are checked here and at collation (`core/checks.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from legato.objectives.slots import State
 
 
 def algorithm(name: str | Algorithm, overrides: Mapping[str, Any] | None = None) -> Algorithm:
-    """The frozen value of a named algorithm, or of a value, with changes by dotted path.
+    """A named algorithm, or an algorithm value, with changes by dotted path. The result is frozen.
 
     >>> algorithm("gspo", {"objective.trust.clip.low": 2e-3}).objective.trust[0].low
     0.002
@@ -68,14 +68,14 @@ def loss(
 ) -> Outcome:
     """The loss of an update, or of a part of one when `counts` of the whole are given.
 
-    What stands outside the mask is never read. Which of these an algorithm reads: `legato explain NAME`.
+    Values outside the mask are never read. `legato explain NAME` lists the arguments that an algorithm reads.
     logprobs          [B, T] log-probs of the sampled tokens under the policy being trained, at the sampling temperature,
                       float32 or float64; the gradient goes here
     advantages        [B] per response or [B, T] per token
     mask              [B, T], 1 at tokens the policy wrote, 0 at padding, tool and template tokens
     old_logprobs      [B, T] the anchor: the trainer's log-probs before the first update on these rollouts
-    sampler_logprobs  [B, T] what the engine reported, before top-p, top-k or min-p
-    kept_logmass      [B, T] log of the probability those kept; 0 without truncation
+    sampler_logprobs  [B, T] the log-probs that the engine reported, before top-p, top-k or min-p
+    kept_logmass      [B, T] log of the probability that truncation kept; 0 without truncation
     ref_logprobs      [B, T] the frozen reference model's, for KL penalties
     entropy           [B, T] entropy of the policy's distribution; its own gradient channel
     values, old_values, returns   [B, T] for the value loss; `values` is a gradient channel
@@ -99,7 +99,7 @@ def loss(
     if counts is not None and not isinstance(counts, Counts):
         raise InputError(f"counts is a {type(counts).__name__}; what legato.counts returns, or a sum of it, is needed")
     like = checks.channel("logprobs", checks.tensor("logprobs", logprobs))
-    given = {
+    tensors = {
         "old_logprobs": old_logprobs,
         "sampler_logprobs": sampler_logprobs,
         "kept_logmass": kept_logmass,
@@ -111,8 +111,8 @@ def loss(
         "router_shift": router_shift,
         "uniform": uniform,
     }
-    signals = _signals(value, like, given, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
-    checks.tensors({"advantages": advantages}, like)
+    signals = _signals(value, like, tensors, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
+    checks.same_device({"advantages": advantages}, like)
     check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
@@ -151,25 +151,25 @@ def counts(
     router_shift: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> Counts:
-    """What normalises, counted: add it over micro-batches and ranks and pass the sum as `counts=` of each call.
+    """The normalising counts of a micro-batch. Add them over micro-batches and ranks; pass the sum to each `loss`.
 
-    Where the algorithm uses groups, ids must be dense over the whole update (0, 1, 2 ...), since they index a table.
+    If the algorithm uses groups, ids must be dense over the whole update (0, 1, 2 ...), since they index a table.
     """
     value = _algorithm(algorithm)
     if checks.tensor("mask", mask).dim() != 2:
         raise InputError(f"mask has shape {list(mask.shape)}; [B, T] is needed")
-    given = {
+    tensors = {
         "old_logprobs": old_logprobs,
         "sampler_logprobs": sampler_logprobs,
         "kept_logmass": kept_logmass,
         "router_shift": router_shift,
     }
-    dtype = next((checks.tensor(name, x).dtype for name, x in given.items() if x is not None), torch.float32)
+    dtype = next((checks.tensor(name, x).dtype for name, x in tensors.items() if x is not None), torch.float32)
     like = torch.zeros((), dtype=dtype, device=mask.device).expand(mask.shape)
-    signals = _signals(value, like, given, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep, anchor_side=True)
+    signals = _signals(value, like, tensors, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep, anchor_side=True)
     groups = None
     if value.objective.needs_groups(value.aggregate):
-        dense, groups = checks.dense_ids("group", _given_group(value, group), len(mask))
+        dense, groups = checks.dense_ids("group", _require_group(value, group), len(mask))
         signals = replace(signals, group=dense)
     return value.count(signals, groups)
 
@@ -196,9 +196,9 @@ def advantages(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
 ) -> Advantages:
-    """rewards `[B]` to advantages, by an algorithm's estimator, an estimator, or an estimator's name.
+    """Advantages from rewards `[B]`, by the estimator of an algorithm, an estimator, or an estimator's name.
 
-    To be called once on all responses of a step, before they are cut into updates. `turn_rewards` is `[B, U]`,
+    Call it once with all responses of a step, before they are split into updates. `turn_rewards` is `[B, U]`,
     `components` `[B, C]` or a mapping of names to `[B]`. NaN is refused: leave unscorable responses out. One row is one
     rollout here: where several rows are one, give each rollout once and spread the result (`advantages[rollout]`).
 
@@ -221,9 +221,9 @@ def advantages(
                 f"{name} holds a value that is not finite; leave unscorable responses out of the group before this call"
             )
     wide = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    given: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
-    checks.tensors({**given, "group": group}, rewards, "rewards")
-    checks.present(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, given)
+    tensors: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
+    checks.same_device({**tensors, "group": group}, rewards, "rewards")
+    checks.require_signals(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, tensors)
     token_mask = None
     if mask is not None:
         if mask.dim() != 2 or len(mask) != rows:
@@ -283,7 +283,7 @@ def _dense_group(estimator: Estimator, group: Tensor | None, rows: int) -> Tenso
 def _signals(
     value: Algorithm,
     like: Tensor,
-    given: dict[str, Tensor | None],
+    tensors: dict[str, Tensor | None],
     *,
     mask: Tensor,
     group: Tensor | None,
@@ -292,8 +292,8 @@ def _signals(
     keep: Tensor | None,
     anchor_side: bool = False,
 ) -> Signals:
-    """Check what was given and gather it. `anchor_side`: only what counting reads must be there."""
-    checks.tensors({**given, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}, like)
+    """Check the tensors of a call and collect them. `anchor_side`: only the signals that counting reads are required."""
+    checks.same_device({**tensors, "mask": mask, "group": group, "turn": turn, "rollout": rollout, "keep": keep}, like)
     tokens = checks.mask(mask, like)
     readers = value.objective.needs()
     if anchor_side:
@@ -304,18 +304,18 @@ def _signals(
         readers = {reader: signals for reader, signals in readers.items() if reader in counted}
     if value.objective.ratio.level == "turn" and (readers or not anchor_side):
         readers = {**readers, "turn-level ratio": ("turn",)}
-    checks.present(value.name, readers, {**given, "turn": turn})
+    checks.require_signals(value.name, readers, {**tensors, "turn": turn})
     checked: dict[str, Any] = {
         name: None if tensor is None else checks.per_token(name, tensor, like).detach().to(like.dtype)
-        for name, tensor in given.items()
+        for name, tensor in tensors.items()
         if name not in ("entropy", "values")
     }
     for name in ("entropy", "values"):
-        tensor = given.get(name)
+        tensor = tensors.get(name)
         checked[name] = None if tensor is None else checks.per_token(name, tensor, like).to(like.dtype)
-    kept = None
+    keep_mask = None
     if keep is not None:
-        kept = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like)).to(like.dtype)
+        keep_mask = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like)).to(like.dtype)
     shift = checked.get("router_shift")
     if shift is not None:
         checks.within_unit("router_shift", shift, tokens)
@@ -324,7 +324,7 @@ def _signals(
         mask=mask_,
         logprobs=like,
         advantages=torch.zeros_like(mask_.lengths),
-        keep=kept,
+        keep=keep_mask,
         group=None if group is None else checks.ids("group", group, len(like)),
         turn=None if turn is None else checks.turns(turn, tokens),
         rollout=None if rollout is None else renumber(checks.ids("rollout", rollout, len(like))),
@@ -333,7 +333,7 @@ def _signals(
 
 
 def _advantages(value: Algorithm, advantages: Tensor, signals: Signals) -> Tensor:
-    """[B, 1] or [B, T], 0 outside the mask; refused where they vary inside the segment of a ratio that is one number."""
+    """Advantages [B, 1] or [B, T], 0 outside the mask; InputError if they vary inside a segment that has one ratio."""
     spread = checks.per_row_or_token("advantages", advantages, signals.logprobs).detach().to(signals.dtype)
     per_response = advantages.dim() == 1
     checks.finite("advantages", spread, signals.mask.lengths > 0 if per_response else signals.mask.tokens)
@@ -351,14 +351,14 @@ def _advantages(value: Algorithm, advantages: Tensor, signals: Signals) -> Tenso
             f"{value.name} takes one advantage per {ratio.level}, but row {row} holds several for one;"
             " use gspo-token for advantages per token, or turn-gspo for advantages per turn"
         )
-    # Per response from here on: its first token's value, exactly, not a mean that rounds.
+    # One advantage per response: that of its first token, since a mean would round.
     if per_response or ratio.level == "turn":
         return selected
     first = signals.mask.tokens.to(torch.int8).argmax(1, keepdim=True)
     return torch.where(signals.mask.lengths > 0, selected.gather(1, first), 0.0)
 
 
-def _given_group(value: Algorithm, group: Tensor | None) -> Tensor:
+def _require_group(value: Algorithm, group: Tensor | None) -> Tensor:
     if group is None:
         reader = value.objective.needs_groups(value.aggregate)[0]
         raise InputError(f"{value.name} needs group, which its {reader} reads; pass group=[B] integer ids")
@@ -366,10 +366,10 @@ def _given_group(value: Algorithm, group: Tensor | None) -> Tensor:
 
 
 def _group_tables(value: Algorithm, signals: Signals, counts: Counts | None) -> tuple[Signals, int | None]:
-    """Dense group ids and the size of the group tables; (signals, None) where no part uses groups."""
+    """The signals with dense group ids, and the size of the group tables; (signals, None) if no part uses groups."""
     if not value.objective.needs_groups(value.aggregate):
         return signals, None
-    group = _given_group(value, signals.group)
+    group = _require_group(value, signals.group)
     if counts is None:
         dense = renumber(group)
         return replace(signals, group=dense), int(dense.max()) + 1 if len(dense) else 0

@@ -1,4 +1,4 @@
-'''What a part of your own is made of: the declaration, the slots of an algorithm, and what a part is given.
+'''Everything that a part of your own imports: the declaration, the slots of an algorithm, and the arguments of a part.
 
     # my_clip.py
     from dataclasses import replace
@@ -28,9 +28,9 @@ A recipe names the file, and a field by the name of the part:
     "objective.trust" = ["my_clip.py:MyClip"]
     "objective.trust.my-clip.over" = 0.1
 
-A path is relative to the directory in which the run is started. Without `@part` the class is called after itself, MyClip
-"my-clip", and is found by its path alone; with it also by its name once the file is imported. `python -m pytest
-tests/contracts --part my_clip.py:MyClip` tells whether the part keeps what its slot promises.
+A path is relative to the directory in which the run is started. Without `@part` the part is named
+after its class ("my-clip" for MyClip) and only its path finds it. With `@part` its name works too once the file is
+imported. `python -m pytest tests/contracts --part my_clip.py:MyClip` tests whether the part keeps the contract of its slot.
 '''
 
 from legato.advantages.estimator import Estimate, Estimator, Scores

@@ -49,7 +49,7 @@ def test_gae_returns_are_advantages_plus_values() -> None:
     assert result.returns[0].tolist() == pytest.approx([0.9160275, 0.94845, 0.951, 0.98, 1.0], abs=1e-12)
 
 
-def drawn(mask: list[list[bool]], seed: int) -> tuple[list[float], list[list[float]]]:
+def random_scores(mask: list[list[bool]], seed: int) -> tuple[list[float], list[list[float]]]:
     """A score per row, a value per token, NaN outside the mask."""
     numbers = random.Random(seed)
     values = [[numbers.gauss(0, 1) if counted else float("nan") for counted in row] for row in mask]
@@ -59,7 +59,7 @@ def drawn(mask: list[list[bool]], seed: int) -> tuple[list[float], list[list[flo
 @some
 @given(mask=masks(), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([0.0, 0.95, 1.0]), seed=st.integers(0, 999))
 def test_gae_equals_its_reference_on_any_mask(mask: list[list[bool]], gamma: float, lam: float, seed: int) -> None:
-    scores, values = drawn(mask, seed)
+    scores, values = random_scores(mask, seed)
     result = estimate(
         "gae", {"gamma": gamma, "lam": lam, "whiten": False}, rewards=scores, values=values, mask=torch.tensor(mask)
     )
@@ -76,7 +76,7 @@ def test_gae_equals_its_reference_on_any_mask(mask: list[list[bool]], gamma: flo
 @given(mask=masks(), seed=st.integers(0, 999))
 def test_whitening_changes_advantages_and_leaves_returns(mask: list[list[bool]], seed: int) -> None:
     assume(sum(map(sum, mask)) >= 3)
-    scores, values = drawn(mask, seed)
+    scores, values = random_scores(mask, seed)
     counted = torch.tensor(mask)
     plain = estimate("gae", {"whiten": False}, rewards=scores, values=values, mask=counted)
     white = estimate("gae", {"whiten": True}, rewards=scores, values=values, mask=counted)

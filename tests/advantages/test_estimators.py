@@ -98,7 +98,7 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any], Callable[[list[float], list[int
 
 
 @st.composite
-def scored(draw: st.DrawFn) -> tuple[list[float], list[int], list[int]]:
+def random_groups(draw: st.DrawFn) -> tuple[list[float], list[int], list[int]]:
     """Rewards, groups (some of one member, some without variance), lengths."""
     rows = draw(st.integers(1, 8))
     group = draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows))
@@ -111,7 +111,7 @@ def scored(draw: st.DrawFn) -> tuple[list[float], list[int], list[int]]:
 
 @pytest.mark.parametrize("case", ESTIMATORS)
 @some
-@given(sample=scored())
+@given(sample=random_groups())
 def test_the_estimator_equals_its_reference(case: str, sample: tuple[list[float], list[int], list[int]]) -> None:
     part, fields, rule = ESTIMATORS[case]
     rewards, group, lengths = sample

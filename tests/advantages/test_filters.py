@@ -46,8 +46,8 @@ def test_a_filter_says_what_it_needs() -> None:
     ],
 )
 def test_the_overlong_punishment_has_the_printed_values(most: int, cache: int, expected: dict[int, float]) -> None:
-    found = OverlongPunishment(cache_share=cache / most).punishment(torch.tensor(list(expected)), most)
-    assert found.tolist() == pytest.approx(list(expected.values()))
+    punishment = OverlongPunishment(cache_share=cache / most).punishment(torch.tensor(list(expected)), most)
+    assert punishment.tolist() == pytest.approx(list(expected.values()))
 
 
 def test_a_cache_longer_than_the_response_is_refused() -> None:

@@ -61,7 +61,7 @@ def test_the_defaults_are_the_decided_ones(name: str) -> None:
     assert entry(name).verified is verified
 
 
-def test_what_else_is_decided() -> None:
+def test_the_other_defaults_are_the_decided_ones() -> None:
     group_z, gae = legato.algorithm("gspo").advantage, legato.algorithm("ppo").advantage
     assert (group_z.ddof, group_z.epsilon) == (0, 1e-6)
     assert (gae.gamma, gae.lam, gae.whiten, gae.reward_kl) == (1.0, 0.95, True, 0.0)

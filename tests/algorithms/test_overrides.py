@@ -52,12 +52,12 @@ def test_slots_take_names_and_parts_and_fields_apply_after_them() -> None:
         ("objective.trust.clip.lo", 1, "'objective.trust.clip.lo' does not exist in trust 'clip'; did you mean 'low'"),
         ("objective.trust.clamp.low", 1, "unknown trust 'clamp'"),
         ("objective.trust.clip.low", -1, "trust 'clip'.low: expected"),
-        ("objective.trust", "clip", "a list of trust names or parts is"),
+        ("objective.trust", "clip", "expected a list of trust names or parts, got 'clip'"),
         ("objective.ratio", Clip(), "objective.ratio holds a ratio; 'clip' is a trust"),
-        ("objective.ratio", 3, "the name of a ratio or such a part is"),
+        ("objective.ratio", 3, "expected the name of a ratio or such a part, got 3"),
         ("aggregate", "mean", "unknown aggregate 'mean'"),
         ("settings", 3, "needs the name of a setting"),
-        ("objective.penalties.kl", 0.04, "None (to remove it) or a field below it is"),
+        ("objective.penalties.kl", 0.04, "expected None (to remove it) or a field below it, got 0.04"),
         ("advantage.lam", 1, "'advantage.lam' does not exist in advantage 'group-z'"),
     ],
 )
@@ -82,7 +82,7 @@ def test_combinations_that_mean_nothing_are_refused(name: str, changes: dict[str
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_every_named_value_is_told_completely_by_its_slots(name: str) -> None:
+def test_flatten_describes_every_named_algorithm_completely(name: str) -> None:
     """A preset is nothing but its slots: the flattened paths rebuild it from another member."""
     value = legato.algorithm(name)
     other = legato.algorithm("gspo" if name != "gspo" else "grpo")
@@ -102,11 +102,11 @@ def test_every_named_value_is_told_completely_by_its_slots(name: str) -> None:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_named_algorithm_has_formula_paper_and_a_word_of_caution_or_none(name: str) -> None:
-    found = entry(name)
-    assert found.title
-    assert "J = " in found.formula
-    assert found.paper
-    assert found.verified or "Not verified" in cautions(found.value)[0]
+    published = entry(name)
+    assert published.title
+    assert "J = " in published.formula
+    assert published.paper
+    assert published.verified or "Not verified" in cautions(published.value)[0]
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_every_named_algorithm_has_formula_paper_and_a_word_of_caution_or_none(n
         ("reinforce", {}, "grows with the length"),
     ],
 )
-def test_what_to_beware_of_is_said_of_the_composition(name: str, changes: dict[str, object], words: str) -> None:
+def test_cautions_depend_on_the_parts_of_an_algorithm(name: str, changes: dict[str, object], words: str) -> None:
     assert any(words in sentence for sentence in cautions(legato.algorithm(name, changes)))
 
 
-def test_the_published_gspo_is_not_warned_about_what_others_get_wrong() -> None:
+def test_the_published_gspo_has_no_caution_about_clip_or_length() -> None:
     text = " ".join(cautions(legato.algorithm("gspo")))
     assert "never clips" not in text
     assert "weighs each response by its length" not in text

@@ -82,7 +82,7 @@ def test_every_fault_changes_its_step_and_is_undone(tmp_path: Path, monkeypatch:
     warm = {"policy.warm_up.steps": 1, "policy.warm_up.examples_per_step": 8}
     with light():
         start = train(**{**SMALL, **options, **warm, "training.steps": 1, "output.directory": str(tmp_path)}).directory
-    trainer = Bench(folder=tmp_path, patch=monkeypatch).wired(options).trainer
+    trainer = Bench(folder=tmp_path, patch=monkeypatch).build_run(options).trainer
     usual = trainer.step().metrics
     # Learning-rate faults come last, because they destroy the policy.
     for name in sorted(FAULTS, key=lambda name: name.startswith("learning rate")):

@@ -30,8 +30,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--problems", metavar="FILE.jsonl", help="problems for --environment and --reward")
 
 
-def chosen(config: pytest.Config, option: str, ours: list[str]) -> list[str]:
-    """What an option names, or ours. The options are known only where this folder is named on the command line."""
+def choose_names(config: pytest.Config, option: str, ours: list[str]) -> list[str]:
+    """The names in an option, or `ours` without it. The options exist only if this folder is on the command line."""
     named = config.getoption(option, None)
     return ours if named is None else [named]
 

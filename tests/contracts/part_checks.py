@@ -1,4 +1,4 @@
-"""What a part promises its slot. Each function raises AssertionError where the promise is broken."""
+"""The contract of each slot. Every function raises AssertionError if a part breaks it."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from legato.core.parts import Part
 from legato.core.scope import Scope
 from legato.errors import InputError
 from legato.health.tighten import clip_bounds, tighten_clip
-from tests.proof.batches import build, channels, reordered
+from tests.proof.batches import build, channels, reorder_rows
 from tests.proof.bridge import Evaluation, assert_rows_close, assert_silent_outside, count, evaluate, loss, signals
 from tests.reference.batch import Batch
 
@@ -113,7 +113,7 @@ def check_splitting(candidate: Candidate) -> None:
         batch = batch_of(seed)
         whole = evaluate(algorithm, batch)
         cuts = [[row for row in range(len(owner)) if owner[row] == piece] for piece in sorted(set(owner))]
-        pieces = [reordered(batch, rows) for rows in cuts]
+        pieces = [reorder_rows(batch, rows) for rows in cuts]
         counts = reduce(add, [count(algorithm, piece) for piece in pieces])
         total, coefficients = 0.0, {}
         for rows, piece in zip(cuts, pieces, strict=True):
@@ -175,8 +175,8 @@ def check_bounds(candidate: Candidate) -> None:
     assert stated.lower <= 0 <= stated.upper
     for bound, advantage in ((stated.upper, 1.0), (stated.lower, -1.0)):
         if math.isfinite(bound):
-            assert pushed(algorithm, 1.01 * bound + math.copysign(1e-6, bound), advantage) == 0.0
-            assert pushed(algorithm, 0.99 * bound, advantage) != 0.0
+            assert coefficient_at(algorithm, 1.01 * bound + math.copysign(1e-6, bound), advantage) == 0.0
+            assert coefficient_at(algorithm, 0.99 * bound, advantage) != 0.0
     if stated.fields:
         paths = clip_bounds(algorithm)
         assert {path.rpartition(".")[2] for path in paths} == set(stated.fields)
@@ -185,7 +185,7 @@ def check_bounds(candidate: Candidate) -> None:
         assert 0 <= half.upper < stated.upper or stated.upper in (0.0, math.inf)
 
 
-def pushed(algorithm: Any, log_ratio: float, advantage: float) -> float:
+def coefficient_at(algorithm: Any, log_ratio: float, advantage: float) -> float:
     """The coefficient of a response of one token with this log-ratio."""
     row, width = batch_of(6), len(MASK[0])
     one = [[index == 0 for index in range(width)]]

@@ -38,14 +38,14 @@ SLOTS = "slots"
 LIMITS = Limits(max_response_tokens=12, end_tokens=(1,))
 
 
-def lively(kind: str = "tiny") -> Policy:
-    """A tiny model with opinions: distributions that are neither flat nor certain."""
-    made = load_policy(kind, Loading(device="cpu", dtype="float32", tiny=TinyShape(hidden=32, heads=2, experts=4)))
+def random_policy(kind: str = "tiny") -> Policy:
+    """A tiny model with larger random weights: its distributions are neither flat nor certain."""
+    policy = load_policy(kind, Loading(device="cpu", dtype="float32", tiny=TinyShape(hidden=32, heads=2, experts=4)))
     source = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for weight in made.model.parameters():
+        for weight in policy.model.parameters():
             weight.add_(0.08 * torch.randn(weight.shape, generator=source))
-    return made
+    return policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Subject:
 
     def ask(self, *requests: Request, sampling: Sampling | None = None, limits: Limits = LIMITS) -> list[list[Response]]:
         handles = self.engine.submit(list(requests), sampling or Sampling(), limits)
-        found = {one.handle: one.responses for one in polled(self.engine)}
-        assert set(found) == set(handles)
-        return [found[handle] for handle in handles]
+        by_handle = {one.handle: one.responses for one in poll_until_idle(self.engine)}
+        assert set(by_handle) == set(handles)
+        return [by_handle[handle] for handle in handles]
 
     def publish(self, version: int) -> None:
         self.engine.publish(self.policy.model.named_parameters(), version)
@@ -81,12 +81,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    policy = lively()
+    policy = random_policy()
     with pytest.MonkeyPatch.context() as patch:
-        yield Subject(policy, built(request.param, policy, patch))
+        yield Subject(policy, start_engine(request.param, policy, patch))
 
 
-def built(name: str, policy: Policy, patch: pytest.MonkeyPatch, **options: Any) -> Engine:
+def start_engine(name: str, policy: Policy, patch: pytest.MonkeyPatch, **options: Any) -> Engine:
     if name != SLOTS:
         return build_engine(name, policy, EngineOptions(rows_at_once=8, **options))
     from legato.rollouts.gpu.engine import GraphedEngine
@@ -108,13 +108,13 @@ def requests(*lengths: int, each: int = 3) -> list[Request]:
     ]
 
 
-def polled(engine: Engine) -> Iterator[Finished]:
-    """Everything that is outstanding, in the order it is reported."""
+def poll_until_idle(engine: Engine) -> Iterator[Finished]:
+    """All outstanding requests in the order in which they finish."""
     while reported := engine.poll():
         yield from reported
 
 
-def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]) -> None:
+def assert_same_responses(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]) -> None:
     assert [len(row) for row in left] == [len(row) for row in right]
     for one, other in zip(chain(*left), chain(*right), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -122,8 +122,8 @@ def same(left: Sequence[Sequence[Response]], right: Sequence[Sequence[Response]]
         assert float((one.logprobs - other.logprobs).abs().max()) <= BETWEEN_BATCHES
 
 
-def own_score(policy: Policy, prompt: Tensor, response: Response, temperature: float) -> Tensor:
-    """[T]: what the policy that is trained says of a response."""
+def score_with_policy(policy: Policy, prompt: Tensor, response: Response, temperature: float) -> Tensor:
+    """[T]: the log-probs of a response under the trained policy."""
     length = len(response.tokens)
     texts = Texts(
         prompts=prompt[None],
@@ -137,12 +137,14 @@ def own_score(policy: Policy, prompt: Tensor, response: Response, temperature: f
     return policy.score(texts, torch.tensor([0])).logprobs[0].cpu()
 
 
-def agrees(subject: Subject, asked: Sequence[Request], found: list[list[Response]], temperature: float = 1.0) -> bool:
-    """Whether all log-probs are those of the policy as it is now."""
+def match_policy(
+    subject: Subject, batch: Sequence[Request], responses: list[list[Response]], temperature: float = 1.0
+) -> bool:
+    """Whether all log-probs are those of the policy's current weights."""
     allowed = tolerance(torch.float32)
     gaps = [
-        float((response.logprobs - own_score(subject.policy, request.prompt, response, temperature)).abs().max())
-        for request, row in zip(asked, found, strict=True)
+        float((response.logprobs - score_with_policy(subject.policy, request.prompt, response, temperature)).abs().max())
+        for request, row in zip(batch, responses, strict=True)
         for response in row
     ]
     return max(gaps) <= allowed
@@ -163,23 +165,23 @@ def test_a_response_is_tensors_of_one_length_and_the_types_training_reads(subjec
 
 def test_every_request_gets_as_many_responses_as_seeds_in_their_order(subject: Subject) -> None:
     prompt = prompts(5)[0]
-    asked = [
+    batch = [
         Request(prompt=prompt, seeds=(7, 8, 9)),
         Request(prompt=prompt, seeds=()),
         Request(prompt=prompt, seeds=(9, 8, 7)),
     ]
-    forward, nothing, backward = subject.ask(*asked)
+    forward, nothing, backward = subject.ask(*batch)
     assert nothing == [] and subject.ask() == []
-    same([forward], [backward[::-1]])
+    assert_same_responses([forward], [backward[::-1]])
 
 
 # Randomness
 
 
 def test_the_same_seeds_write_the_same_and_other_seeds_something_else(subject: Subject) -> None:
-    asked = requests(3, 9)
-    same(subject.ask(*asked), subject.ask(*asked))
-    (row,) = subject.ask(Request(prompt=asked[0].prompt, seeds=(4, 4, 5, 6)))
+    batch = requests(3, 9)
+    assert_same_responses(subject.ask(*batch), subject.ask(*batch))
+    (row,) = subject.ask(Request(prompt=batch[0].prompt, seeds=(4, 4, 5, 6)))
     assert row[0].tokens.tolist() == row[1].tokens.tolist()
     assert len({tuple(response.tokens.tolist()) for response in row}) == 3
 
@@ -190,11 +192,11 @@ def test_greedy_responses_do_not_depend_on_the_seed(subject: Subject) -> None:
 
 
 def test_neighbours_change_no_response(subject: Subject) -> None:
-    asked = requests(1, 4, 9, 15, each=4)
-    together = subject.ask(*asked)
-    for request, row in zip(asked, together, strict=True):
+    batch = requests(1, 4, 9, 15, each=4)
+    together = subject.ask(*batch)
+    for request, row in zip(batch, together, strict=True):
         for seed, response in zip(request.seeds, row, strict=True):
-            same(subject.ask(Request(prompt=request.prompt, seeds=(seed,))), [[response]])
+            assert_same_responses(subject.ask(Request(prompt=request.prompt, seeds=(seed,))), [[response]])
 
 
 # Where responses end
@@ -202,14 +204,14 @@ def test_neighbours_change_no_response(subject: Subject) -> None:
 
 def test_an_end_token_ends_a_response_is_counted_and_is_no_text(subject: Subject) -> None:
     ends = (1, *range(10, 14))
-    found = list(chain(*subject.ask(*requests(4, 7, each=16), limits=Limits(max_response_tokens=12, end_tokens=ends))))
-    assert {response.stop for response in found} == {StopReason.END_TOKEN, StopReason.LENGTH}
-    for response in found:
+    responses = list(chain(*subject.ask(*requests(4, 7, each=16), limits=Limits(max_response_tokens=12, end_tokens=ends))))
+    assert {response.stop for response in responses} == {StopReason.END_TOKEN, StopReason.LENGTH}
+    for response in responses:
         *before, last = response.tokens.tolist()
         ended = response.stop is StopReason.END_TOKEN
         assert not set(before) & set(ends) and (last in ends) == ended and (ended or len(before) == 11)
-        said = before if ended else [*before, last]
-        assert response.text == subject.policy.tokenizer.decode(said, skip_special_tokens=True)
+        text_tokens = before if ended else [*before, last]
+        assert response.text == subject.policy.tokenizer.decode(text_tokens, skip_special_tokens=True)
 
 
 def test_a_response_is_at_most_as_long_as_allowed(subject: Subject) -> None:
@@ -220,14 +222,14 @@ def test_a_response_is_at_most_as_long_as_allowed(subject: Subject) -> None:
 
 def test_a_stop_string_ends_a_response_and_is_no_text(subject: Subject) -> None:
     endless = Limits(max_response_tokens=12, end_tokens=())
-    asked = requests(4, each=8)
-    (free,) = subject.ask(*asked, limits=endless)
+    batch = requests(4, each=8)
+    (free,) = subject.ask(*batch, limits=endless)
     stop = free[0].text[3:5]
-    (cut,) = subject.ask(*asked, limits=replace(endless, stop=("~never~", stop)))
+    (cut,) = subject.ask(*batch, limits=replace(endless, stop=("~never~", stop)))
     assert len(stop) == 2 and cut[0].stop is StopReason.STOP_STRING
     for before, after in zip(free, cut, strict=True):
         if stop not in before.text:
-            same([[before]], [[after]])
+            assert_same_responses([[before]], [[after]])
             continue
         assert after.stop is StopReason.STOP_STRING and after.text == before.text[: before.text.index(stop)]
         count = len(after.tokens)
@@ -245,8 +247,8 @@ def test_log_probs_are_those_of_the_policy_at_the_temperature(subject: Subject, 
     if not subject.engine.capabilities.logprobs_at_temperature:
         pytest.skip("the engine says that it cannot")
     subject.publish(subject.engine.version)
-    asked = requests(1, 7, 12)
-    assert agrees(subject, asked, subject.ask(*asked, sampling=Sampling(temperature=temperature)), temperature)
+    batch = requests(1, 7, 12)
+    assert match_policy(subject, batch, subject.ask(*batch, sampling=Sampling(temperature=temperature)), temperature)
 
 
 def test_without_truncation_there_is_no_kept_mass(subject: Subject) -> None:
@@ -258,10 +260,10 @@ def test_truncation_reports_the_mass_it_kept_and_log_probs_before_it(subject: Su
     if not subject.engine.capabilities.truncation:
         pytest.skip("the engine says that it cannot")
     subject.publish(subject.engine.version)
-    asked = requests(2, 9)
-    found = subject.ask(*asked, sampling=sampling)
-    assert agrees(subject, asked, found, sampling.temperature)
-    for request, row in zip(asked, found, strict=True):
+    batch = requests(2, 9)
+    responses = subject.ask(*batch, sampling=sampling)
+    assert match_policy(subject, batch, responses, sampling.temperature)
+    for request, row in zip(batch, responses, strict=True):
         for response in row:
             assert response.kept_logmass is not None and response.kept_logmass.shape == response.logprobs.shape
             with torch.no_grad():
@@ -274,7 +276,7 @@ def test_truncation_reports_the_mass_it_kept_and_log_probs_before_it(subject: Su
 
 
 def kept_mass(shares: Tensor, sampling: Sampling) -> float:
-    """The probability that truncation leaves of a distribution, in plain Python."""
+    """The probability mass that truncation keeps of a distribution, in plain Python."""
     ordered = sorted(shares.tolist(), reverse=True)
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
@@ -291,8 +293,8 @@ def kept_mass(shares: Tensor, sampling: Sampling) -> float:
 
 
 def test_generate_waits_for_all_of_its_requests(subject: Subject) -> None:
-    asked = requests(3, 8)
-    same(subject.engine.generate(asked, Sampling(), LIMITS), subject.ask(*asked))
+    batch = requests(3, 8)
+    assert_same_responses(subject.engine.generate(batch, Sampling(), LIMITS), subject.ask(*batch))
 
 
 def test_polling_an_idle_engine_gives_nothing(subject: Subject) -> None:
@@ -300,18 +302,18 @@ def test_polling_an_idle_engine_gives_nothing(subject: Subject) -> None:
 
 
 def test_requests_may_be_submitted_while_others_decode(subject: Subject) -> None:
-    engine, asked = subject.engine, requests(3, 8, 5, 20, 6)
-    expected = [subject.ask(request)[0] for request in asked]
-    handles = engine.submit(asked[:2], Sampling(), LIMITS)
-    found = {one.handle: one.responses for one in engine.poll()}
-    assert found, "a poll with requests outstanding reports at least one"
-    for request in asked[2:]:
+    engine, batch = subject.engine, requests(3, 8, 5, 20, 6)
+    expected = [subject.ask(request)[0] for request in batch]
+    handles = engine.submit(batch[:2], Sampling(), LIMITS)
+    by_handle = {one.handle: one.responses for one in engine.poll()}
+    assert by_handle, "a poll with requests outstanding reports at least one"
+    for request in batch[2:]:
         handles += engine.submit([request], Sampling(), LIMITS)
-    for one in polled(engine):
-        assert one.handle not in found, "a request is reported once"
-        found[one.handle] = one.responses
+    for one in poll_until_idle(engine):
+        assert one.handle not in by_handle, "a request is reported once"
+        by_handle[one.handle] = one.responses
     assert len(set(handles)) == 5
-    same([found[handle] for handle in handles], expected)
+    assert_same_responses([by_handle[handle] for handle in handles], expected)
 
 
 def test_requests_that_are_sampled_differently_may_be_outstanding_together(subject: Subject) -> None:
@@ -323,20 +325,20 @@ def test_requests_that_are_sampled_differently_may_be_outstanding_together(subje
     ]
     expected = [subject.ask(request, sampling=sampling, limits=limits)[0] for request, sampling, limits in ways]
     handles = [engine.submit([request], sampling, limits)[0] for request, sampling, limits in ways]
-    found = {finished.handle: finished.responses for finished in polled(engine)}
-    same([found[handle] for handle in handles], expected)
+    by_handle = {finished.handle: finished.responses for finished in poll_until_idle(engine)}
+    assert_same_responses([by_handle[handle] for handle in handles], expected)
 
 
 def test_a_cancelled_request_is_not_reported_and_the_others_are(subject: Subject) -> None:
-    engine, asked = subject.engine, requests(3, 8, 5)
-    expected = [subject.ask(request)[0] for request in asked]
-    handles = engine.submit(asked, Sampling(), LIMITS)
+    engine, batch = subject.engine, requests(3, 8, 5)
+    expected = [subject.ask(request)[0] for request in batch]
+    handles = engine.submit(batch, Sampling(), LIMITS)
     engine.cancel(handles[1])
-    found = {one.handle: one.responses for one in polled(engine)}
-    assert set(found) == {handles[0], handles[2]}
-    same([found[handles[0]], found[handles[2]]], [expected[0], expected[2]])
+    by_handle = {one.handle: one.responses for one in poll_until_idle(engine)}
+    assert set(by_handle) == {handles[0], handles[2]}
+    assert_same_responses([by_handle[handles[0]], by_handle[handles[2]]], [expected[0], expected[2]])
     engine.cancel(handles[0])  # it has finished: nothing happens
-    handles = engine.submit(asked[:2], Sampling(), LIMITS)
+    handles = engine.submit(batch[:2], Sampling(), LIMITS)
     for handle in handles:
         engine.cancel(handle)
     assert engine.poll() == []
@@ -355,23 +357,23 @@ def test_every_token_has_the_version_that_was_published_last(subject: Subject) -
 
 def test_new_weights_count_after_they_were_published(subject: Subject) -> None:
     weight = subject.policy.model.get_decoder().norm.weight
-    asked = requests(3, 8)
+    batch = requests(3, 8)
     version = subject.engine.version
     before = weight.detach().clone()
     try:
         with torch.no_grad():
             weight.mul_(1.5)
         subject.publish(version + 1)
-        found = subject.ask(*asked)
-        assert agrees(subject, asked, found)
+        responses = subject.ask(*batch)
+        assert match_policy(subject, batch, responses)
     finally:
         with torch.no_grad():
             weight.copy_(before)
         subject.publish(version + 2)
-    assert not agrees(subject, asked, found) and agrees(subject, asked, subject.ask(*asked))
+    assert not match_policy(subject, batch, responses) and match_policy(subject, batch, subject.ask(*batch))
 
 
-def test_what_a_checkpoint_holds_of_it_can_be_loaded(subject: Subject) -> None:
+def test_the_engine_state_of_a_checkpoint_can_be_loaded(subject: Subject) -> None:
     state = subject.engine.state()
     assert all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items())
     subject.engine.before_update()
@@ -383,24 +385,24 @@ def test_what_a_checkpoint_holds_of_it_can_be_loaded(subject: Subject) -> None:
 # What it says of itself
 
 
-def test_it_says_what_it_can_do(subject: Subject) -> None:
+def test_an_engine_reports_its_capabilities(subject: Subject) -> None:
     can = subject.engine.capabilities
     assert isinstance(can, Capabilities) and subject.engine.name
-    found = list(chain(*subject.ask(*requests(3))))
-    assert all((response.routes is not None) == can.routes for response in found)
+    responses = list(chain(*subject.ask(*requests(3))))
+    assert all((response.routes is not None) == can.routes for response in responses)
 
 
-def test_routes_are_there_where_it_says_so(subject: Subject, request: pytest.FixtureRequest) -> None:
+def test_routes_are_recorded_if_the_engine_says_so(subject: Subject, request: pytest.FixtureRequest) -> None:
     """On a mixture of experts: the routes of prompt and response without the last token."""
-    policy = lively("tiny-moe")
+    policy = random_policy("tiny-moe")
     name = request.node.callspec.params["subject"]
     with pytest.MonkeyPatch.context() as patch:
-        engine = built(name, policy, patch, record_routes=True)
-        (asked,) = requests(5)
-        (row,) = engine.generate([asked], Sampling(), LIMITS)
+        engine = start_engine(name, policy, patch, record_routes=True)
+        (single,) = requests(5)
+        (row,) = engine.generate([single], Sampling(), LIMITS)
         for response in row:
             assert (response.routes is not None) == engine.capabilities.routes
             if response.routes is not None:
-                read = torch.cat([asked.prompt, response.tokens])[:-1]
+                read = torch.cat([single.prompt, response.tokens])[:-1]
                 assert response.routes.tokens.tolist() == read.tolist()
                 assert response.routes.experts.shape[0] == len(read)

@@ -15,7 +15,7 @@ from legato.rollouts.episodes import Environment, Reply, Runner, SingleTurn, Sta
 from legato.rollouts.render import Rendering
 from legato.rollouts.sampling import Sampling
 from legato.rollouts.scripted import ScriptedEngine
-from tests.contracts.conftest import chosen
+from tests.contracts.conftest import choose_names
 from tests.contracts.texts import HOSTILE
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ OURS = [f"{ROOT}/examples/second_guess.py:SecondGuess", f"{ROOT}/tests/proof/tur
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("name", chosen(metafunc.config, "--environment", OURS), scope="module")
+    metafunc.parametrize("name", choose_names(metafunc.config, "--environment", OURS), scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def talk(environment: Any, problem: Problem, texts: Sequence[str], stop: StopRea
     return replies
 
 
-def told(replies: Sequence[Any]) -> list[Any]:
-    """What of replies must be equal; a state is known by how it is printed."""
+def comparable(replies: Sequence[Any]) -> list[Any]:
+    """The contents of replies that must be equal; states are compared by their repr."""
     return [None if r is None else (r.content, r.reward, repr(r.state), r.done) for r in replies]
 
 
@@ -82,7 +82,7 @@ def test_equal_texts_get_equal_replies(environment: Any, problems: list[Problem]
     for problem in problems:
         for text in HOSTILE.values():
             texts = [text, *HOSTILE.values()][: environment.max_turns]
-            assert told(talk(environment, problem, texts)) == told(talk(environment, problem, texts))
+            assert comparable(talk(environment, problem, texts)) == comparable(talk(environment, problem, texts))
 
 
 def test_no_episode_sees_another(environment: Any, problems: list[Problem]) -> None:
@@ -92,17 +92,17 @@ def test_no_episode_sees_another(environment: Any, problems: list[Problem]) -> N
     texts = [[kind] * environment.max_turns for kind in ("5", "cba", "")]
     for one, other in zip(problems, [*problems[1:], problems[0]], strict=True):
         for mine, theirs in zip(texts, texts[1:] + texts[:1], strict=True):
-            alone = told(talk(environment, one, mine))
+            alone = comparable(talk(environment, one, mine))
             first, second, beside = environment.episode(one), environment.episode(other), []
             going_on = True
-            for said, disturbing in zip(mine, theirs, strict=True):
-                beside.append(first.reply(said, StopReason.END_TOKEN))
+            for text, disturbing in zip(mine, theirs, strict=True):
+                beside.append(first.reply(text, StopReason.END_TOKEN))
                 if going_on:
                     reply = second.reply(disturbing, StopReason.END_TOKEN)
                     going_on = reply is not None and not reply.done
                 if beside[-1] is None or beside[-1].done:
                     break
-            assert told(beside) == alone
+            assert comparable(beside) == alone
 
 
 def test_episodes_are_played_without_a_fault(environment: Any, problems: list[Problem]) -> None:

@@ -14,7 +14,7 @@ from legato.core.parts import Part, lookup, part_at
 from legato.objectives.slots import Trust
 from tests.contracts import part_checks as checks
 from tests.contracts.part_checks import SLOTS, Candidate
-from tests.proof.parts import ours
+from tests.proof.parts import own_part_names
 
 LOSS = (
     checks.check_gradient,
@@ -40,14 +40,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     reference = metafunc.config.getoption("--part", default=None)
     if reference is not None:
         cls = part_at(reference)
-        found = [Candidate(cls=cls, reference=reference, detaches=metafunc.config.getoption("--detaches", default=False))]
+        candidates = [
+            Candidate(cls=cls, reference=reference, detaches=metafunc.config.getoption("--detaches", default=False))
+        ]
     else:
-        found = [
+        candidates = [
             Candidate(cls=lookup(kind, name), reference=name, fields=OPEN.get(name, {}), detaches=name in DETACH)
             for kind in (*SLOTS, "advantage", "filter")
-            for name in ours(kind)
+            for name in own_part_names(kind)
         ]
-    cases = [(each, check) for each in found for check in checks_of(each.cls)]
+    cases = [(each, check) for each in candidates for check in checks_of(each.cls)]
     ids = [f"{each.cls.kind}-{each.cls.name}-{check.__name__.removeprefix('check_')}" for each, check in cases]
     metafunc.parametrize(("candidate", "check"), cases, ids=ids)
 
@@ -118,7 +120,7 @@ class ByPlace(Estimator):
         ("ByPlace", checks.check_estimator),
     ],
 )
-def test_a_part_that_breaks_its_promise_is_found(name: str, check: Any, tmp_path: Path) -> None:
+def test_a_part_that_breaks_its_contract_fails(name: str, check: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     reference = f"{tmp_path}/broken.py:{name}"
     with pytest.raises((AssertionError, RuntimeError)):

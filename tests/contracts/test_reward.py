@@ -11,7 +11,7 @@ from legato.config.kinds import make
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.scoring import is_async, is_batched
 from legato.rewards.verifiers import finite
-from tests.contracts.conftest import chosen
+from tests.contracts.conftest import choose_names
 from tests.contracts.texts import HOSTILE
 from tests.proof import verdicts
 from tests.proof.responses import response
@@ -20,7 +20,7 @@ OURS = ["exact", "number", "countdown", "format", "length", "environment", f"{ve
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("name", chosen(metafunc.config, "--reward", OURS), scope="module")
+    metafunc.parametrize("name", choose_names(metafunc.config, "--reward", OURS), scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def reward(name: str) -> Any:
 
 
 def rollouts_of(problems: Sequence[Problem]) -> list[Rollout]:
-    """What a policy may write, on every problem; some with rewards of an environment."""
+    """Rollouts with many texts on every problem; some have turn rewards of an environment."""
     plain = [response(problem, text, 3) for problem in problems for text in (*HOSTILE.values(), problem.answer or "")]
     return [*plain, *(replace(rollout, turn_rewards=(0.5,)) for rollout in plain[:3])]
 
 
 def judge(reward: Any, rollouts: Sequence[Rollout]) -> list[Any]:
-    """Called as training calls it, but what it raises is raised here."""
+    """Call the reward as training does, but let its exceptions through."""
     if is_batched(reward):
         verdicts = reward(list(rollouts))
         return list(asyncio.run(verdicts) if is_async(reward) else verdicts)
@@ -50,9 +50,9 @@ def judge(reward: Any, rollouts: Sequence[Rollout]) -> list[Any]:
 
 def test_every_verdict_is_a_number_a_breakdown_or_unscorable(reward: Any, problems: list[Problem]) -> None:
     rollouts = rollouts_of(problems)
-    found = judge(reward, rollouts)
-    assert len(found) == len(rollouts)
-    for rollout, verdict in zip(rollouts, found, strict=True):
+    verdicts = judge(reward, rollouts)
+    assert len(verdicts) == len(rollouts)
+    for rollout, verdict in zip(rollouts, verdicts, strict=True):
         parts = verdict.values() if isinstance(verdict, dict) and verdict else [verdict]
         right = isinstance(verdict, Unscorable) or all(finite(part) for part in parts)
         assert right, f"{verdict!r:.80} for {rollout.text!r:.80}"

@@ -1,4 +1,4 @@
-"""What a policy may write, from nothing to what breaks parsers."""
+"""Texts that a policy may write, from the empty text to texts that break parsers."""
 
 HOSTILE = {
     "nothing": "",

@@ -1,4 +1,4 @@
-"""What a part refuses, and what it says."""
+"""Values that parts refuse, and their error messages."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ REFUSED = {
 }
 
 
-def test_what_is_not_allowed_is_refused_with_field_value_and_what_is() -> None:
+def test_a_refusal_names_the_field_the_value_and_the_allowed_values() -> None:
     """In a process of its own: the shape checker of the tests would speak first."""
     program = f"""
 import math
@@ -36,8 +36,8 @@ for call in {list(REFUSED)!r}:
     except ValueError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert found.splitlines() == list(REFUSED.values())
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == list(REFUSED.values())
 
 
 def test_bounds_that_contradict_each_other_are_refused() -> None:
@@ -51,7 +51,7 @@ def test_parts_are_frozen_and_compare_by_value() -> None:
         Clip().low = 0.3
 
 
-def test_an_unknown_part_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_part_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"unknown trust 'dual_clip'; did you mean 'dual-clip'\?"):
         lookup("trust", "dual_clip")
 

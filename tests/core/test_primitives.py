@@ -1,4 +1,4 @@
-"""The primitives against their plain forms."""
+"""The primitives of core against plain torch."""
 
 import math
 
@@ -41,29 +41,29 @@ def test_selection_equals_where_for_every_bit_pattern(dtype: torch.dtype) -> Non
         expected = torch.where(tokens, values, 0.0)
         torch.testing.assert_close(selected, expected, rtol=0, atol=0, equal_nan=True)
         upstream = torch.full_like(values, 2.0)
-        (found,) = torch.autograd.grad(selected, values, upstream)
-        assert torch.equal(found, torch.where(tokens, upstream, 0.0))
+        (gradient,) = torch.autograd.grad(selected, values, upstream)
+        assert torch.equal(gradient, torch.where(tokens, upstream, 0.0))
 
 
 def test_difference_and_in_place_selection_equal_selection() -> None:
     left, right = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
     mask = Mask(torch.rand(3, 5) < 0.5, torch.float32)
     expected = torch.autograd.grad(mask.select(left - right).square().sum(), (left, right))
-    found = torch.autograd.grad(mask.difference(left, right).square().sum(), (left, right))
-    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(mask.difference(left, right).square().sum(), (left, right))
+    torch.testing.assert_close(gradients, expected)
     assert torch.equal(mask.select_(left.detach().clone()), mask.select(left.detach()))
 
 
 def test_bounds_equal_clamp_in_value_and_gradient() -> None:
     values = torch.linspace(-2, 2, 41, dtype=torch.float64).reshape(1, -1).requires_grad_()
     for lower, upper in ((-0.5, 0.7), (None, 0.7), (-0.5, None), (torch.tensor([[-0.5]]), torch.tensor([[0.7]]))):
-        found = bounded(values, lower, upper)
+        result = bounded(values, lower, upper)
         expected = values.clamp(
             None if lower is None else torch.as_tensor(lower, dtype=torch.float64).reshape(1, 1),
             None if upper is None else torch.as_tensor(upper, dtype=torch.float64).reshape(1, 1),
         )
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values, retain_graph=True)[0] for x in (found, expected)))
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values, retain_graph=True)[0] for x in (result, expected)))
 
 
 def test_choosing_between_plain_numbers_does_not_round_them() -> None:
@@ -106,8 +106,8 @@ def test_histogram_quantiles_are_within_a_bin_of_the_exact_ones(values: list[flo
     histogram = Histogram.from_values(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
     ordered = sorted(values)
     low, high = ordered[math.floor(share * (len(values) - 1))], ordered[math.ceil(share * (len(values) - 1))]
-    (found,) = histogram.quantiles([share])
-    assert low - abs(low) / 7 - 1e-30 <= found <= high + abs(high) / 7 + 1e-30
+    (quantile,) = histogram.quantiles([share])
+    assert low - abs(low) / 7 - 1e-30 <= quantile <= high + abs(high) / 7 + 1e-30
 
 
 def test_pieces_merge_as_if_they_had_been_one() -> None:
@@ -143,14 +143,14 @@ def test_pieces_merge_as_if_they_had_been_one() -> None:
     assert merged["histogram_p50"] == pytest.approx(np.median(exact), abs=0.1)
 
 
-def test_nothing_counted_is_not_a_number() -> None:
+def test_a_metric_without_counts_is_nan() -> None:
     zero = torch.zeros((), dtype=torch.float64)
     report = Sums({"mean": Mean(zero, zero), "max": Maximum(torch.tensor(-torch.inf))}).report()
     assert all(math.isnan(value) for value in report.values())
 
 
 def test_sums_of_several_updates_arrive_at_the_host_as_they_were() -> None:
-    """Every kind of tensor they are made of, in one piece; here without a device to come from."""
+    """Sums with every kind of tensor, copied at once; here on the CPU."""
     values = torch.randn(100, generator=torch.Generator().manual_seed(0))
     many = [
         Sums(

@@ -1,4 +1,4 @@
-"""Settings: declared once, checked when they are made, inherited by the sections that hold them."""
+"""Settings: declared once, checked when constructed, inherited by the sections that hold them."""
 
 import dataclasses
 import subprocess
@@ -55,16 +55,16 @@ def test_the_fields_of_a_class_come_before_those_of_its_bases_from_left_to_right
     assert names == ["name", "more", "several", "free", "rate", "kind", "inner", "words", "switch", "betas"]
 
 
-def test_what_a_resumed_run_may_do_is_said_by_the_field_or_by_its_own_class() -> None:
-    found = {field.name: field.metadata["resume"] for field in dataclasses.fields(Section)}
-    assert found["kind"] == found["name"] == "free" and found["inner"] == found["words"] == found["rate"] == "flag"
+def test_the_resume_rule_comes_from_the_field_or_its_class() -> None:
+    resume = {field.name: field.metadata["resume"] for field in dataclasses.fields(Section)}
+    assert resume["kind"] == resume["name"] == "free" and resume["inner"] == resume["words"] == resume["rate"] == "flag"
     assert [field.metadata["resume"] for field in dataclasses.fields(Inner)] == ["refused"]
 
 
 def test_values_are_stored_in_one_form() -> None:
-    made = Section(rate=1, words=["a", "b"], betas=[0, 0.5])  # type: ignore[arg-type]
-    assert (made.rate, made.words, made.betas) == (1.0, ("a", "b"), (0.0, 0.5)) and isinstance(made.rate, float)
-    assert made == dataclasses.replace(made)
+    section = Section(rate=1, words=["a", "b"], betas=[0, 0.5])  # type: ignore[arg-type]
+    assert (section.rate, section.words, section.betas) == (1.0, ("a", "b"), (0.0, 0.5)) and isinstance(section.rate, float)
+    assert section == dataclasses.replace(section)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_values_are_stored_in_one_form() -> None:
         ("free", []),
     ],
 )
-def test_what_is_not_allowed_is_refused_with_its_name(name: str, value: Any) -> None:
+def test_a_refused_value_is_reported_with_its_field(name: str, value: Any) -> None:
     with pytest.raises(InputError) as refusal:
         Section(**{name: value})
     assert f"Section.{name}: expected " in str(refusal.value) and str(refusal.value).endswith(f", got {value!r}")

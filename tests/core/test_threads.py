@@ -1,4 +1,4 @@
-"""Torch on one thread, where more cost more than they save."""
+"""Code that runs torch on one thread because more threads are slower."""
 
 from collections.abc import Iterator
 
@@ -30,11 +30,13 @@ def test_one_thread_and_then_as_before() -> None:
 
 @pytest.mark.usefixtures("several")
 def test_the_tables_of_a_pack_are_made_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    thread_counts = []
     monkeypatch.setattr(
         torch,
         "argsort",
-        lambda *given, argsort=torch.argsort, **named: seen.append(torch.get_num_threads()) or argsort(*given, **named),
+        lambda *arguments, argsort=torch.argsort, **options: (
+            thread_counts.append(torch.get_num_threads()) or argsort(*arguments, **options)
+        ),
     )
     tokens = torch.arange(12).reshape(2, 6)
     texts = Texts(
@@ -47,4 +49,4 @@ def test_the_tables_of_a_pack_are_made_on_one_thread(monkeypatch: pytest.MonkeyP
         temperature=torch.ones(2),
     )
     assert isinstance(pack(texts, torch.arange(2)), Pack)
-    assert seen == [1] and torch.get_num_threads() == 2
+    assert thread_counts == [1] and torch.get_num_threads() == 2

@@ -32,7 +32,7 @@ def nothing_is_left() -> Iterator[None]:
     MADE.clear()
 
 
-def test_a_function_is_asked_and_its_worker_stays() -> None:
+def test_a_worker_answers_several_calls() -> None:
     add = workers("operator:add")
     assert add.processes == []
     assert add.ask(2, 3, seconds=5) == 5
@@ -54,7 +54,7 @@ def test_a_hang_is_ended_by_killing_its_worker_and_the_next_question_is_answered
     assert nap.ask(0, seconds=5) is None
 
 
-def test_what_the_function_raises_is_told_and_the_worker_stays() -> None:
+def test_an_exception_in_the_function_is_reported_and_the_worker_stays() -> None:
     divide = workers("operator:truediv")
     with pytest.raises(RefusedError, match="ZeroDivisionError: division by zero"):
         divide.ask(1, 0, seconds=5)
@@ -110,7 +110,7 @@ def test_a_question_that_ends_its_worker_is_put_twice_and_no_more() -> None:
     ("function", "message"),
     [("nowhere_at_all:f", "No module named 'nowhere_at_all'"), ("operator:ad", "has no attribute 'ad'")],
 )
-def test_a_function_that_is_not_there_is_told(function: str, message: str) -> None:
+def test_a_missing_function_is_reported(function: str, message: str) -> None:
     with pytest.raises(DiedError, match=message):
         workers(function).ask(seconds=5)
 
@@ -164,15 +164,15 @@ from legato.workers.pool import Workers
 def interrupt(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
-nap, said = Workers("builtins:eval", count=1), []
+nap, answers = Workers("builtins:eval", count=1), []
 nap.ask("0", seconds=30)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 try:
     nap.ask("__import__('time').sleep(1) or 'late'", seconds=30)
 except KeyboardInterrupt:
-    said.append("interrupted")
-said.append(nap.ask("'next'", seconds=30))
-print(said)
+    answers.append("interrupted")
+answers.append(nap.ask("'next'", seconds=30))
+print(answers)
 """
     assert run(program) == "['interrupted', 'next']"
 
@@ -254,7 +254,7 @@ print(shared("os:getpid").ask(seconds=30), flush=True)
 {how}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert gone(int(done.stdout), within=10)
+    assert has_ended(int(done.stdout), within=10)
 
 
 def test_a_worker_that_hangs_when_its_asker_dies_ends_by_its_own_cpu_limit() -> None:
@@ -268,10 +268,10 @@ threading.Timer(0.3, os._exit, (0,)).start()
 spin.ask("10 ** 10 ** 10", seconds=1)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert gone(int(done.stdout), within=60)
+    assert has_ended(int(done.stdout), within=60)
 
 
-def gone(process: int, within: float) -> bool:
+def has_ended(process: int, within: float) -> bool:
     end = time.monotonic() + within
     while time.monotonic() < end:
         try:

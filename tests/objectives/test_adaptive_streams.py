@@ -1,4 +1,4 @@
-"""What the clip that adapts finds on streams of drift: the lagged quantile, whatever the shape."""
+"""On streams of drift of any shape, the adaptive clip converges to the lagged quantile."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 import legato
-from tests.proof.adaptive import QUOTIENT, auto, held, sums_of
+from tests.proof.adaptive import QUOTIENT, as_floats, auto_clip, sums_of
 from tests.reference import controller
 
 Stream = Callable[[numpy.random.Generator, int, int], numpy.ndarray]
@@ -18,11 +18,11 @@ Stream = Callable[[numpy.random.Generator, int, int], numpy.ndarray]
 def _autoregressive(phi: float) -> Stream:
     def stream(generator: numpy.random.Generator, rows: int, length: int) -> numpy.ndarray:
         noise = generator.normal(size=(rows, length)) * math.sqrt(1 - phi * phi)
-        found = numpy.empty_like(noise)
-        found[:, 0] = noise[:, 0] / math.sqrt(1 - phi * phi)
+        drift = numpy.empty_like(noise)
+        drift[:, 0] = noise[:, 0] / math.sqrt(1 - phi * phi)
         for t in range(1, length):
-            found[:, t] = phi * found[:, t - 1] + noise[:, t]
-        return found
+            drift[:, t] = phi * drift[:, t - 1] + noise[:, t]
+        return drift
 
     return stream
 
@@ -71,10 +71,10 @@ def test_counting_finds_the_lagged_quantile_whatever_the_shape_of_the_drift(shap
     bounds, others, shares = [], [], []
     for log_s, signs in updates_of(shape, count):
         x = controller.signed_log_ratios(signs, log_s, QUOTIENT)
-        shares.append(controller.clipped_share(x, held(state)["log_high"]))
+        shares.append(controller.clipped_share(x, as_floats(state)["log_high"]))
         state = value.advance(state, sums_of(state, log_s, signs), first=False)
         oracle.advance(x)
-        bounds.append(math.log(held(state)["log_high"]))
+        bounds.append(math.log(as_floats(state)["log_high"]))
         others.append(math.log(oracle.bound))
     late = slice(250, None)
     assert numpy.mean(bounds[late]) == pytest.approx(numpy.mean(others[late]), abs=0.08)
@@ -84,20 +84,20 @@ def test_counting_finds_the_lagged_quantile_whatever_the_shape_of_the_drift(shap
 
 @pytest.mark.parametrize("shape", ["independent", "a drift of each response", "moving with the advantage", "heavy tails"])
 def test_moments_find_the_quantile_of_a_drift_that_is_normal_and_get_there_sooner(shape: str) -> None:
-    found = {}
+    results = {}
     for follows in ("counts", "perplexity"):
-        value = auto(follows=follows)
+        value = auto_clip(follows=follows)
         state, track, shares = value.initial(), [], []
         for log_s, signs in updates_of(shape, 150, size=0.2):
             shares.append(
-                controller.clipped_share(controller.signed_log_ratios(signs, log_s, QUOTIENT), held(state)["log_high"])
+                controller.clipped_share(controller.signed_log_ratios(signs, log_s, QUOTIENT), as_floats(state)["log_high"])
             )
             state = value.advance(state, sums_of(state, log_s, signs), first=False)
-            track.append(held(state)["log_high"])
+            track.append(as_floats(state)["log_high"])
         level = numpy.median(track[-50:])
-        found[follows] = (next(i for i, bound in enumerate(track) if bound > level / 1.5), numpy.mean(shares[-50:]))
-    assert found["perplexity"][0] < found["counts"][0] / 1.5
-    assert found["perplexity"][1] == pytest.approx(0.15, abs=0.04)
+        results[follows] = (next(i for i, bound in enumerate(track) if bound > level / 1.5), numpy.mean(shares[-50:]))
+    assert results["perplexity"][0] < results["counts"][0] / 1.5
+    assert results["perplexity"][1] == pytest.approx(0.15, abs=0.04)
 
 
 def test_a_length_aware_band_clips_short_and_long_alike() -> None:
@@ -105,12 +105,12 @@ def test_a_length_aware_band_clips_short_and_long_alike() -> None:
     generator, lengths = numpy.random.default_rng(4), numpy.repeat([4, 16, 64], 40)
     rates = {}
     for scale in ("none", "sqrt-length"):
-        value = auto(scale=scale, reference_length=16.0)
+        value = auto_clip(scale=scale, reference_length=16.0)
         state, clipped = value.initial(), numpy.zeros(3)
         for number in range(500):
             log_s, signs = generator.normal(0, 0.02, 120) / numpy.sqrt(lengths), generator.choice([-1.0, 1.0], 120)
             widening = numpy.sqrt(16 / lengths) if scale == "sqrt-length" else numpy.ones(120)
-            band = numpy.where(signs > 0, held(state)["log_high"], held(state)["log_low"]) * widening
+            band = numpy.where(signs > 0, as_floats(state)["log_high"], as_floats(state)["log_low"]) * widening
             if number >= 250:
                 clipped += (signs * log_s > band).reshape(3, 40).mean(1) / 250
             state = value.advance(state, sums_of(state, log_s, signs, widening), first=False)

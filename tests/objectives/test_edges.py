@@ -1,4 +1,4 @@
-"""Edges where a wrong number would look like a right one."""
+"""Edge cases in which a wrong number would look right."""
 
 import math
 import subprocess
@@ -30,7 +30,7 @@ def signals(rows: int = 2, width: int = 4, drift: float = 0.0, **changes: Tensor
     ("name", "path", "limit"),
     [("grpo", "objective.ratio.limit", 2000.0), ("seq-product", "objective.ratio.limit", 3000.0), ("gspo", "", 0.0)],
 )
-def test_no_advantage_is_no_gradient_however_far_the_ratio_has_gone(name: str, path: str, limit: float) -> None:
+def test_without_advantage_there_is_no_gradient_at_any_ratio(name: str, path: str, limit: float) -> None:
     value = legato.algorithm(name, {path: limit} if path else None)
     outcome = legato.loss(value, **signals(drift=900.0, advantages=torch.zeros(2, dtype=torch.float64)))
     assert outcome.loss.item() == 0
@@ -43,12 +43,12 @@ def test_a_weight_clip_needs_a_weight() -> None:
 
 
 def test_the_default_level_beside_vespo_is_the_product_of_token_weights() -> None:
-    given = signals(width=50)
-    given["sampler_logprobs"] = given["old_logprobs"] - 0.02
-    matched = legato.loss(legato.algorithm("vespo", {"objective.corrections.tis.cap": 2.0}), **given)
+    arguments = signals(width=50)
+    arguments["sampler_logprobs"] = arguments["old_logprobs"] - 0.02
+    matched = legato.loss(legato.algorithm("vespo", {"objective.corrections.tis.cap": 2.0}), **arguments)
     assert matched.trace.log_ratio.flatten().tolist() == pytest.approx([1.0, 1.0])
     by_token = legato.algorithm("vespo", {"objective.corrections.tis.level": "token"})
-    torch.testing.assert_close(matched.coefficients, legato.loss(by_token, **given).coefficients)
+    torch.testing.assert_close(matched.coefficients, legato.loss(by_token, **arguments).coefficients)
 
 
 def test_several_advantages_for_one_ratio_are_refused() -> None:
@@ -65,20 +65,20 @@ def test_several_advantages_for_one_ratio_are_refused() -> None:
 
 def test_tying_some_channels_only_is_refused() -> None:
     value = legato.algorithm("gspo", {"objective.penalties.entropy.coefficient": 0.1})
-    given = signals(entropy=torch.ones(2, 4, dtype=torch.float64))
-    field = legato.loss(value, **given).field
+    arguments = signals(entropy=torch.ones(2, 4, dtype=torch.float64))
+    field = legato.loss(value, **arguments).field
     with pytest.raises(ValueError, match="pass entropy= to tie"):
-        field.tie(torch.zeros((), dtype=torch.float64), logprobs=given["logprobs"])
+        field.tie(torch.zeros((), dtype=torch.float64), logprobs=arguments["logprobs"])
 
 
 def test_counts_of_another_algorithm_are_refused_in_words() -> None:
-    given = signals(group=torch.tensor([0, 0]))
-    mask, group = given["mask"], given["group"]
-    kept = legato.algorithm("gspo", {"aggregate.denominator": "kept"})
+    arguments = signals(group=torch.tensor([0, 0]))
+    mask, group = arguments["mask"], arguments["group"]
+    counts_kept = legato.algorithm("gspo", {"aggregate.denominator": "kept"})
     with pytest.raises(ValueError, match="made for another algorithm"):
-        legato.loss(kept, **given, counts=legato.counts("gspo", mask=mask))
+        legato.loss(counts_kept, **arguments, counts=legato.counts("gspo", mask=mask))
     with pytest.raises(ValueError, match="made for another algorithm"):
-        legato.loss("gepo", **given, counts=legato.counts("dapo", mask=mask, group=group))
+        legato.loss("gepo", **arguments, counts=legato.counts("dapo", mask=mask, group=group))
     with pytest.raises(ValueError, match="cannot be added"):
         legato.counts("gspo", mask=mask) + legato.counts("dapo", mask=mask, group=group)
     with pytest.raises(ValueError, match="gepo needs old_logprobs"):
@@ -86,26 +86,26 @@ def test_counts_of_another_algorithm_are_refused_in_words() -> None:
 
 
 def test_counts_do_not_depend_on_the_precision_at_hand() -> None:
-    given = signals(group=torch.tensor([0, 0]))
+    arguments = signals(group=torch.tensor([0, 0]))
     value = legato.algorithm("gepo", {"objective.trust.high-entropy.fraction": 0.5})
-    counts = legato.counts(value, mask=given["mask"], group=given["group"], old_logprobs=given["old_logprobs"])
-    single = given | {"logprobs": given["logprobs"].float()}
+    counts = legato.counts(value, mask=arguments["mask"], group=arguments["group"], old_logprobs=arguments["old_logprobs"])
+    single = arguments | {"logprobs": arguments["logprobs"].float()}
     assert torch.isfinite(legato.loss(value, **single, entropy=torch.rand(2, 4), counts=counts).loss)
 
 
-def test_a_channel_of_another_precision_is_taken_as_it_is_meant() -> None:
+def test_a_channel_of_another_precision_is_converted() -> None:
     value = legato.algorithm("gspo", {"objective.penalties.entropy.coefficient": 0.1})
     entropy = torch.ones(2, 4, requires_grad=True)
     legato.loss(value, **signals(entropy=entropy)).loss.backward()
     assert entropy.grad.flatten().tolist() == pytest.approx([-0.1 / 8] * 8)
 
 
-def test_inference_mode_is_told_and_its_tensors_are_taken() -> None:
+def test_inference_mode_is_refused_but_its_tensors_are_accepted() -> None:
     with torch.inference_mode():
-        given = signals(drift=0.01)
+        arguments = signals(drift=0.01)
         with pytest.raises(ValueError, match=r"outside torch\.inference_mode"):
-            legato.loss("gspo", **given)
-    assert legato.loss("gspo", **given).coefficients.shape == (2, 4)
+            legato.loss("gspo", **arguments)
+    assert legato.loss("gspo", **arguments).coefficients.shape == (2, 4)
     with torch.no_grad():
         assert (legato.loss("gspo", **signals()).coefficients != 0).all()
 
@@ -185,17 +185,17 @@ def test_a_flat_batch_without_epsilon_is_no_division_by_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("name", "changes", "message"),
     [
         ("turn-return", {"turn_rewards": torch.tensor([[1.0, math.nan], [0.0, 1.0]])}, "turn_rewards holds"),
         ("gae", {"values": torch.tensor([[1.0, math.nan], [0.0, 1.0]])}, "values is nan in row 0"),
     ],
 )
-def test_what_is_not_a_number_is_refused_wherever_it_is_read(name: str, given: dict[str, Tensor], message: str) -> None:
+def test_nan_is_refused_wherever_it_is_read(name: str, changes: dict[str, Tensor], message: str) -> None:
     turn = torch.tensor([[0, 1], [0, 1]])
     with pytest.raises(ValueError, match=message):
         legato.advantages(
-            name, rewards=torch.ones(2), group=torch.zeros(2, dtype=torch.long), mask=torch.ones(2, 2), turn=turn, **given
+            name, rewards=torch.ones(2), group=torch.zeros(2, dtype=torch.long), mask=torch.ones(2, 2), turn=turn, **changes
         )
 
 
@@ -204,7 +204,7 @@ def test_the_divergence_inside_the_reward_reaches_turns_too() -> None:
     estimator = legato.algorithm("ppo", {"advantage.level": "turn", "advantage.lam": 1.0, "advantage.whiten": False})
     estimator = legato.algorithm(estimator, {"advantage.reward_kl": 0.5})
     old = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64)
-    found = legato.advantages(
+    result = legato.advantages(
         estimator,
         rewards=torch.tensor([2.0], dtype=torch.float64),
         mask=torch.ones(1, 4),
@@ -213,15 +213,15 @@ def test_the_divergence_inside_the_reward_reaches_turns_too() -> None:
         old_logprobs=old,
         ref_logprobs=old - 0.2,
     ).advantages
-    assert found.flatten().tolist() == pytest.approx([1.6, 1.6, 1.8, 1.8])
+    assert result.flatten().tolist() == pytest.approx([1.6, 1.6, 1.8, 1.8])
 
 
 def test_the_ratio_weighted_divergence_is_limited_on_both_sides() -> None:
     value = legato.algorithm(
         "grpo", {"objective.trust": [], "objective.penalties.kl-ratio-weighted.beta": 1.0, "aggregate": "token-mean"}
     )
-    given = signals(drift=30.0, advantages=torch.zeros(2, dtype=torch.float64))
-    outcome = legato.loss(value, **given, ref_logprobs=given["logprobs"] - 1.0)
+    arguments = signals(drift=30.0, advantages=torch.zeros(2, dtype=torch.float64))
+    outcome = legato.loss(value, **arguments, ref_logprobs=arguments["logprobs"] - 1.0)
     k3 = math.expm1(-1.0) + 1.0
     assert outcome.loss.item() == pytest.approx(math.exp(20.0) * k3)
     # Beyond the limit the ratio is a constant: only the gradient of k3 is left.

@@ -48,12 +48,12 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 def test_a_gpu_gives_the_numbers_of_a_cpu_and_the_same_bits_twice(name: str) -> None:
     value, signals = legato.algorithm(name, CHANGES.get(name)), batch(torch.float64)
     there = {key: tensor.cuda() for key, tensor in signals.items()}
-    expected, found = loss(value, **signals), loss(value, **there)
-    torch.testing.assert_close(found.coefficients.cpu(), expected.coefficients, rtol=1e-9, atol=1e-13)
-    torch.testing.assert_close(found.loss.cpu(), expected.loss, rtol=1e-9, atol=1e-13)
+    expected, result = loss(value, **signals), loss(value, **there)
+    torch.testing.assert_close(result.coefficients.cpu(), expected.coefficients, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(result.loss.cpu(), expected.loss, rtol=1e-9, atol=1e-13)
     for key, number in expected.metrics.items():
-        assert found.metrics[key] == pytest.approx(number, rel=1e-6, abs=1e-9, nan_ok=True), key
-    assert torch.equal(found.coefficients, loss(value, **there).coefficients)
+        assert result.metrics[key] == pytest.approx(number, rel=1e-6, abs=1e-9, nan_ok=True), key
+    assert torch.equal(result.coefficients, loss(value, **there).coefficients)
 
 
 def test_an_objective_does_not_wait_for_the_device() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from tests.proof.batches import batches, examples, only, reordered
+from tests.proof.batches import batches, examples, keep_fields, reorder_rows
 from tests.proof.bridge import assert_rows_close, assert_same, evaluate
-from tests.proof.members import MEMBERS, configured
+from tests.proof.members import MEMBERS, build_member
 from tests.reference import metrics
 from tests.reference.batch import Batch, Rows
 
@@ -29,26 +29,26 @@ def ones(batch: Batch) -> Rows:
 @given(data=st.data())
 def test_i1_on_policy_every_member_is_reinforce_under_its_own_aggregation(name: str, data: st.DataObject) -> None:
     batch = data.draw(batches())
-    batch = only(replace(batch, old=batch.new, roll=batch.new, gamma=ones(batch)), *MEMBERS[name].needs)
+    batch = keep_fields(replace(batch, old=batch.new, roll=batch.new, gamma=ones(batch)), *MEMBERS[name].needs)
     weight = MEMBERS[name].aggregate(batch)
     pushes = [
         [n * a if counted else 0.0 for n, a, counted in zip(*row, strict=True)]
         for row in zip(weight, batch.advantages, batch.mask, strict=True)
     ]
-    assert_rows_close(evaluate(configured(name), batch).coefficients, pushes)
+    assert_rows_close(evaluate(build_member(name), batch).coefficients, pushes)
 
 
 @some
 @given(batch=batches())
 def test_i2_gspo_token_with_one_advantage_per_row_is_gspo(batch: Batch) -> None:
-    batch = only(batch)
+    batch = keep_fields(batch)
     assert_same(evaluate("gspo-token", batch), evaluate("gspo", batch))
 
 
 @some
 @given(batch=batches(wild=False))
 def test_i3_the_sequence_ratio_is_a_ratio_of_perplexities(batch: Batch) -> None:
-    batch = only(replace(batch, advantages=ones(batch)))
+    batch = keep_fields(replace(batch, advantages=ones(batch)))
     coefficients = evaluate(legato.algorithm("gspo", {"objective.trust": []}), batch).coefficients
     rows = batch.filled_rows()
     for row in rows:
@@ -61,7 +61,7 @@ def test_i3_the_sequence_ratio_is_a_ratio_of_perplexities(batch: Batch) -> None:
 @some
 @given(batch=batches(wild=False))
 def test_i4_gmpo_without_a_clip_is_gspo_without_a_clip(batch: Batch) -> None:
-    batch = only(batch)
+    batch = keep_fields(batch)
     unclipped = [evaluate(legato.algorithm(name, {"objective.trust": []}), batch) for name in ("gmpo", "gspo")]
     assert_same(*unclipped)
 
@@ -71,7 +71,7 @@ def test_i4_gmpo_without_a_clip_is_gspo_without_a_clip(batch: Batch) -> None:
 def test_i5_with_one_token_per_row_gspo_is_grpo(batch: Batch) -> None:
     first = [(batch.positions(row) or [-1])[0] for row in range(len(batch.mask))]
     single = [[t == token for t in range(len(row))] for token, row in zip(first, batch.mask, strict=True)]
-    batch = only(replace(batch, mask=single))
+    batch = keep_fields(replace(batch, mask=single))
     band = {f"{CLIP}.low": 0.1, f"{CLIP}.high": 0.15}
     assert_same(*[evaluate(legato.algorithm(name, band), batch) for name in ("gspo", "grpo")])
 
@@ -79,14 +79,14 @@ def test_i5_with_one_token_per_row_gspo_is_grpo(batch: Batch) -> None:
 @some
 @given(batch=batches())
 def test_i6_rspo_without_a_router_shift_is_gmpo(batch: Batch) -> None:
-    shifted = only(replace(batch, gamma=ones(batch)), "gamma")
-    assert_same(evaluate("rspo", shifted), evaluate("gmpo", only(batch)))
+    shifted = keep_fields(replace(batch, gamma=ones(batch)), "gamma")
+    assert_same(evaluate("rspo", shifted), evaluate("gmpo", keep_fields(batch)))
 
 
 @some
 @given(batch=batches())
 def test_i7_luspo_is_gspo_times_the_length_of_the_row(batch: Batch) -> None:
-    batch = only(batch)
+    batch = keep_fields(batch)
     band = {f"{CLIP}.low": 2e-3, f"{CLIP}.high": 2.5e-3}
     luspo, gspo = (evaluate(legato.algorithm(name, band), batch) for name in ("luspo", "gspo"))
     lengths = [len(batch.positions(row)) for row in range(len(batch.mask))]
@@ -103,15 +103,15 @@ def test_i8_the_mask_form_has_the_gradient_of_the_clip(batch: Batch) -> None:
         "objective.trust.mask.high": 0.28,
         "aggregate": "group-token-mean",
     }
-    masked = evaluate(legato.algorithm("minirl", overrides), only(batch))
-    assert_rows_close(masked.coefficients, evaluate("dapo", only(batch)).coefficients)
+    masked = evaluate(legato.algorithm("minirl", overrides), keep_fields(batch))
+    assert_rows_close(masked.coefficients, evaluate("dapo", keep_fields(batch)).coefficients)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "product"])
 @some
 @given(batch=batches())
 def test_i9_a_weight_without_bounds_is_the_decoupled_weight(level: str, batch: Batch) -> None:
-    batch = only(batch, "roll")
+    batch = keep_fields(batch, "roll")
     bounds = {"tis": {"cap": math.inf}, "icepop": {"floor": 0.0, "cap": math.inf}, "decoupled": {}}
     tis, icepop, decoupled = (
         evaluate(
@@ -129,7 +129,7 @@ def test_i9_a_weight_without_bounds_is_the_decoupled_weight(level: str, batch: B
 @some
 @given(batch=batches(wild=False))
 def test_i10_unclipped_the_bypass_gradient_is_the_decoupled_one(batch: Batch) -> None:
-    batch = only(batch, "roll")
+    batch = keep_fields(batch, "roll")
     bypass = legato.algorithm("dapo", {"objective.trust": [], "objective.ratio.anchor": "sampler"})
     decoupled = legato.algorithm("dapo", {"objective.trust": [], "objective.corrections.decoupled.level": "token"})
     assert_same(evaluate(bypass, batch), evaluate(decoupled, batch))
@@ -139,9 +139,9 @@ def test_i10_unclipped_the_bypass_gradient_is_the_decoupled_one(batch: Batch) ->
 @few
 @given(data=st.data())
 def test_i11_the_order_of_rows_changes_nothing(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     order = data.draw(st.permutations(range(len(batch.mask))))
-    whole, mixed = evaluate(configured(name), batch), evaluate(configured(name), reordered(batch, order))
+    whole, mixed = evaluate(build_member(name), batch), evaluate(build_member(name), reorder_rows(batch, order))
     assert_same(mixed, replace(whole, coefficients=[whole.coefficients[row] for row in order]))
 
 
@@ -149,7 +149,7 @@ def test_i11_the_order_of_rows_changes_nothing(name: str, data: st.DataObject) -
 @few
 @given(data=st.data())
 def test_i11_columns_of_padding_change_nothing(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     columns, left = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     fillers = {"mask": False, "turn": -1}
     wide = {}
@@ -157,19 +157,19 @@ def test_i11_columns_of_padding_change_nothing(name: str, data: st.DataObject) -
         if rows is not None and field != "group":
             padding = [fillers.get(field, math.nan)] * columns
             wide[field] = [padding + row if left else row + padding for row in rows]
-    narrow = evaluate(configured(name), batch)
+    narrow = evaluate(build_member(name), batch)
     padding = [0.0] * columns
     stretched = [padding + row if left else row + padding for row in narrow.coefficients]
-    assert_same(evaluate(configured(name), replace(batch, **wide)), replace(narrow, coefficients=stretched))
+    assert_same(evaluate(build_member(name), replace(batch, **wide)), replace(narrow, coefficients=stretched))
 
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name != "ppo"])
 @few
 @given(data=st.data())
 def test_i12_loss_and_gradient_are_linear_in_the_size_of_the_advantages(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     larger = replace(batch, advantages=[[3.7 * entry for entry in row] for row in batch.advantages])
-    once, more = evaluate(configured(name), batch), evaluate(configured(name), larger)
+    once, more = evaluate(build_member(name), batch), evaluate(build_member(name), larger)
     assert more.loss == pytest.approx(3.7 * once.loss, rel=1e-10, abs=1e-10)
     assert_rows_close(more.coefficients, [[3.7 * entry for entry in row] for row in once.coefficients])
 
@@ -177,12 +177,12 @@ def test_i12_loss_and_gradient_are_linear_in_the_size_of_the_advantages(name: st
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name != "ppo"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
 def test_i13_equal_rewards_give_no_gradient(name: str, reward: float) -> None:
-    batch = only(equal_lengths(), *MEMBERS[name].needs)
+    batch = keep_fields(equal_lengths(), *MEMBERS[name].needs)
     group = torch.tensor(batch.group)
     mask = torch.tensor(batch.mask)
     rewards = torch.full((len(batch.group),), reward, dtype=torch.float64)
-    advantages = legato.advantages(configured(name), rewards=rewards, group=group, mask=mask).advantages
-    evaluation = evaluate(configured(name), batch, advantages=advantages)
+    advantages = legato.advantages(build_member(name), rewards=rewards, group=group, mask=mask).advantages
+    evaluation = evaluate(build_member(name), batch, advantages=advantages)
     assert evaluation.loss == 0.0
     assert not any(entry for row in evaluation.coefficients for entry in row)
 
@@ -207,7 +207,7 @@ def equal_lengths() -> Batch:
 @some
 @given(batch=batches("token", wild=False))
 def test_i14_a_wide_soft_gate_or_weight_cap_is_the_unclipped_ratio(batch: Batch) -> None:
-    batch = only(batch)
+    batch = keep_fields(batch)
     gates = {"objective.trust.soft-gate.tau_positive": 1e-4, "objective.trust.soft-gate.tau_negative": 1e-4}
     plain = evaluate(legato.algorithm("grpo", {"objective.trust": []}), batch, "token")
     soft = evaluate(legato.algorithm("sapo", gates), batch, "token")
@@ -220,8 +220,8 @@ def test_i14_a_wide_soft_gate_or_weight_cap_is_the_unclipped_ratio(batch: Batch)
 @pytest.mark.parametrize("name", MEMBERS)
 @few
 @given(data=st.data())
-def test_i15_what_stands_on_a_masked_token_does_not_matter(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+def test_i15_values_at_masked_tokens_do_not_matter(name: str, data: st.DataObject) -> None:
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     number = data.draw(st.floats(width=32))
     other = {}
     for field, rows in vars(batch).items():
@@ -230,6 +230,6 @@ def test_i15_what_stands_on_a_masked_token_does_not_matter(name: str, data: st.D
                 [entry if counted else number for entry, counted in zip(*pair, strict=True)]
                 for pair in zip(rows, batch.mask, strict=True)
             ]
-    left, right = evaluate(configured(name), batch), evaluate(configured(name), replace(batch, **other))
+    left, right = evaluate(build_member(name), batch), evaluate(build_member(name), replace(batch, **other))
     assert left.loss == right.loss
     assert left.coefficients == right.coefficients

@@ -1,4 +1,4 @@
-"""Defects found in other systems, each as a test of ours. The numbers are rows of the list the project keeps of them."""
+"""Defects of other systems, each as a test. Row numbers refer to the project's list of such defects."""
 
 import math
 
@@ -39,13 +39,13 @@ def gradient(algorithm: object, **signals: Tensor) -> Tensor:
     return leaf.grad
 
 
-def base(**changes: Tensor) -> dict[str, Tensor]:
+def changed_batch(**changes: Tensor) -> dict[str, Tensor]:
     signals = batch()
     signals.pop("sampler_logprobs")
     return signals | changes
 
 
-def cut(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+def split_batch(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
     """The batch in micro-batches of the given numbers of rows."""
     columns = [x.split(sizes) for x in signals.values()]
     return [dict(zip(signals, rows, strict=True)) for rows in zip(*columns, strict=True)]
@@ -53,13 +53,13 @@ def cut(signals: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]
 
 def test_a_response_weighs_the_same_whatever_its_length() -> None:
     """Rows 1, 10, 17, 20, 23: a sequence ratio under a token sum or mean weighs responses by length."""
-    signals = base(advantages=torch.ones(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.ones(B, dtype=torch.float64))
     signals["old_logprobs"] = signals["logprobs"].clone()
     per_response = gradient("gspo", **signals).nan_to_num().sum(1)
     torch.testing.assert_close(per_response, torch.full((B,), -1 / B, dtype=torch.float64))
 
 
-def test_the_published_clip_is_the_default_and_a_wide_one_is_told() -> None:
+def test_the_published_clip_is_the_default_and_a_wide_one_gets_a_caution() -> None:
     """Row 2: 0.2 on a sequence ratio never clips."""
     from legato.algorithms.cautions import cautions
 
@@ -73,9 +73,9 @@ def test_the_published_clip_is_the_default_and_a_wide_one_is_told() -> None:
 @pytest.mark.parametrize("split", [[1] * 6, [2, 2, 2], [5, 1], [3, 3]])
 def test_the_gradient_does_not_depend_on_how_an_update_is_split(name: str, split: list[int]) -> None:
     """Rows 3, 9, 28, 30: losses that depended on accumulation steps, micro-batch size or ranks."""
-    signals = base()
+    signals = changed_batch()
     whole = gradient(name, **signals)
-    pieces = cut(signals, split)
+    pieces = split_batch(signals, split)
     counts = sum(legato.counts(name, mask=piece["mask"], group=piece["group"]) for piece in pieces)
     parts = torch.cat([gradient(name, **piece, counts=counts) for piece in pieces])
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-15)
@@ -83,15 +83,15 @@ def test_the_gradient_does_not_depend_on_how_an_update_is_split(name: str, split
 
 def test_tool_tokens_change_nothing_and_get_nothing() -> None:
     """Rows 4, 22, 31: tool masks ignored, padding or masked tokens that leak into sequence statistics."""
-    signals = base()
+    signals = changed_batch()
     signals["mask"] = signals["mask"].clone()
     signals["mask"][0, 3] = False
     expected = gradient("gspo", **signals)
     signals["logprobs"] = signals["logprobs"].clone()
     signals["logprobs"][0, 3] = 1e9
-    found = gradient("gspo", **signals)
-    assert torch.equal(found, expected)
-    assert found[0, 3] == 0
+    result = gradient("gspo", **signals)
+    assert torch.equal(result, expected)
+    assert result[0, 3] == 0
 
 
 def test_a_correction_beside_a_sequence_ratio_does_not_drop_long_responses() -> None:
@@ -123,9 +123,9 @@ def test_truncated_sampling_is_corrected_by_the_kept_mass() -> None:
         "mask": torch.ones(1, 4, dtype=torch.bool),
     }
     value = legato.algorithm("grpo", {"objective.corrections.decoupled.level": "token"})
-    kept = torch.full((1, 4), math.log(0.9), dtype=torch.float64)
+    kept_logmass = torch.full((1, 4), math.log(0.9), dtype=torch.float64)
     assert legato.loss(value, **signals).metrics["weight/mean"] == 1.0
-    assert legato.loss(value, **signals, kept_logmass=kept).metrics["weight/mean"] == pytest.approx(0.9)
+    assert legato.loss(value, **signals, kept_logmass=kept_logmass).metrics["weight/mean"] == pytest.approx(0.9)
 
 
 def test_mismatch_is_measured_before_any_correction_acts() -> None:
@@ -143,7 +143,7 @@ def test_metrics_of_the_parts_add_up_to_those_of_the_whole() -> None:
     """Row 9: averages of averages over ranks are biased."""
     signals = batch()
     whole = legato.loss("dapo", **signals).metrics
-    pieces = cut(signals, [4, 1, 1])
+    pieces = split_batch(signals, [4, 1, 1])
     counts = sum(legato.counts("dapo", mask=piece["mask"], group=piece["group"]) for piece in pieces)
     merged = sum(legato.loss("dapo", **piece, counts=counts).sums for piece in pieces).report()
     assert merged.keys() == whole.keys()
@@ -153,9 +153,9 @@ def test_metrics_of_the_parts_add_up_to_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("name", ["gspo", "sapo", "grpo", "gmpo", "luspo", "dapo"])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -> None:
+def test_values_outside_the_mask_are_never_read(name: str, garbage: float) -> None:
     """Row 11: masked NaN times zero contaminates sequence-level aggregation."""
-    clean, dirty = base(), base()
+    clean, dirty = changed_batch(), changed_batch()
     for key in ("logprobs", "old_logprobs"):
         clean[key] = clean[key].masked_fill(~clean["mask"], 0.0)
         dirty[key] = dirty[key].masked_fill(~dirty["mask"], garbage)
@@ -164,7 +164,7 @@ def test_what_stands_outside_the_mask_is_never_read(name: str, garbage: float) -
 
 def test_a_dual_clip_added_to_gspo_has_an_effect() -> None:
     """Rows 13, 19: an option accepted and never read."""
-    signals = base()
+    signals = changed_batch()
     signals["logprobs"] = signals["old_logprobs"] + 2.0
     value = legato.algorithm("gspo", {"objective.trust.dual-clip.cap": 3.0})
     negative = signals["advantages"] < 0
@@ -178,14 +178,14 @@ def test_clip_fractions_have_both_sides_and_the_right_denominators() -> None:
     mask = torch.arange(6) < torch.tensor([6, 2, 2, 2]).unsqueeze(1)
     drift = torch.tensor([0.01, -0.01, 0.0, 0.01], dtype=torch.float64).unsqueeze(1)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    found = legato.loss("gspo", logprobs=old + drift, old_logprobs=old, advantages=advantages, mask=mask).metrics
-    assert found["clip/sequences"] == 2 / 4
-    assert found["clip/sequences_positive"] == 1 / 2
-    assert found["clip/sequences_negative"] == 1 / 2
-    assert found["clip/tokens"] == 8 / 12
-    assert found["clip/tokens_positive"] == 6 / 8
-    assert found["clip/tokens_negative"] == 2 / 4
-    assert found["clip/outside_sequences"] == 3 / 4
+    metrics = legato.loss("gspo", logprobs=old + drift, old_logprobs=old, advantages=advantages, mask=mask).metrics
+    assert metrics["clip/sequences"] == 2 / 4
+    assert metrics["clip/sequences_positive"] == 1 / 2
+    assert metrics["clip/sequences_negative"] == 1 / 2
+    assert metrics["clip/tokens"] == 8 / 12
+    assert metrics["clip/tokens_positive"] == 6 / 8
+    assert metrics["clip/tokens_negative"] == 2 / 4
+    assert metrics["clip/outside_sequences"] == 3 / 4
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gmpo", "seq-product", "cispo", "sapo"])
@@ -194,9 +194,9 @@ def test_an_exploding_ratio_is_clipped_without_nan(name: str) -> None:
     old = torch.full((3, 4), -1.0)
     new = old + torch.tensor([[800.0], [-800.0], [800.0]])
     signals = {"old_logprobs": old, "mask": torch.ones(3, 4, dtype=torch.bool), "group": torch.zeros(3, dtype=torch.long)}
-    found = gradient(name, logprobs=new, advantages=torch.tensor([1.0, -1.0, 0.0]), **signals)
-    assert torch.isfinite(found).all()
-    assert (found[2] == 0).all()
+    result = gradient(name, logprobs=new, advantages=torch.tensor([1.0, -1.0, 0.0]), **signals)
+    assert torch.isfinite(result).all()
+    assert (result[2] == 0).all()
 
 
 def test_a_correction_on_gspo_acts_and_the_ratio_stays_against_the_anchor() -> None:
@@ -211,33 +211,33 @@ def test_a_correction_on_gspo_acts_and_the_ratio_stays_against_the_anchor() -> N
 
 def test_filtered_responses_leave_the_loss_under_every_aggregation() -> None:
     """Rows 21, 31: samples filtered by a final mask, or dropped, that still trained."""
-    signals = base()
+    signals = changed_batch()
     keep = torch.tensor([1, 0, 1, 1, 0, 1])
     for aggregate in ("token-mean", "group-token-mean", "sequence-mean", "sequence-sum"):
         value = legato.algorithm("grpo", {"aggregate": aggregate})
-        found = gradient(value, **signals, keep=keep)
-        assert (found[keep == 0].nan_to_num() == 0).all()
-        assert torch.equal(found[keep == 1].nan_to_num(), gradient(value, **signals)[keep == 1].nan_to_num())
+        result = gradient(value, **signals, keep=keep)
+        assert (result[keep == 0].nan_to_num() == 0).all()
+        assert torch.equal(result[keep == 1].nan_to_num(), gradient(value, **signals)[keep == 1].nan_to_num())
 
 
 def test_token_mean_counts_mask_tokens_only() -> None:
     """Row 21: a token mean that ignores the mask."""
-    signals = base(advantages=torch.ones(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.ones(B, dtype=torch.float64))
     signals["old_logprobs"] = signals["logprobs"].clone()
-    found = gradient(legato.algorithm("grpo", {"aggregate": "token-mean"}), **signals)
-    assert found.nan_to_num().sum() == pytest.approx(-1.0)
+    result = gradient(legato.algorithm("grpo", {"aggregate": "token-mean"}), **signals)
+    assert result.nan_to_num().sum() == pytest.approx(-1.0)
 
 
 def test_each_response_is_divided_by_its_own_length() -> None:
     """Row 26: a missing parenthesis made a B x B matrix, each response divided by every length."""
-    signals = base()
-    found = legato.loss("gspo", **signals, metrics=False).trace.log_ratio
-    assert found.shape == (B, 1)
+    signals = changed_batch()
+    log_ratio = legato.loss("gspo", **signals, metrics=False).trace.log_ratio
+    assert log_ratio.shape == (B, 1)
     rows = [(n - o)[m].mean() for n, o, m in zip(signals["logprobs"], signals["old_logprobs"], signals["mask"], strict=True)]
-    torch.testing.assert_close(found.squeeze(1), torch.stack(rows))
+    torch.testing.assert_close(log_ratio.squeeze(1), torch.stack(rows))
 
 
-def test_an_unknown_algorithm_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_algorithm_is_refused_with_the_nearest_name() -> None:
     """Row 29: naming GSPO wrongly died inside a compiled kernel."""
     with pytest.raises(ValueError, match="did you mean 'gspo-token'"):
         legato.algorithm("gspo_tokens")
@@ -245,11 +245,11 @@ def test_an_unknown_algorithm_is_told_with_the_nearest_name() -> None:
 
 def test_the_divergence_from_the_reference_has_a_gradient() -> None:
     """Row 30: a KL loss that ran without gradient."""
-    signals = base(advantages=torch.zeros(B, dtype=torch.float64))
+    signals = changed_batch(advantages=torch.zeros(B, dtype=torch.float64))
     reference = signals["old_logprobs"] - 0.3
     value = legato.algorithm("gspo", {"objective.penalties.kl.beta": 0.04})
-    found = gradient(value, **signals, ref_logprobs=reference)
-    assert (found[signals["mask"]] != 0).all()
+    result = gradient(value, **signals, ref_logprobs=reference)
+    assert (result[signals["mask"]] != 0).all()
 
 
 def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
@@ -257,9 +257,9 @@ def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
     old = torch.full((2, 50), -1.0)
     new = old + torch.tensor([[1.00035], [1.00045]]).log()
     signals = {"old_logprobs": old, "advantages": torch.ones(2), "mask": torch.ones(2, 50, dtype=torch.bool)}
-    found = legato.loss("gspo", logprobs=new, **signals)
-    assert (found.coefficients[0] != 0).all()
-    assert (found.coefficients[1] == 0).all()
+    outcome = legato.loss("gspo", logprobs=new, **signals)
+    assert (outcome.coefficients[0] != 0).all()
+    assert (outcome.coefficients[1] == 0).all()
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match="half precision"):
             legato.loss("gspo", logprobs=new.to(dtype), **signals)
@@ -267,7 +267,7 @@ def test_half_precision_is_refused_and_float32_keeps_the_band() -> None:
 
 def test_an_update_with_nothing_in_it_is_a_no_op_and_not_nan() -> None:
     """Row 9: all responses truncated or masked."""
-    signals = base()
+    signals = changed_batch()
     signals["mask"] = torch.zeros(B, T, dtype=torch.bool)
     for name in ("gspo", "grpo", "dapo", "dr-grpo", "reinforce", "gepo"):
         value = legato.algorithm(name, {"aggregate.constant": 8.0} if name == "dr-grpo" else None)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from tests.proof.batches import batches, examples, only
+from tests.proof.batches import batches, examples, keep_fields
 from tests.proof.bridge import assert_agrees, assert_rows_close, evaluate
 from tests.proof.hosts import HOSTS
 from tests.reference import corrections, objectives, penalties, selections
@@ -49,7 +49,7 @@ some = examples(20)
 @given(data=st.data())
 def test_a_kl_term_takes_the_aggregation_of_its_host(form: str, host: str, data: st.DataObject) -> None:
     # w k + w dk cancels to nothing of its size where ref is far above new, and then says little.
-    batch = only(data.draw(batches(wild="weighted" not in form)), "ref")
+    batch = keep_fields(data.draw(batches(wild="weighted" not in form)), "ref")
     overrides, penalty = KL[form]
     reference = HOSTS[host].under(batch) + penalty(batch, HOSTS[host].aggregate(batch))
     assert_agrees(evaluate(legato.algorithm(host, overrides), batch), reference)
@@ -59,7 +59,7 @@ def test_a_kl_term_takes_the_aggregation_of_its_host(form: str, host: str, data:
 @few
 @given(batch=batches())
 def test_a_kl_term_does_not_follow_weights_and_rejections(host: str, batch: Batch) -> None:
-    batch = only(batch, "ref", "roll")
+    batch = keep_fields(batch, "ref", "roll")
     overrides = {
         "objective.corrections.tis.level": "token",
         "objective.corrections.veto.floor": 0.5,
@@ -75,7 +75,7 @@ def test_a_kl_term_does_not_follow_weights_and_rejections(host: str, batch: Batc
 @some
 @given(batch=batches())
 def test_the_entropy_bonus_is_a_token_mean_on_every_host(host: str, batch: Batch) -> None:
-    batch = only(batch, "entropy")
+    batch = keep_fields(batch, "entropy")
     algorithm = legato.algorithm(host, {f"{SLOT}.entropy.coefficient": 0.05})
     loss, gradient = penalties.entropy_bonus(batch, 0.05)
     policy = HOSTS[host].under(batch)
@@ -89,7 +89,7 @@ def test_the_entropy_bonus_is_a_token_mean_on_every_host(host: str, batch: Batch
 @some
 @given(batch=batches("token", wild=False, filled=True), fraction=st.sampled_from([0.1, 0.31, 0.7]))
 def test_kl_cov_penalises_the_tokens_of_largest_covariance(batch: Batch, fraction: float) -> None:
-    batch = only(batch)
+    batch = keep_fields(batch)
     algorithm = legato.algorithm(
         "srpo", {"objective.trust": [], f"{SLOT}.kl-cov.fraction": fraction, f"{SLOT}.kl-cov.beta": 0.7}
     )
@@ -102,7 +102,7 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance(batch: Batch, fractio
 @some
 @given(batch=batches())
 def test_several_penalties_add_up(batch: Batch) -> None:
-    batch = only(batch, "ref", "values", "old_values", "returns")
+    batch = keep_fields(batch, "ref", "values", "old_values", "returns")
     algorithm = legato.algorithm(
         "ppo",
         {f"{SLOT}.kl.beta": 0.1, f"{SLOT}.kl-straight-through.beta": 0.2, f"{SLOT}.value.coefficient": 0.25},

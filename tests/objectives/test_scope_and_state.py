@@ -98,7 +98,7 @@ def test_a_correction_beside_a_kernel_enters_its_ratio() -> None:
     """VESPO: W times the product of the token weights, and no second factor."""
     signals = batch()
     value = legato.algorithm("vespo", {"objective.corrections.tis.level": "token", "objective.corrections.tis.cap": 1.02})
-    found = legato.loss(value, **signals).coefficients
+    coefficients = legato.loss(value, **signals).coefficients
     mask = signals["mask"]
     for row in range(ROWS):
         inside = mask[row]
@@ -108,17 +108,17 @@ def test_a_correction_beside_a_kernel_enters_its_ratio() -> None:
         advantage = float(signals["advantages"][row])
         power, rate = (2, 3) if advantage >= 0 else (3, 2)
         expected = product**power * math.exp(rate * (1 - product)) * advantage / float(mask.sum())
-        assert found[row][inside].tolist() == pytest.approx([expected] * int(inside.sum()))
+        assert coefficients[row][inside].tolist() == pytest.approx([expected] * int(inside.sum()))
 
 
-def adaptive(target: float) -> legato.Algorithm:
+def adaptive_entropy(target: float) -> legato.Algorithm:
     return legato.algorithm("gspo", {"objective.penalties.adaptive-entropy.target": target})
 
 
 def test_the_adaptive_bonus_rises_below_its_target_and_rests_above_it() -> None:
     signals = batch()
     entropy = legato.loss("gspo", **signals).metrics["entropy/mean"]
-    low, high = adaptive(entropy + 0.1), adaptive(entropy - 0.1)
+    low, high = adaptive_entropy(entropy + 0.1), adaptive_entropy(entropy - 0.1)
     state = low.initial()
     assert state == {"adaptive-entropy": {"coefficient": 0.0, "active": 0.0}}
     first = legato.loss(low, **signals, state=state)
@@ -137,12 +137,12 @@ def test_the_adaptive_bonus_rises_below_its_target_and_rests_above_it() -> None:
 def test_the_coefficient_stays_between_nothing_and_its_cap() -> None:
     signals = batch()
     sums = legato.loss("gspo", **signals).sums
-    value = legato.algorithm(adaptive(100.0), {"objective.penalties.adaptive-entropy.cap": 0.008})
+    value = legato.algorithm(adaptive_entropy(100.0), {"objective.penalties.adaptive-entropy.cap": 0.008})
     state = value.initial()
     for _ in range(5):
         state = value.advance(state, sums)
     assert state["adaptive-entropy"]["coefficient"] == 0.008
-    value = adaptive(0.0)
+    value = adaptive_entropy(0.0)
     assert value.advance(value.initial(), sums)["adaptive-entropy"]["coefficient"] == 0.0
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import legato
-from tests.proof.batches import batches, examples, only, reordered
+from tests.proof.batches import batches, examples, keep_fields, reorder_rows
 from tests.proof.bridge import advantage_tensor, assert_rows_close, assert_same, count, evaluate
-from tests.proof.members import MEMBERS, SPLITTABLE, configured
+from tests.proof.members import MEMBERS, SPLITTABLE, build_member
 from tests.reference.batch import Batch
 
 some = examples(10)
@@ -45,10 +45,10 @@ WITH_PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def in_parts(algorithm: Any, batch: Batch, owner: list[int]) -> tuple[float, dict[int, list[float]]]:
+def evaluate_in_parts(algorithm: Any, batch: Batch, owner: list[int]) -> tuple[float, dict[int, list[float]]]:
     """The summed loss and the coefficients of each row, row r being evaluated in micro-batch owner[r]."""
     cuts = [[row for row in range(len(owner)) if owner[row] == part] for part in sorted(set(owner))]
-    pieces = [reordered(batch, rows) for rows in cuts]
+    pieces = [reorder_rows(batch, rows) for rows in cuts]
     counts = reduce(add, [count(algorithm, piece) for piece in pieces])
     loss, coefficients = 0.0, {}
     for rows, piece in zip(cuts, pieces, strict=True):
@@ -60,7 +60,7 @@ def in_parts(algorithm: Any, batch: Batch, owner: list[int]) -> tuple[float, dic
 
 def assert_parts_make_the_whole(algorithm: Any, batch: Batch, owner: list[int]) -> None:
     whole = evaluate(algorithm, batch)
-    loss, coefficients = in_parts(algorithm, batch, owner)
+    loss, coefficients = evaluate_in_parts(algorithm, batch, owner)
     size = max(1.0, abs(whole.loss), *(abs(entry) for row in whole.coefficients for entry in row))
     assert loss == pytest.approx(whole.loss, abs=1e-10 * size)
     assert_rows_close([coefficients[row] for row in range(len(owner))], whole.coefficients)
@@ -70,10 +70,10 @@ def assert_parts_make_the_whole(algorithm: Any, batch: Batch, owner: list[int]) 
 @some
 @given(data=st.data())
 def test_any_split_gives_the_loss_and_coefficients_of_the_whole(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     rows = len(batch.mask)
     owner = data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows))
-    assert_parts_make_the_whole(configured(name), batch, owner)
+    assert_parts_make_the_whole(build_member(name), batch, owner)
 
 
 @pytest.mark.parametrize("case", WITH_PARTS)
@@ -81,7 +81,7 @@ def test_any_split_gives_the_loss_and_coefficients_of_the_whole(name: str, data:
 @given(data=st.data())
 def test_any_split_holds_with_parts_added(case: str, data: st.DataObject) -> None:
     name, overrides, needs = WITH_PARTS[case]
-    batch = only(data.draw(batches()), *needs)
+    batch = keep_fields(data.draw(batches()), *needs)
     rows = len(batch.mask)
     owner = data.draw(st.lists(st.integers(0, 2), min_size=rows, max_size=rows))
     assert_parts_make_the_whole(legato.algorithm(name, overrides), batch, owner)
@@ -91,18 +91,18 @@ def test_any_split_holds_with_parts_added(case: str, data: st.DataObject) -> Non
 @few
 @given(data=st.data())
 def test_one_row_at_a_time_is_exact_although_groups_straddle_the_split(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
     batch = replace(batch, group=[0] * len(batch.mask))
-    assert_parts_make_the_whole(configured(name), batch, list(range(len(batch.mask))))
+    assert_parts_make_the_whole(build_member(name), batch, list(range(len(batch.mask))))
 
 
 @pytest.mark.parametrize("name", SPLITTABLE)
 @few
 @given(data=st.data())
 def test_the_counts_of_the_call_itself_change_nothing(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
-    counts = count(configured(name), batch)
-    assert_same(evaluate(configured(name), batch, counts=counts), evaluate(configured(name), batch))
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
+    counts = count(build_member(name), batch)
+    assert_same(evaluate(build_member(name), batch, counts=counts), evaluate(build_member(name), batch))
 
 
 def test_the_two_group_example_splits_exactly() -> None:
@@ -114,18 +114,18 @@ def test_the_two_group_example_splits_exactly() -> None:
     for aggregate, loss in sizes.items():
         algorithm = legato.algorithm("grpo", {"aggregate": aggregate})
         assert evaluate(algorithm, batch).loss == pytest.approx(loss, abs=1e-12)
-        assert in_parts(algorithm, batch, [0, 0, 1])[0] == pytest.approx(loss, abs=1e-12)
+        assert evaluate_in_parts(algorithm, batch, [0, 0, 1])[0] == pytest.approx(loss, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 @some
 @given(data=st.data())
 def test_rows_that_share_a_rollout_id_are_one_rollout(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
-    pieces, rollout, origin = cut(batch, data)
-    whole = evaluate(configured(name), batch)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
+    pieces, rollout, origin = split_rows(batch, data)
+    whole = evaluate(build_member(name), batch)
     advantages = advantage_tensor(batch, "sequence", torch.float64)[rollout]
-    parts = evaluate(configured(name), pieces, rollout=torch.tensor(rollout), advantages=advantages)
+    parts = evaluate(build_member(name), pieces, rollout=torch.tensor(rollout), advantages=advantages)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-10, abs=1e-10)
     rebuilt = [[0.0] * len(row) for row in batch.mask]
     for piece, (row, start) in enumerate(origin):
@@ -135,7 +135,7 @@ def test_rows_that_share_a_rollout_id_are_one_rollout(name: str, data: st.DataOb
     assert_rows_close(rebuilt, whole.coefficients)
 
 
-def cut(batch: Batch, data: st.DataObject) -> tuple[Batch, list[int], list[tuple[int, int]]]:
+def split_rows(batch: Batch, data: st.DataObject) -> tuple[Batch, list[int], list[tuple[int, int]]]:
     """Some rows cut in two; the pieces, the rollout id of each and where each came from."""
     width = len(batch.mask[0])
     bounds = [data.draw(st.integers(0, width - 1)) for _ in batch.mask]
@@ -157,15 +157,15 @@ def cut(batch: Batch, data: st.DataObject) -> tuple[Batch, list[int], list[tuple
 @few
 @given(data=st.data())
 def test_rollouts_of_several_rows_split_as_exactly(name: str, data: st.DataObject) -> None:
-    batch = only(data.draw(batches()), *MEMBERS[name].needs)
-    pieces, rollout, _ = cut(batch, data)
+    batch = keep_fields(data.draw(batches()), *MEMBERS[name].needs)
+    pieces, rollout, _ = split_rows(batch, data)
     advantages = advantage_tensor(batch, "sequence", torch.float64)
     owner = data.draw(st.lists(st.integers(0, 1), min_size=len(batch.mask), max_size=len(batch.mask)))
-    algorithm = configured(name)
+    algorithm = build_member(name)
     parts = []
     for part in sorted(set(owner)):
         rows = [row for row in range(len(rollout)) if owner[rollout[row]] == part]
-        parts.append((reordered(pieces, rows), torch.tensor([rollout[row] for row in rows])))
+        parts.append((reorder_rows(pieces, rows), torch.tensor([rollout[row] for row in rows])))
     counts = reduce(add, [count(algorithm, piece, rollout=ids) for piece, ids in parts])
     losses = [
         evaluate(algorithm, piece, rollout=ids, advantages=advantages[ids], counts=counts).loss for piece, ids in parts

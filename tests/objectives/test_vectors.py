@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import legato
-from tests.proof.batches import only
+from tests.proof.batches import keep_fields
 from tests.proof.bridge import evaluate
 from tests.reference.examples import LENGTHS, VECTORS, batch_v
 
@@ -116,7 +116,7 @@ def test_every_vector_is_covered() -> None:
 def test_the_loss_reproduces_the_vector(name: str) -> None:
     algorithm, overrides, needs, advantages = CONFIGURED[name]
     unit = "sequence" if advantages == "A" else "token"
-    evaluation = evaluate(legato.algorithm(algorithm, overrides), only(batch_v(advantages), *needs), unit)
+    evaluation = evaluate(legato.algorithm(algorithm, overrides), keep_fields(batch_v(advantages), *needs), unit)
     assert evaluation.loss == pytest.approx(VECTORS[name]["loss"], abs=1e-10)
     for row, (printed, length) in enumerate(zip(VECTORS[name]["grad"], LENGTHS, strict=True)):
         assert evaluation.gradient[row][:length] == pytest.approx(printed, abs=1e-10)
@@ -128,7 +128,7 @@ def test_the_loss_reproduces_the_vector(name: str) -> None:
 def test_the_vector_survives_float32(name: str) -> None:
     algorithm, overrides, needs, advantages = CONFIGURED[name]
     unit = "sequence" if advantages == "A" else "token"
-    batch = only(batch_v(advantages), *needs)
+    batch = keep_fields(batch_v(advantages), *needs)
     evaluation = evaluate(legato.algorithm(algorithm, overrides), batch, unit, torch.float32)
     assert evaluation.outcome.loss.dtype == torch.float32
     assert evaluation.loss == pytest.approx(VECTORS[name]["loss"], rel=1e-5, abs=1e-6)
@@ -138,11 +138,11 @@ def test_the_vector_survives_float32(name: str) -> None:
 
 def test_gspo_with_a_truncated_sequence_weight() -> None:
     algorithm = legato.algorithm("gspo", {f"{CORRECTION}.tis.cap": 1.2, f"{CORRECTION}.tis.level": "sequence"})
-    assert evaluate(algorithm, only(batch_v(), "roll")).loss == pytest.approx(0.016177749014, abs=1e-10)
+    assert evaluate(algorithm, keep_fields(batch_v(), "roll")).loss == pytest.approx(0.016177749014, abs=1e-10)
 
 
 def test_the_report_counts_clipped_sequences_and_averages_their_ratios() -> None:
-    metrics = evaluate("gspo", only(batch_v())).outcome.metrics
+    metrics = evaluate("gspo", keep_fields(batch_v())).outcome.metrics
     assert metrics["clip/sequences"] == pytest.approx(0.5)
     ratios = [1.000250031253, 0.895834135297, 1.105170918076, 1.268709192825]
     assert metrics["ratio/sequence_mean"] == pytest.approx(sum(ratios) / 4, abs=1e-9)

@@ -1,4 +1,4 @@
-"""The clip that adapts as the tests call it, and the sums of an update without its loss."""
+"""Algorithms with the adaptive clip, and the sums of an update without computing its loss."""
 
 import math
 from typing import Any
@@ -13,18 +13,18 @@ QUOTIENT = math.log1p(4e-4) / -math.log1p(-3e-4)
 """b_high / b_low of the start."""
 
 
-def auto(name: str = "gspo-auto", **fields: Any) -> legato.Algorithm:
+def auto_clip(name: str = "gspo-auto", **fields: Any) -> legato.Algorithm:
     changes: dict[str, Any] = {} if name == "gspo-auto" else {"objective.trust": ["auto-clip"]}
     return legato.algorithm(name, changes | {f"objective.trust.auto-clip.{key}": value for key, value in fields.items()})
 
 
-def held(state: Any) -> dict[str, float]:
+def as_floats(state: Any) -> dict[str, float]:
     return {key: float(value) for key, value in state["auto-clip"].items()}
 
 
 def sums_of(state: Any, log_s: Any, signs: Any, widening: Any = 1.0) -> Sums:
-    """What the loss of such an update would measure for the clip; a test below holds it to that. Hundreds are needed."""
-    log_s, signs, band = numpy.asarray(log_s, float), numpy.asarray(signs), held(state)
+    """The sums that the loss of such an update would return for the clip; a test compares them. Faster than the loss."""
+    log_s, signs, band = numpy.asarray(log_s, float), numpy.asarray(signs), as_floats(state)
     pieces: dict[str, Piece] = {}
     for word, among, bound in (("positive", signs > 0, band["log_high"]), ("negative", signs < 0, -band["log_low"])):
         reach = (log_s / (bound * widening))[among]

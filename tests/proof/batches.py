@@ -51,7 +51,7 @@ def batches(draw: st.DrawFn, advantages: str = "sequence", wild: bool = True, fi
     mask = draw(masks())
     if filled and not any(any(row) for row in mask):
         mask[0][0] = True
-    group = dense(draw(st.lists(st.integers(0, 2), min_size=len(mask), max_size=len(mask))))
+    group = renumber_groups(draw(st.lists(st.integers(0, 2), min_size=len(mask), max_size=len(mask))))
     dead = {g for g in set(group) if draw(st.integers(0, 4)) == 0}
     drift = draw(st.sampled_from(DRIFTS))
     wildness = draw(st.sampled_from([0.0, 0.15])) if wild else 0.0
@@ -139,23 +139,23 @@ def sampler(old: float, gap: float) -> float:
     return old - gap if old - gap < -0.01 else old - abs(gap)
 
 
-def dense(labels: list[int]) -> list[int]:
+def renumber_groups(labels: list[int]) -> list[int]:
     """Group ids 0, 1, 2 ... in order of appearance."""
     names: dict[int, int] = {}
     return [names.setdefault(label, len(names)) for label in labels]
 
 
-def reordered(batch: Batch, order: list[int]) -> Batch:
+def reorder_rows(batch: Batch, order: list[int]) -> Batch:
     """The rows of a batch in another order, or a part of them."""
     return replace(batch, **{name: [value[row] for row in order] for name, value in channels(batch).items()})
 
 
 def channels(batch: Batch) -> dict[str, list]:
-    """The lists of a batch that are there, by field name."""
+    """The lists of a batch that are not None, by field name."""
     return {name: value for name, value in vars(batch).items() if value is not None}
 
 
-def only(batch: Batch, *fields: str) -> Batch:
-    """The batch with what every member reads (new, old, mask, advantages, group) and the given fields, nothing else."""
+def keep_fields(batch: Batch, *fields: str) -> Batch:
+    """The batch with only the fields that every member reads (new, old, mask, advantages, group) and these `fields`."""
     always = ("new", "old", "mask", "advantages", "group")
     return replace(batch, **{name: None for name in vars(batch) if name not in (*always, *fields)})

@@ -102,12 +102,12 @@ def assert_agrees(evaluation: Evaluation, expected: Result, relative: float = 1e
     size = max(1.0, *(abs(entry) for row in expected.gradient for entry in row))
     assert evaluation.loss == pytest.approx(expected.loss, rel=relative, abs=absolute * 100 * size)
     assert_rows_close(evaluation.gradient, expected.gradient, relative, absolute)
-    assert_rows_close(evaluation.coefficients, negated(expected.gradient), relative, absolute)
+    assert_rows_close(evaluation.coefficients, negate(expected.gradient), relative, absolute)
 
 
 def assert_same(left: Evaluation, right: Evaluation, relative: float = 1e-10, absolute: float = 1e-12) -> None:
     """Two evaluations with equal loss and coefficients."""
-    assert_agrees(left, Result(right.loss, negated(right.coefficients)), relative, absolute)
+    assert_agrees(left, Result(right.loss, negate(right.coefficients)), relative, absolute)
 
 
 def assert_silent_outside(evaluation: Evaluation, batch: Batch) -> None:
@@ -119,6 +119,6 @@ def assert_silent_outside(evaluation: Evaluation, batch: Batch) -> None:
                 assert evaluation.coefficients[row][position] == 0.0
 
 
-def negated(rows: Rows) -> Rows:
+def negate(rows: Rows) -> Rows:
     """Minus each entry."""
     return [[-entry for entry in row] for row in rows]

@@ -10,12 +10,12 @@ import pytest
 
 import legato
 
-Told = tuple[int, str, str]
+Result = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
 
 def unchecked(name: str) -> Any:
-    """A door without the shape checks of the tests: what people hand in is for the door itself to refuse."""
+    """Load a module of legato without the shape checks of the tests, so that its own checks must refuse wrong inputs."""
     spec = spec_from_file_location(f"unchecked_{Path(name).stem}", Path(legato.__file__).parent / name)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -25,28 +25,28 @@ def unchecked(name: str) -> Any:
 
 
 class Command:
-    """The door as a process would see it."""
+    """Runs `legato WORDS` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self._door = unchecked("cli/main.py")
+        self._main = unchecked("cli/main.py")
         self._patch, self._capture = monkeypatch, capture
 
-    def __call__(self, *arguments: str, typed: str = "") -> Told:
+    def __call__(self, *arguments: str, typed: str = "") -> Result:
         self._patch.setattr(sys, "argv", ["legato", *arguments])
         self._patch.setattr(sys, "stdin", StringIO(typed))
         self._capture.readouterr()
         code = 0
         try:
-            self._door.main()
+            self._main.main()
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         written = self._capture.readouterr()
         return code, written.out, written.err
 
 
-def refused(told: Told, *wanted: str) -> str:
-    """One line on standard error that holds what is wanted, and exit code 2."""
-    code, _, error = told
+def refused(result: Result, *wanted: str) -> str:
+    """Assert exit code 2 and one line on standard error that contains all `wanted` texts; returns the line."""
+    code, _, error = result
     assert code == 2, error
     lines = error.strip().splitlines()
     assert len(lines) == 1, error

@@ -1,4 +1,4 @@
-"""Comparisons of the smallest runs, and run directories written by hand."""
+"""Comparisons of the smallest runs, and hand-made run directories."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,21 +21,21 @@ OPTIONS: dict[str, Any] = {
 
 
 def definition(**changes: Any) -> Definition:
-    """Two algorithms, two seeds."""
-    given: dict[str, Any] = {
+    """A comparison of two algorithms with two seeds."""
+    fields: dict[str, Any] = {
         "recipes": (),
         "arms": {"grpo": {"algorithm": "grpo"}, "gspo": {"algorithm": "gspo"}},
         "seeds": (0, 1),
         "options": OPTIONS,
     }
-    return Definition(**{**given, **changes})
+    return Definition(**{**fields, **changes})
 
 
-def prepared(folder: Path, given: Definition) -> tuple[Store, dict[str, Job]]:
-    """A comparison of which nothing has run yet."""
-    store, found = Store(folder / "comparison"), jobs(given, folder / "comparison")
-    store.prepare(given, found)
-    return store, {job.name: job for job in found}
+def prepared(folder: Path, definition: Definition) -> tuple[Store, dict[str, Job]]:
+    """A comparison whose runs have not started."""
+    store, runs = Store(folder / "comparison"), jobs(definition, folder / "comparison")
+    store.prepare(definition, runs)
+    return store, {job.name: job for job in runs}
 
 
 def ran(
@@ -47,7 +47,7 @@ def ran(
     measured: Mapping[str, float] | None = None,
     **origin: Any,
 ) -> None:
-    """A run that answered so many of 128 held-out problems rightly, a step apart; `measured` are further metrics."""
+    """Write the run directory of a job that solved right[k] of 128 held-out problems at step k; `measured`: more metrics."""
     directory = RunDirectory.create(store.path / "runs", job.name)
     directory.write_config("")
     directory.append_metrics({"kind": "start", "name": job.name})

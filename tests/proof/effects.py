@@ -1,4 +1,4 @@
-"""What each option declares, looked at: the table that test_options.py walks through."""
+"""A table of functions that show the effect of each option; test_options.py runs all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ EFFECTS: dict[str, Callable[["Bench"], None]] = {}
 
 
 def effect(*paths: str) -> Callable[[Callable[["Bench"], None]], Callable[["Bench"], None]]:
-    """Declare that a function shows what these options do."""
+    """Register a function that shows the effect of these options."""
 
     def register(shows: Callable[["Bench"], None]) -> Callable[["Bench"], None]:
         for path in paths:
@@ -32,14 +32,14 @@ def effect(*paths: str) -> Callable[[Callable[["Bench"], None]], Callable[["Benc
 
 @dataclass
 class Bench:
-    """A place to try an option."""
+    """A folder to try options in."""
 
     folder: Path
     patch: pytest.MonkeyPatch
     runs: int = 0
 
-    def wired(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
-        """The objects of a run, without running it."""
+    def build_run(self, options: dict[str, Any] | None = None, given: wire.Given | None = None) -> SimpleNamespace:
+        """The objects of a run, which is not started."""
         chosen = {**SMALL, **(options or {})}
         resolved = load([], (), {path: value for path, value in chosen.items() if value is not None})
         given = given or wire.Given()
@@ -52,7 +52,7 @@ class Bench:
         )
 
     def run(self, options: dict[str, Any] | None = None, **arguments: Any) -> SimpleNamespace:
-        """A run of one step, with what it reported."""
+        """Run one step; returns the run, its reports and its records."""
         self.runs += 1
         reports: list[Any] = []
         base = {"training.steps": 1, "evaluation.every_steps": 0, "output.checkpoint_every_steps": 0}
@@ -63,21 +63,21 @@ class Bench:
         )
 
     def forwards(self, options: dict[str, Any] | None = None) -> list[tuple[int, int, bool]]:
-        """[rows, width, with gradient] of every pass through the body in one step."""
-        seen: list[tuple[int, int, bool]] = []
+        """(rows, width, with gradient) of every forward of the body in one step."""
+        calls: list[tuple[int, int, bool]] = []
         from transformers import Qwen3Model
 
         forward = Qwen3Model.forward
 
         def watched(body: Any, *args: Any, **kwargs: Any) -> Any:
             rows, width = kwargs["input_ids"].shape
-            seen.append((rows, width, torch.is_grad_enabled()))
+            calls.append((rows, width, torch.is_grad_enabled()))
             return forward(body, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Qwen3Model, "forward", watched)
             self.run(options)
-        return seen
+        return calls
 
     def weights(self, options: dict[str, Any] | None = None, **arguments: Any) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
@@ -93,12 +93,12 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def rollout(text: str, answer: str = "42", length: int = 3) -> Rollout:
-    """A finished response of so many tokens."""
+    """A finished response of `length` tokens."""
     return response(Problem(prompt="?", answer=answer), text, length)
 
 
-def scored(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
-    """A response as the configured reward scores it."""
-    found = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
-    assert not isinstance(found, Unscorable)
-    return found
+def score_text(bench: Bench, text: str, options: dict[str, Any], length: int = 3) -> Score:
+    """The score of a response under the configured reward."""
+    score = wire.reward_of(load([], (), {**SMALL, **options}).config, wire.Given()).score(rollout(text, length=length))
+    assert not isinstance(score, Unscorable)
+    return score

@@ -10,7 +10,7 @@ MOE = {**EARLY, "policy.model": "tiny-moe", "policy.tiny.layers": 2, "training.s
 
 @effect("rollouts.record_routes")
 def the_experts_of_the_engine(bench: Bench) -> None:
-    with_routes, without = (bench.run({**MOE, "rollouts.record_routes": asked}) for asked in (True, False))
+    with_routes, without = (bench.run({**MOE, "rollouts.record_routes": record}) for record in (True, False))
     for rollout in members(with_routes.reports[0]):
         assert rollout.routes.experts.shape == (len(rollout.prompt_tokens) + len(rollout.tokens) - 1, 2, 2)
     assert all(rollout.routes is None for rollout in members(without.reports[0]))
@@ -24,14 +24,14 @@ def the_experts_of_the_engine(bench: Bench) -> None:
 @effect("training.routing_replay")
 def the_routes_of_the_past(bench: Bench) -> None:
     options = {**MOE, "training.lr": 3e-2, "training.anchor": "recompute", "training.updates_per_step": 4}
-    found = {replay: bench.run({**options, "training.routing_replay": replay}) for replay in ("off", "R2", "R3")}
-    for replay, run in found.items():
+    runs = {replay: bench.run({**options, "training.routing_replay": replay}) for replay in ("off", "R2", "R3")}
+    for replay, run in runs.items():
         step = run.steps[0]
         assert step["router/flip_mean@0"] == 0.0 < step["router/flip_mean@3"]
         assert step.get("router/replay_missing") == (None if replay == "off" else 0.0)
     # Until the first update has moved the policy nothing is forced that would not have been chosen.
-    assert len({run.steps[0]["loss/total@1"] for run in found.values()}) == 2
-    assert found["off"].steps[0]["loss/total@0"] == found["R2"].steps[0]["loss/total@0"]
+    assert len({run.steps[0]["loss/total@1"] for run in runs.values()}) == 2
+    assert runs["off"].steps[0]["loss/total@0"] == runs["R2"].steps[0]["loss/total@0"]
     with pytest.raises(ValueError, match=r"training\.routing_replay = 'R2' needs a mixture of experts.*it has no experts"):
         bench.run({"training.routing_replay": "R2"})
     with pytest.raises(ValueError, match=r"needs rollouts\.record_routes = true"):

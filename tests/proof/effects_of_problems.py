@@ -12,7 +12,7 @@ from legato.core.rollout import Problem, Unscorable
 from legato.policy.model.tiny import character_tokenizer
 from legato.run import wire
 from tests.proof import turns
-from tests.proof.effects import Bench, effect, rollout, scored
+from tests.proof.effects import Bench, effect, rollout, score_text
 from tests.proof.runs import SMALL
 
 POOL = [Problem(prompt=f"{number}+1=", answer=str(number + 1)) for number in range(60)]
@@ -20,25 +20,25 @@ POOL = [Problem(prompt=f"{number}+1=", answer=str(number + 1)) for number in ran
 
 @effect("algorithm.name")
 def another_algorithm(bench: Bench) -> None:
-    assert [bench.wired({"algorithm": name}).trainer.algorithm.name for name in ("gspo", "grpo")] == ["gspo", "grpo"]
+    assert [bench.build_run({"algorithm": name}).trainer.algorithm.name for name in ("gspo", "grpo")] == ["gspo", "grpo"]
 
 
 @effect("algorithm.PATH")
 def a_change_of_the_algorithm(bench: Bench) -> None:
-    found = bench.run({"algorithm.objective.trust.clip.low": 0.9, "algorithm.objective.trust.clip.high": 0.9})
-    assert found.steps[0]["clip/sequences"] == 0
-    assert found.steps[0]["clip/band_low"] == pytest.approx(0.9)
+    run = bench.run({"algorithm.objective.trust.clip.low": 0.9, "algorithm.objective.trust.clip.high": 0.9})
+    assert run.steps[0]["clip/sequences"] == 0
+    assert run.steps[0]["clip/band_low"] == pytest.approx(0.9)
 
 
 @effect("task.kind")
 def another_task(bench: Bench) -> None:
-    assert "+" in bench.wired().source.training(0).prompt
-    assert "+" not in bench.wired({"task.kind": "reversal", "task.left_digits": None}).source.training(0).prompt
+    assert "+" in bench.build_run().source.training(0).prompt
+    assert "+" not in bench.build_run({"task.kind": "reversal", "task.left_digits": None}).source.training(0).prompt
 
 
 @effect("task.OPTION")
 def an_option_of_the_task(bench: Bench) -> None:
-    lengths = [len(bench.wired({"task.left_digits": digits}).source.training(0).prompt) for digits in (1, 3)]
+    lengths = [len(bench.build_run({"task.left_digits": digits}).source.training(0).prompt) for digits in (1, 3)]
     assert lengths[1] == lengths[0] + 2
 
 
@@ -50,7 +50,7 @@ def the_number_of_held_out_problems(bench: Bench) -> None:
 
 @effect("task.held_out_share")
 def the_share_of_held_out_problems(bench: Bench) -> None:
-    few, many = (bench.wired({"task.held_out_share": share}, wire.Given(problems=POOL)).source for share in (0.1, 0.7))
+    few, many = (bench.build_run({"task.held_out_share": share}, wire.Given(problems=POOL)).source for share in (0.1, 0.7))
     assert few.size > many.size
     assert many.size + len(many.held_out(60)) == 60
 
@@ -58,23 +58,25 @@ def the_share_of_held_out_problems(bench: Bench) -> None:
 @effect("task.environment")
 def an_environment(bench: Bench) -> None:
     kind = f"{turns.__file__}:Early"
-    assert [bench.wired(options).collector.runner.environment.max_turns for options in ({}, {"task.environment": kind})] == [
+    assert [
+        bench.build_run(options).collector.runner.environment.max_turns for options in ({}, {"task.environment": kind})
+    ] == [
         1,
         2,
     ]
-    found = bench.run({"task.environment": kind, "rollouts.max_response_tokens": 12, "rollouts.stop": ["e"]})
-    assert {int(m.rollout.turn.max()) for group in found.reports[0].groups for m in group.members} == {0, 1}
+    run = bench.run({"task.environment": kind, "rollouts.max_response_tokens": 12, "rollouts.stop": ["e"]})
+    assert {int(m.rollout.turn.max()) for group in run.reports[0].groups for m in group.members} == {0, 1}
 
 
 @effect("task.system_prompt")
 def a_system_prompt(bench: Bench) -> None:
-    found = bench.wired({"task.system_prompt": "add"}).collector.runner.rendering.prompt(Problem(prompt="1+1="))
-    assert character_tokenizer().decode(found.tolist()).startswith("add")
+    prompt = bench.build_run({"task.system_prompt": "add"}).collector.runner.rendering.prompt(Problem(prompt="1+1="))
+    assert character_tokenizer().decode(prompt.tolist()).startswith("add")
 
 
 @effect("task.shuffle")
 def whether_problems_are_shuffled(bench: Bench) -> None:
-    straight, shuffled = (bench.wired({"task.shuffle": on}, wire.Given(problems=POOL)).source for on in (False, True))
+    straight, shuffled = (bench.build_run({"task.shuffle": on}, wire.Given(problems=POOL)).source for on in (False, True))
     order = [straight.training(number).key for number in range(straight.size)]
     assert order == [problem.key for problem in POOL if problem.key in set(order)]
     assert [shuffled.training(number).key for number in range(straight.size)] != order
@@ -101,7 +103,7 @@ def what_becomes_of_groups_that_score_alike(bench: Bench) -> None:
 
 @effect("task.problems_per_epoch")
 def problems_that_come_again(bench: Bench) -> None:
-    source = bench.wired({"task.problems_per_epoch": 3}).source
+    source = bench.build_run({"task.problems_per_epoch": 3}).source
     assert source.size == 3
     assert len({source.training(number).key for number in range(30)}) <= 3
 
@@ -115,7 +117,7 @@ def a_second_stage(bench: Bench) -> None:
     assert len(steps) == 4
     assert all("+" in prompt for prompts in steps[:2] for prompt in prompts)
     assert all(any("+" not in prompt and len(prompt) == 8 for prompt in prompts) for prompts in steps[2:])
-    assert any("+" not in problem.prompt for problem in bench.wired(second).source.held_out(8))
+    assert any("+" not in problem.prompt for problem in bench.build_run(second).source.held_out(8))
 
 
 # Rewards
@@ -123,15 +125,15 @@ def a_second_stage(bench: Bench) -> None:
 
 @effect("reward.kind")
 def another_reward(bench: Bench) -> None:
-    said = "about 42 apples"
-    assert scored(bench, said, {"reward.kind": "number"}).reward == 1
-    assert scored(bench, said, {"reward.kind": "exact"}).reward == 0
+    text = "about 42 apples"
+    assert score_text(bench, text, {"reward.kind": "number"}).reward == 1
+    assert score_text(bench, text, {"reward.kind": "exact"}).reward == 0
 
 
 @effect("reward.OPTION")
 def an_option_of_the_reward(bench: Bench) -> None:
-    assert scored(bench, "42.5", {"reward.kind": "number"}).reward == 0
-    assert scored(bench, "42.5", {"reward.kind": "number", "reward.tolerance": 1.0}).reward == 1
+    assert score_text(bench, "42.5", {"reward.kind": "number"}).reward == 0
+    assert score_text(bench, "42.5", {"reward.kind": "number", "reward.tolerance": 1.0}).reward == 1
 
 
 COMPONENTS: dict[str, Any] = {
@@ -149,22 +151,22 @@ COMPONENTS: dict[str, Any] = {
 )
 def several_rewards(bench: Bench) -> None:
     both = {"reward.components": COMPONENTS}
-    assert scored(bench, "42", both).reward == 2.5
-    loose = scored(bench, "42.5", both)
+    assert score_text(bench, "42", both).reward == 2.5
+    loose = score_text(bench, "42.5", both)
     assert (loose.reward, loose.accuracy) == (2.0, 1.0)
     assert dict(loose.components) == {"value": 1.0, "words": 0.0}
     judged = {"reward.components": {**COMPONENTS, "words": {**COMPONENTS["words"], "judges": True}}}
-    assert scored(bench, "42.5", judged).accuracy == 0.5
+    assert score_text(bench, "42.5", judged).accuracy == 0.5
 
 
 @effect("reward.overlong", "reward.overlong.cache_share", "reward.overlong.factor")
 def a_punishment_for_length(bench: Bench) -> None:
     base = {"rollouts.max_response_tokens": 10}
-    assert scored(bench, "42", base, length=10).reward == 1
+    assert score_text(bench, "42", base, length=10).reward == 1
     half = {**base, "reward.overlong": {"cache_share": 0.4, "factor": 3.0}}
-    assert scored(bench, "42", half, length=10).reward == pytest.approx(1 - 3.0)
-    assert scored(bench, "42", half, length=8).reward == pytest.approx(1 - 1.5)
-    assert scored(bench, "42", {**base, "reward.overlong": {"cache_share": 0.2}}, length=8).reward == 1
+    assert score_text(bench, "42", half, length=10).reward == pytest.approx(1 - 3.0)
+    assert score_text(bench, "42", half, length=8).reward == pytest.approx(1 - 1.5)
+    assert score_text(bench, "42", {**base, "reward.overlong": {"cache_share": 0.2}}, length=8).reward == 1
 
 
 @effect("reward.timeout_seconds")
@@ -182,25 +184,25 @@ def a_limit_of_time(bench: Bench) -> None:
 
 @effect("policy.model")
 def another_model(bench: Bench) -> None:
-    kinds = [bench.wired({"policy.model": name}).policy.body.config.model_type for name in ("tiny", "tiny-moe")]
+    kinds = [bench.build_run({"policy.model": name}).policy.body.config.model_type for name in ("tiny", "tiny-moe")]
     assert kinds == ["qwen3", "qwen3_moe"]
 
 
 @effect("policy.dtype")
 def another_precision(bench: Bench) -> None:
     for name in ("float32", "bfloat16", "float64"):
-        policy = bench.wired({"policy.dtype": name}).policy
+        policy = bench.build_run({"policy.dtype": name}).policy
         assert {p.dtype for p in policy.parameters().values()} == {getattr(torch, name)}
 
 
 @effect("policy.device")
 def another_device(bench: Bench) -> None:
-    assert bench.wired({"policy.device": "cpu"}).policy.device.type == "cpu"
+    assert bench.build_run({"policy.device": "cpu"}).policy.device.type == "cpu"
     if torch.cuda.is_available():
-        assert bench.wired({"policy.device": "cuda"}).policy.device.type == "cuda"
+        assert bench.build_run({"policy.device": "cuda"}).policy.device.type == "cuda"
     else:
         with pytest.raises(ValueError, match=r"policy\.device"):
-            bench.wired({"policy.device": "cuda"})
+            bench.build_run({"policy.device": "cuda"})
 
 
 LONG = [*POOL, *(Problem(prompt="1+" * 20 + f"{number}=", answer="1") for number in range(60))]
@@ -225,45 +227,45 @@ def with_template() -> Any:
 def the_chat_template(bench: Bench) -> None:
     def said(**options: Any) -> str:
         named = {path.replace("__", "."): value for path, value in options.items()}
-        found = bench.wired(named, wire.Given(model=bench.wired().policy.model, tokenizer=with_template()))
-        return str(character_tokenizer().decode(found.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
+        parts = bench.build_run(named, wire.Given(model=bench.build_run().policy.model, tokenizer=with_template()))
+        return str(character_tokenizer().decode(parts.collector.runner.rendering.prompt(Problem(prompt="1+1=")).tolist()))
 
     assert said() == "<1+1=>"
     assert said(policy__chat="never") == "1+1="
     assert said(policy__chat_template_kwargs={"loud": "hey"}) == "hey<1+1=>"
     with pytest.raises(ValueError, match=r"policy\.chat"):
-        bench.wired({"policy.chat": "always"})
+        bench.build_run({"policy.chat": "always"})
 
 
 @effect("policy.end_tokens")
 def further_end_tokens(bench: Bench) -> None:
     digits = [*"0123456789", *"abcdefghijklmnopqrstuvwxyz"]
-    found = bench.run({"policy.end_tokens": digits, "rollouts.max_response_tokens": 8}).reports[0]
-    stops = {m.rollout.stop.name for group in found.groups for m in group.members if len(m.rollout.tokens) < 8}
+    report = bench.run({"policy.end_tokens": digits, "rollouts.max_response_tokens": 8}).reports[0]
+    stops = {m.rollout.stop.name for group in report.groups for m in group.members if len(m.rollout.tokens) < 8}
     assert stops == {"END_TOKEN"}
 
 
 @effect("policy.trust_remote_code")
 def code_of_a_model(bench: Bench) -> None:
     folder = bench.folder / "model"
-    policy = bench.wired().policy
+    policy = bench.build_run().policy
     policy.model.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}))
     (folder / "mine.py").write_text("from transformers import Qwen3ForCausalLM\nclass Mine(Qwen3ForCausalLM):\n    pass\n")
     with pytest.raises(ValueError, match=r"policy\.trust_remote_code"):
-        bench.wired({"policy.model": str(folder)})
+        bench.build_run({"policy.model": str(folder)})
     bench.patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(bench.folder / "cache"))
     bench.patch.syspath_prepend(str(bench.folder / "cache"))
-    found = bench.wired({"policy.model": str(folder), "policy.trust_remote_code": True})
-    assert type(found.policy.body).__name__ == "Mine"
+    parts = bench.build_run({"policy.model": str(folder), "policy.trust_remote_code": True})
+    assert type(parts.policy.body).__name__ == "Mine"
 
 
 @effect("policy.gradient_checkpointing")
 def activations_computed_again(bench: Bench) -> None:
-    assert not bench.wired({"policy.gradient_checkpointing": False}).policy.body.is_gradient_checkpointing
-    assert bench.wired({"policy.gradient_checkpointing": True}).policy.body.is_gradient_checkpointing
+    assert not bench.build_run({"policy.gradient_checkpointing": False}).policy.body.is_gradient_checkpointing
+    assert bench.build_run({"policy.gradient_checkpointing": True}).policy.body.is_gradient_checkpointing
     one, other = bench.weights(), bench.weights({"policy.gradient_checkpointing": True})
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -277,10 +279,12 @@ def rows_in_place_of_packs(bench: Bench) -> None:
 
 @effect("policy.frozen")
 def parameters_that_stay(bench: Bench) -> None:
-    fresh = bench.wired().policy.model.state_dict()
-    found = bench.weights({"policy.frozen": ["*embed_tokens*"], "reward.kind": "exact"}, reward=lambda r: float(len(r.text)))
-    assert torch.equal(found["model.embed_tokens.weight"], fresh["model.embed_tokens.weight"])
-    assert not torch.equal(found["model.norm.weight"], fresh["model.norm.weight"])
+    fresh = bench.build_run().policy.model.state_dict()
+    weights = bench.weights(
+        {"policy.frozen": ["*embed_tokens*"], "reward.kind": "exact"}, reward=lambda r: float(len(r.text))
+    )
+    assert torch.equal(weights["model.embed_tokens.weight"], fresh["model.embed_tokens.weight"])
+    assert not torch.equal(weights["model.norm.weight"], fresh["model.norm.weight"])
 
 
 @effect(
@@ -293,7 +297,7 @@ def parameters_that_stay(bench: Bench) -> None:
 def the_size_of_a_tiny_model(bench: Bench) -> None:
     sizes = {"hidden": 48, "layers": 3, "heads": 3, "experts": 5, "experts_per_token": 3}
     options = {f"policy.tiny.{name}": size for name, size in sizes.items()}
-    config = bench.wired({**options, "policy.model": "tiny-moe"}).policy.body.config
+    config = bench.build_run({**options, "policy.model": "tiny-moe"}).policy.body.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (48, 3, 3)
     assert (config.num_experts, config.num_experts_per_tok) == (5, 3)
 
@@ -301,7 +305,7 @@ def the_size_of_a_tiny_model(bench: Bench) -> None:
 @effect("policy.upcycle", "policy.upcycle.experts", "policy.upcycle.experts_per_token", "policy.upcycle.noise")
 def a_mixture_made_of_a_dense_model(bench: Bench) -> None:
     def weights(**sizes: Any) -> tuple[Any, Any]:
-        body = bench.wired({"policy.upcycle": sizes}).policy.body
+        body = bench.build_run({"policy.upcycle": sizes}).policy.body
         return body.config, body.model.layers[0].mlp.experts.down_proj.detach()
 
     config, copies = weights(experts=5, experts_per_token=3)
@@ -309,7 +313,7 @@ def a_mixture_made_of_a_dense_model(bench: Bench) -> None:
     assert bool((copies == copies[0]).all())
     _, disturbed = weights(experts=5, experts_per_token=3, noise=0.1)
     assert float((disturbed - copies).std() / copies.std()) == pytest.approx(0.1, rel=0.05)
-    assert bench.wired().policy.body.config.model_type == "qwen3"
+    assert bench.build_run().policy.body.config.model_type == "qwen3"
 
 
 @effect("policy.warm_up.stop_loss")
@@ -338,9 +342,9 @@ def a_warm_up(bench: Bench) -> None:
 
     bench.patch.setattr("legato.run.wire.supervise", watched)
     stage = {"steps": 3, "examples_per_step": 5, "lr": 1e-2}
-    found = bench.run({"policy.warm_up": stage})
+    run = bench.run({"policy.warm_up": stage})
     assert shown == [5, 3]
-    assert [record["step"] for record in found.metrics if record["kind"] == "warm-up"] == [3]
+    assert [record["step"] for record in run.metrics if record["kind"] == "warm-up"] == [3]
     assert not [record for record in bench.run().metrics if record["kind"] == "warm-up"]
     slow, fast = (bench.weights({"policy.warm_up": {**stage, "lr": lr}}) for lr in (1e-5, 1e-1))
     assert any((slow[name] - fast[name]).abs().max() > 1e-2 for name in slow)
@@ -348,10 +352,10 @@ def a_warm_up(bench: Bench) -> None:
 
 @effect("policy.lora", "policy.lora.rank", "policy.lora.alpha", "policy.lora.targets")
 def adapters(bench: Bench) -> None:
-    policy = bench.wired({"policy.lora": {"rank": 3, "alpha": 5.0, "targets": ["q_proj"]}}).policy
+    policy = bench.build_run({"policy.lora": {"rank": 3, "alpha": 5.0, "targets": ["q_proj"]}}).policy
     assert all("lora_" in name and "q_proj" in name for name in policy.parameters())
     config = policy.model.peft_config["default"]
     assert (config.r, config.lora_alpha) == (3, 5.0)
-    everywhere = bench.wired({"policy.lora.rank": 3}).policy
+    everywhere = bench.build_run({"policy.lora.rank": 3}).policy
     assert any("up_proj" in name for name in everywhere.parameters())
     assert everywhere.model.peft_config["default"].lora_alpha == 6

@@ -44,8 +44,8 @@ def what_is_kept_of_the_distribution(bench: Bench) -> None:
     for options in ({"rollouts.top_p": 1e-6}, {"rollouts.top_k": 1}, {"rollouts.min_p": 0.999}):
         report = bench.run(options).reports[0]
         assert all(len({m.rollout.text for m in group.members}) == 1 for group in report.groups), options
-        kept = torch.cat([rollout.kept_logmass for rollout in members(report)])
-        assert bool((kept < 0).all())
+        kept_logmass = torch.cat([rollout.kept_logmass for rollout in members(report)])
+        assert bool((kept_logmass < 0).all())
     assert all(rollout.kept_logmass is None for rollout in members(bench.run().reports[0]))
 
 
@@ -66,7 +66,7 @@ def strings_that_end_a_response(bench: Bench) -> None:
 def how_many_are_decoded_together(bench: Bench) -> None:
     requests = [Request(prompt=torch.tensor([5, 6]), seeds=(1, 2, 3, 4)), Request(prompt=torch.tensor([7]), seeds=(5, 6))]
     for rows, waves in ((256, 1), (3, 2), (1, 6)):
-        engine = bench.wired({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
+        engine = bench.build_run({"rollouts.rows_at_once": rows}).trainer.source.runner.engine
         ran: list[int] = []
         run = engine._decode_rows
 
@@ -94,7 +94,7 @@ def the_memory_of_keys_and_values(bench: Bench) -> None:
     room = Room(slots=64, prompts=1, prompt_tokens=64, response_tokens=64)
     slots = []
     for share in (1.0, 0.4, 1e-6):
-        engine = bench.wired({"rollouts.kv_memory_share": share}).trainer.source.runner.engine
+        engine = bench.build_run({"rollouts.kv_memory_share": share}).trainer.source.runner.engine
         # A float32 gradient and two moments; masters are the weights themselves.
         later = 12 * sum(weight.numel() for weight in engine.policy.parameters().values())
         free = later + room.tokens * budget.bytes_per_token(engine.policy)
@@ -141,9 +141,9 @@ def the_number_of_prompts(bench: Bench) -> None:
 @effect("training.updates_per_step", "training.epochs_per_step")
 def the_number_of_updates(bench: Bench) -> None:
     def updates(**options: int) -> int:
-        found = bench.wired({f"training.{name}": count for name, count in options.items()}).trainer
-        found.step()
-        return int(found.optimizer.updates)
+        trainer = bench.build_run({f"training.{name}": count for name, count in options.items()}).trainer
+        trainer.step()
+        return int(trainer.optimizer.updates)
 
     assert updates(updates_per_step=1) == 1
     assert updates(updates_per_step=3) == 3
@@ -155,12 +155,12 @@ def the_number_of_updates(bench: Bench) -> None:
 def the_learning_rate(bench: Bench) -> None:
     def rates(**options: Any) -> list[float]:
         named = {"training.steps": 10, "training.updates_per_step": 1, "training.lr": 1.0}
-        trainer = bench.wired({**named, **{f"training.{name}": value for name, value in options.items()}}).trainer
-        found = []
+        trainer = bench.build_run({**named, **{f"training.{name}": value for name, value in options.items()}}).trainer
+        rates_used = []
         for _ in range(10):
             trainer.optimizer.step()
-            found.append(trainer.optimizer.inner.param_groups[0]["lr"])
-        return found
+            rates_used.append(trainer.optimizer.inner.param_groups[0]["lr"])
+        return rates_used
 
     assert rates() == [1.0] * 10
     assert rates(lr=0.5) == [0.5] * 10
@@ -178,11 +178,11 @@ def the_learning_rate(bench: Bench) -> None:
 @effect("training.weight_decay", "training.betas", "training.epsilon", "training.value_lr")
 def the_numbers_of_adam(bench: Bench) -> None:
     options = {"training.weight_decay": 0.3, "training.betas": [0.5, 0.6], "training.epsilon": 1e-4}
-    inner = bench.wired(options).trainer.optimizer.inner
+    inner = bench.build_run(options).trainer.optimizer.inner
     decays = {tensor.dim() >= 2: group["weight_decay"] for group in inner.param_groups for tensor in group["params"]}
     assert decays == {True: 0.3, False: 0.0}
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-4) for group in inner.param_groups)
-    trainer = bench.wired({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
+    trainer = bench.build_run({"algorithm": "ppo", "training.value_lr": 0.25, "training.lr": 0.5}).trainer
     trainer.optimizer.step()
     head = [*trainer.policy.value_head.parameters()]
     rates = {
@@ -196,7 +196,7 @@ def the_numbers_of_adam(bench: Bench) -> None:
 @effect("training.gradient_clip")
 def the_largest_gradient(bench: Bench) -> None:
     def moved(limit: float) -> float:
-        trainer = bench.wired({**EARLY, "training.gradient_clip": limit, "training.updates_per_step": 1}).trainer
+        trainer = bench.build_run({**EARLY, "training.gradient_clip": limit, "training.updates_per_step": 1}).trainer
         trainer.step()
         moments = [state["exp_avg"] for state in trainer.optimizer.inner.state.values()]
         return float(torch.cat([moment.flatten() for moment in moments]).norm())
@@ -240,9 +240,9 @@ def one_pass_or_two(bench: Bench) -> None:
 
 @effect("training.skip_silent_rows")
 def rows_that_teach_nothing(bench: Bench) -> None:
-    found = {skip: bench.run({"training.skip_silent_rows": skip}) for skip in (True, False)}
-    assert found[False].steps[0]["update/silent_rows"] == 0.0
-    silent = found[True].steps[0]
+    runs = {skip: bench.run({"training.skip_silent_rows": skip}) for skip in (True, False)}
+    assert runs[False].steps[0]["update/silent_rows"] == 0.0
+    silent = runs[True].steps[0]
     assert silent["update/silent_rows"] == silent["groups/zero_variance"] > 0.0
     one, other = (bench.weights({**EARLY, "training.skip_silent_rows": skip}) for skip in (True, False))
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
@@ -262,7 +262,7 @@ def the_size_of_a_pack(bench: Bench) -> None:
 @effect("training.offload_optimizer")
 def masters_on_the_host(bench: Bench) -> None:
     def names(offload: bool) -> set[str]:
-        tensors, _ = bench.wired({"training.offload_optimizer": offload}).trainer.optimizer.state()
+        tensors, _ = bench.build_run({"training.offload_optimizer": offload}).trainer.optimizer.state()
         return set(tensors)
 
     assert not names(False)
@@ -272,8 +272,8 @@ def masters_on_the_host(bench: Bench) -> None:
 @effect("training.probe_every_steps")
 def how_often_noise_is_measured(bench: Bench) -> None:
     def probes(every: int) -> list[int]:
-        found = bench.run({"training.steps": 5, "training.probe_every_steps": every}).metrics
-        return [record["step"] for record in found if record["kind"] == "probe"]
+        metrics = bench.run({"training.steps": 5, "training.probe_every_steps": every}).metrics
+        return [record["step"] for record in metrics if record["kind"] == "probe"]
 
     assert probes(2) == [0, 2, 4]
     assert probes(0) == [0]
@@ -297,15 +297,15 @@ def how_much_must_be_scored(bench: Bench) -> None:
 # Evaluation
 
 
-def evaluations(found: SimpleNamespace) -> list[dict[str, Any]]:
-    return [record for record in found.metrics if record["kind"] == "evaluation"]
+def evaluations(run: SimpleNamespace) -> list[dict[str, Any]]:
+    return [record for record in run.metrics if record["kind"] == "evaluation"]
 
 
 @effect("evaluation.every_steps")
 def how_often_it_is_evaluated(bench: Bench) -> None:
     for every, expected in ((2, [0, 2, 3]), (0, [0, 3])):
-        found = bench.run({"training.steps": 3, "evaluation.every_steps": every})
-        assert [record["step"] for record in evaluations(found)] == expected
+        run = bench.run({"training.steps": 3, "evaluation.every_steps": every})
+        assert [record["step"] for record in evaluations(run)] == expected
 
 
 @effect("evaluation.samples_per_problem", "evaluation.greedy")
@@ -317,13 +317,13 @@ def what_is_evaluated(bench: Bench) -> None:
         return 1.0
 
     options = {"evaluation.samples_per_problem": 3, "task.held_out": 2, "evaluation.greedy": False}
-    found = bench.run(options, reward=count)
+    run = bench.run(options, reward=count)
     assert len(judged) == 16 + 2 * (2 * 3)
-    assert all("eval/accuracy_greedy" not in record for record in evaluations(found))
+    assert all("eval/accuracy_greedy" not in record for record in evaluations(run))
     judged.clear()
-    found = bench.run({**options, "evaluation.greedy": True}, reward=count)
+    run = bench.run({**options, "evaluation.greedy": True}, reward=count)
     assert len(judged) == 16 + 2 * (2 * 3 + 2)
-    assert all("eval/accuracy_greedy" in record for record in evaluations(found))
+    assert all("eval/accuracy_greedy" in record for record in evaluations(run))
 
 
 @effect("evaluation.temperature")
@@ -365,9 +365,9 @@ def which_checkpoints_stay(bench: Bench) -> None:
 
 @effect("output.rollouts_every_steps", "output.rollout_tokens")
 def which_rollouts_are_written(bench: Bench) -> None:
-    found = RunDirectory.open(bench.run({"output.rollouts_every_steps": 2, "training.steps": 5}).folder)
-    assert found.rollout_steps() == [0, 2, 4, 5]
-    assert len([row for row in found.read_rollouts(2) if not row.get("held_out")]) == 16
+    directory = RunDirectory.open(bench.run({"output.rollouts_every_steps": 2, "training.steps": 5}).folder)
+    assert directory.rollout_steps() == [0, 2, 4, 5]
+    assert len([row for row in directory.read_rollouts(2) if not row.get("held_out")]) == 16
     for every in (0, 1):
         options = {"output.rollouts_every_steps": 0, "training.steps": 2, "evaluation.every_steps": every}
         never = RunDirectory.open(bench.run(options).folder)
@@ -385,17 +385,17 @@ def files_for_tensorboard(bench: Bench) -> None:
 
 @effect("output.wandb", "output.project", "output.tags")
 def a_run_at_weights_and_biases(bench: Bench) -> None:
-    given, logged = dict[str, Any](), list[int]()
+    arguments, logged = dict[str, Any](), list[int]()
 
     def init(**settings: Any) -> SimpleNamespace:
-        given.update(settings)
+        arguments.update(settings)
         quiet = {"define_metric": lambda name, step_metric: None, "finish": lambda: None}
         return SimpleNamespace(log=lambda metrics: logged.append(metrics["step"]), **quiet)
 
     bench.patch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     bench.run({"output.wandb": True, "output.project": "mine", "output.tags": ["a", "b"]})
-    assert (given["project"], given["tags"], given["name"]) == ("mine", ["a", "b"], "run")
+    assert (arguments["project"], arguments["tags"], arguments["name"]) == ("mine", ["a", "b"], "run")
     assert 1 in logged
-    given.clear()
+    arguments.clear()
     bench.run()
-    assert not given
+    assert not arguments

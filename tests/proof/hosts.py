@@ -1,4 +1,4 @@
-"""Parts on hosts: how the reference puts a correction, a selection, a penalty on GRPO, DAPO, GSPO and others."""
+"""Reference algorithms (hosts) to which tests add a correction, a selection or a penalty: GRPO, DAPO, GSPO and others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Host:
         return ratios.token_log_ratios(batch, anchor, self.limit)
 
     def under(self, batch: Batch, *fields: Rows, kept: set[int] | None = None, anchor: str = "old") -> Result:
-        """The policy term with extra weights, the denominators of the kept rows if asked, against either anchor."""
+        """The policy term with extra weights, against either anchor; with `kept`, denominators count only these rows."""
         weight = aggregation.times(batch, self.aggregate(batch, kept), *fields)
         return self.clip(batch, weight, self.log_ratio(batch, anchor))
 

@@ -1,4 +1,4 @@
-"""Runs for the doctor, written by hand."""
+"""Hand-made runs for the doctor."""
 
 import math
 from pathlib import Path
@@ -14,13 +14,13 @@ def wave(step: int) -> float:
 
 
 def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
-    """A run whose reward rises; from a step on the learning rate is five times what it was, and it collapses."""
-    found = []
+    """Records of a run whose reward rises. From step `sick_from` on the learning rate is 5 times higher and it collapses."""
+    records = []
     for step in range(1, steps + 1):
         ill = sick_from is not None and step >= sick_from
         late = 0 if sick_from is None else step - sick_from
         reward = (0.4 + 0.002 * step) * wave(step) if not ill else max(0.02, 0.4 - 0.08 * late)
-        found.append(
+        records.append(
             {
                 "kind": "step",
                 "step": step,
@@ -33,7 +33,7 @@ def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any
                 "loss/total": 0.01,
             }
         )
-    return found
+    return records
 
 
 def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None = None, end: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""The named algorithms as the tests call them: what each needs, the unit of its advantage, how it may be split."""
+"""The named algorithms in tests: the signals each needs, the units of its advantage, and how it may be split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,11 +62,11 @@ MEMBERS: dict[str, Member] = {
 SPLITTABLE = [name for name, member in MEMBERS.items() if member.scope != "update"]
 
 
-def configured(name: str, overrides: dict[str, Any] | None = None) -> Any:
+def build_member(name: str, overrides: dict[str, Any] | None = None) -> Any:
     """The algorithm under a name, with the constants its paper leaves open and the given overrides."""
     return legato.algorithm(name, {**MEMBERS[name].overrides, **(overrides or {})})
 
 
 def expected(name: str, batch: Batch) -> Result:
-    """What the reference says."""
+    """The result of the reference."""
     return FAMILY[name](batch)

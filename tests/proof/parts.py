@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from legato.algorithms.override import parts_of
-from legato.core.parts import registered
+from legato.core.parts import registry_of
 from tests.proof.hosts import HOSTS
-from tests.proof.members import MEMBERS, configured, expected
+from tests.proof.members import MEMBERS, build_member, expected
 from tests.reference import advantages, corrections, objectives, penalties, selections
 from tests.reference.batch import Batch, Result, Rows
 
@@ -29,10 +29,10 @@ class Proof:
     further: Mapping[str, Any] = field(default_factory=dict)
 
     def algorithm(self) -> Any:
-        return configured(self.name, dict(self.overrides))
+        return build_member(self.name, dict(self.overrides))
 
 
-def on(host: str, part: str, fields: Mapping[str, Any], reference: Callable[[Batch], Result], **more: Any) -> Proof:
+def add_to_host(host: str, part: str, fields: Mapping[str, Any], reference: Callable[[Batch], Result], **more: Any) -> Proof:
     """A part of a slot of several, added to a host: `part` is "trust.opsm", "corrections.tis" ..."""
     return Proof(
         name=host,
@@ -42,22 +42,22 @@ def on(host: str, part: str, fields: Mapping[str, Any], reference: Callable[[Bat
     )
 
 
-def weighted(host: str, weight: Callable[[Batch], Rows]) -> Callable[[Batch], Result]:
+def with_weight(host: str, weight: Callable[[Batch], Rows]) -> Callable[[Batch], Result]:
     """The policy term of a host under a weight per token."""
     return lambda batch: HOSTS[host].under(batch, weight(batch))
 
 
-def surviving(host: str, survivors: Callable[[Batch], set[int]]) -> Callable[[Batch], Result]:
+def without_rejected(host: str, survivors: Callable[[Batch], set[int]]) -> Callable[[Batch], Result]:
     """The policy term of a host without the rows that a part rejects."""
-    return weighted(host, lambda batch: corrections.keep_rows(batch, survivors(batch)))
+    return with_weight(host, lambda batch: corrections.keep_rows(batch, survivors(batch)))
 
 
-def penalised(host: str, penalty: Callable[[Batch, Rows], Result]) -> Callable[[Batch], Result]:
+def with_penalty(host: str, penalty: Callable[[Batch, Rows], Result]) -> Callable[[Batch], Result]:
     """The policy term of a host and a penalty under the same aggregation."""
     return lambda batch: HOSTS[host].under(batch) + penalty(batch, HOSTS[host].aggregate(batch))
 
 
-def dual_clipped(batch: Batch) -> Result:
+def with_dual_clip(batch: Batch) -> Result:
     weight, log_ratio = HOSTS["grpo"].aggregate(batch), HOSTS["grpo"].log_ratio(batch)
     return objectives.clipped_tokens(batch, weight, log_ratio, 0.2, 0.2, dual_cap=1.5)
 
@@ -72,11 +72,11 @@ def uncertain_half(batch: Batch) -> Rows:
     place = 0.5 * (len(entropies) - 1)
     below, share = int(place), place - int(place)
     median = entropies[below] + share * (entropies[min(below + 1, len(entropies) - 1)] - entropies[below])
-    kept = [(row, position) for row, position in batch.tokens() if batch.entropy[row][position] >= median]
-    return selections.keep_tokens(batch, kept)
+    chosen = [(row, position) for row, position in batch.tokens() if batch.entropy[row][position] >= median]
+    return selections.keep_tokens(batch, chosen)
 
 
-def covariance_penalised(batch: Batch) -> Result:
+def with_kl_cov(batch: Batch) -> Result:
     weight, log_ratio = HOSTS["srpo"].aggregate(batch), HOSTS["srpo"].log_ratio(batch)
     selected = selections.top_covariance_tokens(batch, int(0.31 * batch.token_count()))
     return objectives.unclipped_tokens(batch, weight, log_ratio) + penalties.kl_cov(batch, weight, selected, 0.7)
@@ -88,35 +88,35 @@ def with_entropy(batch: Batch) -> Result:
 
 
 PROOFS: dict[tuple[str, str], Proof] = {
-    ("trust", "dual-clip"): on("grpo", "trust.dual-clip", {"cap": 1.5}, dual_clipped),
-    ("trust", "opsm"): on(
+    ("trust", "dual-clip"): add_to_host("grpo", "trust.dual-clip", {"cap": 1.5}, with_dual_clip),
+    ("trust", "opsm"): add_to_host(
         "grpo",
         "trust.opsm",
         {"threshold": 0.1},
-        surviving("grpo", lambda batch: selections.off_policy_survivors(batch, 0.1)),
+        without_rejected("grpo", lambda batch: selections.off_policy_survivors(batch, 0.1)),
         needs=("roll",),
     ),
-    ("trust", "trm"): on(
+    ("trust", "trm"): add_to_host(
         "grpo",
         "trust.trm",
         {"max_threshold": 0.3, "mean_threshold": 0.08},
-        surviving("grpo", lambda batch: selections.trust_region_survivors(batch, 0.3, 0.08)),
+        without_rejected("grpo", lambda batch: selections.trust_region_survivors(batch, 0.3, 0.08)),
         needs=("roll",),
     ),
-    ("trust", "clip-cov"): on(
+    ("trust", "clip-cov"): add_to_host(
         "srpo",
         "trust.clip-cov",
         {"low": 0.1, "high": 2.0, "selection": "all"},
-        weighted("srpo", without_candidates),
+        with_weight("srpo", without_candidates),
         unit="token",
         wild=False,
     ),
-    ("trust", "high-entropy"): on(
-        "dapo", "trust.high-entropy", {"fraction": 0.5}, weighted("dapo", uncertain_half), needs=("entropy",)
+    ("trust", "high-entropy"): add_to_host(
+        "dapo", "trust.high-entropy", {"fraction": 0.5}, with_weight("dapo", uncertain_half), needs=("entropy",)
     ),
     **{
-        ("correction", name): on(
-            "gspo", f"corrections.{name}", {"level": "token"}, weighted("gspo", weight), needs=("roll",)
+        ("correction", name): add_to_host(
+            "gspo", f"corrections.{name}", {"level": "token"}, with_weight("gspo", weight), needs=("roll",)
         )
         for name, weight in {
             "tis": lambda batch: corrections.truncated(batch, "token"),
@@ -126,7 +126,9 @@ PROOFS: dict[tuple[str, str], Proof] = {
         }.items()
     },
     **{
-        ("correction", name): on("gspo", f"corrections.{name}", fields, surviving("gspo", survivors), needs=("roll",))
+        ("correction", name): add_to_host(
+            "gspo", f"corrections.{name}", fields, without_rejected("gspo", survivors), needs=("roll",)
+        )
         for name, fields, survivors in (
             (
                 "geo-rejection",
@@ -137,21 +139,21 @@ PROOFS: dict[tuple[str, str], Proof] = {
             ("veto", {"floor": 0.5}, lambda batch: corrections.veto_survivors(batch, 0.5)),
         )
     },
-    ("penalty", "kl"): on(
-        "gspo", "penalties.kl", {"beta": 0.3}, penalised("gspo", lambda b, w: penalties.kl(b, w, 0.3)), needs=("ref",)
+    ("penalty", "kl"): add_to_host(
+        "gspo", "penalties.kl", {"beta": 0.3}, with_penalty("gspo", lambda b, w: penalties.kl(b, w, 0.3)), needs=("ref",)
     ),
-    ("penalty", "kl-straight-through"): on(
+    ("penalty", "kl-straight-through"): add_to_host(
         "gspo",
         "penalties.kl-straight-through",
         {"beta": 0.3},
-        penalised("gspo", lambda b, w: penalties.kl_straight_through(b, w, 0.3)),
+        with_penalty("gspo", lambda b, w: penalties.kl_straight_through(b, w, 0.3)),
         needs=("ref",),
     ),
-    ("penalty", "kl-ratio-weighted"): on(
+    ("penalty", "kl-ratio-weighted"): add_to_host(
         "grpo",
         "penalties.kl-ratio-weighted",
         {"beta": 0.3},
-        penalised("grpo", lambda b, w: penalties.kl_ratio_weighted(b, w, 0.3)),
+        with_penalty("grpo", lambda b, w: penalties.kl_ratio_weighted(b, w, 0.3)),
         needs=("ref",),
         wild=False,
     ),
@@ -162,12 +164,14 @@ PROOFS: dict[tuple[str, str], Proof] = {
             "objective.penalties.kl-cov.fraction": 0.31,
             "objective.penalties.kl-cov.beta": 0.7,
         },
-        reference=covariance_penalised,
+        reference=with_kl_cov,
         unit="token",
         wild=False,
     ),
-    ("penalty", "entropy"): on("gspo", "penalties.entropy", {"coefficient": 0.05}, with_entropy, needs=("entropy",)),
-    ("penalty", "adaptive-entropy"): on(
+    ("penalty", "entropy"): add_to_host(
+        "gspo", "penalties.entropy", {"coefficient": 0.05}, with_entropy, needs=("entropy",)
+    ),
+    ("penalty", "adaptive-entropy"): add_to_host(
         "gspo",
         "penalties.adaptive-entropy",
         {"target": 0.2},
@@ -184,14 +188,14 @@ def proof_of(kind: str, name: str) -> Proof | None:
     if (kind, name) in PROOFS:
         return PROOFS[kind, name]
     for member, about in MEMBERS.items():
-        if any(part.kind == kind and part.name == name for _, part in parts_of(configured(member))):
+        if any(part.kind == kind and part.name == name for _, part in parts_of(build_member(member))):
             return Proof(name=member, reference=partial(expected, member), needs=about.needs)
     return None
 
 
-def ours(kind: str) -> list[str]:
+def own_part_names(kind: str) -> list[str]:
     """The parts of a kind that Legato itself registers; a test may have registered others."""
-    return [name for name, cls in registered(kind).items() if cls.__module__.startswith("legato.")]
+    return [name for name, cls in registry_of(kind).items() if cls.__module__.startswith("legato.")]
 
 
 # Estimators
@@ -213,16 +217,16 @@ class Credit:
 
     expected: list[float] | Rows
     fields: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-10
 
 
 def by_turn(turns: Rows) -> Rows:
-    """The number of each turn, given to its tokens."""
+    """The number of each turn, for every token of the turn."""
     return [[turns[row][turn] if turn >= 0 else 0.0 for turn in tokens] for row, tokens in enumerate(TURN)]
 
 
-def generalised(rewards: list[float]) -> Rows:
+def gae_by_turn(rewards: list[float]) -> Rows:
     """GAE of each row of TURN with VALUES, not whitened."""
     rows = []
     for row, tokens in enumerate(TURN):
@@ -249,27 +253,27 @@ CREDITS: dict[str, Credit] = {
         tolerance=1e-6,
     ),
     "length-weighted": Credit(expected=advantages.length_weighted(REWARDS, GROUP, LENGTHS)),
-    "pass-at-k": Credit(expected=correct_of_eight(*advantages.pass_at_k(8, 3, 2)[1:]), fields={"k": 2}, given=EIGHT),
+    "pass-at-k": Credit(expected=correct_of_eight(*advantages.pass_at_k(8, 3, 2)[1:]), fields={"k": 2}, inputs=EIGHT),
     "pass-at-k-reward": Credit(
-        expected=correct_of_eight(*advantages.pass_at_k_reward(8, 3, 2)), fields={"k": 2}, given=EIGHT
+        expected=correct_of_eight(*advantages.pass_at_k_reward(8, 3, 2)), fields={"k": 2}, inputs=EIGHT
     ),
     "gdpo": Credit(
         expected=advantages.gdpo([list(column) for column in zip(*COMPONENTS, strict=True)], [0] * 4, [1.0, 1.0], 1),
-        given={"rewards": [1.0, 0.0, 2.0, 0.5], "group": [0] * 4, "components": COMPONENTS},
+        inputs={"rewards": [1.0, 0.0, 2.0, 0.5], "group": [0] * 4, "components": COMPONENTS},
     ),
     "turn-return": Credit(
-        expected=by_turn(advantages.turn_returns(REACHED, [0, 0, 0])), fields={"normalise": "centre"}, given=EPISODES
+        expected=by_turn(advantages.turn_returns(REACHED, [0, 0, 0])), fields={"normalise": "centre"}, inputs=EPISODES
     ),
     "gigpo": Credit(
         expected=by_turn(
             advantages.gigpo([1.2, 0.2, 0.4], REACHED, [row[: len(REACHED[n])] for n, row in enumerate(STATES)], [0, 0, 0])
         ),
         fields={"omega": 1.0, "gamma": 0.95, "normalise": "none"},
-        given={**EPISODES, "turn_states": STATES},
+        inputs={**EPISODES, "turn_states": STATES},
     ),
     "gae": Credit(
-        expected=generalised([1.2, 0.2, 0.4]),
+        expected=gae_by_turn([1.2, 0.2, 0.4]),
         fields={"whiten": False},
-        given={"rewards": [1.2, 0.2, 0.4], "group": [0, 0, 0], "turn": TURN, "values": VALUES},
+        inputs={"rewards": [1.2, 0.2, 0.4], "group": [0, 0, 0], "turn": TURN, "values": VALUES},
     ),
 }

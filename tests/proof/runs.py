@@ -1,4 +1,4 @@
-"""Whole runs of the smallest kind, and what of a run must be equal to the bit."""
+"""Whole runs of the smallest kind, and the contents of runs in a form that can be compared."""
 
 import hashlib
 import json
@@ -37,11 +37,11 @@ SMALL: dict[str, Any] = {
 """Four steps of four prompts: about a tenth of a second each."""
 
 TIMES = {"started", "seconds", "tokens/per_second"}
-"""Keys of metrics.jsonl that tell of the clock and of nothing else; and all below time/."""
+"""Keys of metrics.jsonl that hold times, beside all keys below time/."""
 
 
 class Listener:
-    """A watcher that remembers what it was told."""
+    """A watcher that records titles, messages and steps."""
 
     def __init__(self) -> None:
         self.titles: list[str] = []
@@ -80,7 +80,7 @@ class Listener:
 
 @contextmanager
 def light() -> Iterator[None]:
-    """Without reports and flushes to the disk, which are half of a small run; tests of their own look at them."""
+    """Run without reports and flushes to disk, which take half the time of a small run. Other tests cover them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("legato.run.train.write_report", lambda directory: directory.report_path)
         patch.setattr("legato.training.checkpoint._flush", lambda path: None)
@@ -88,21 +88,21 @@ def light() -> Iterator[None]:
 
 
 def small(folder: Path, options: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
-    """A run of the smallest kind in `folder`/run, with options changed and what `train` takes besides."""
+    """Run the smallest training in `folder`/run with changed options; `arguments` go to `train`."""
     return train(**arguments, **{**SMALL, "output.directory": str(folder), **(options or {})})
 
 
 def words(folder: Path, options: Mapping[str, Any] | None = None) -> list[str]:
-    """The same options as words of a command line."""
+    """The options of `small` as words of a command line."""
     chosen = {**SMALL, "output.directory": str(folder), **(options or {})}
     return [f"{path}={value if isinstance(value, str) else json.dumps(value)}" for path, value in chosen.items()]
 
 
 def records(run: Path, *, checkpoints: bool = True) -> list[dict[str, Any]]:
-    """metrics.jsonl without the clock; where saves differ (a signal), without their lines too."""
-    found = RunDirectory.open(run).metrics()
-    kept = [record for record in found if checkpoints or record["kind"] != "checkpoint"]
-    return [{k: v for k, v in record.items() if k not in TIMES and not k.startswith("time/")} for record in kept]
+    """The records of metrics.jsonl without times; `checkpoints=False`: also without the lines of checkpoints."""
+    lines = RunDirectory.open(run).metrics()
+    selected = [record for record in lines if checkpoints or record["kind"] != "checkpoint"]
+    return [{k: v for k, v in record.items() if k not in TIMES and not k.startswith("time/")} for record in selected]
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
@@ -112,32 +112,32 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 def tensors(path: Path) -> dict[str, str]:
     """A safetensors file as names and digests of dtype, shape and bytes: independent of the order in the file."""
-    found = {}
+    digests = {}
     for name, tensor in load_file(path).items():
         raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        found[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + raw).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + raw).hexdigest()
+    return digests
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
-    """Everything a checkpoint holds, in a form that can be compared; the position in a file that tells the time is not."""
-    memory = json.loads((checkpoint / "trainer.json").read_text())
-    memory.pop("metrics_position")
-    # The shape checks of the tests draw from Python's own generator; test_checkpoint.py looks at it without them.
-    memory["generators"].pop("python")
-    found: dict[str, Any] = {f"trainer.json/{key}": value for key, value in memory.items()}
+    """The contents of a checkpoint in a form that can be compared, without the position in metrics.jsonl."""
+    contents = json.loads((checkpoint / "trainer.json").read_text())
+    contents.pop("metrics_position")
+    # The shape checks of the tests draw from Python's generator. test_checkpoint.py tests it without them.
+    contents["generators"].pop("python")
+    entries: dict[str, Any] = {f"trainer.json/{key}": value for key, value in contents.items()}
     for path in sorted(checkpoint.rglob("*.safetensors")):
-        found[str(path.relative_to(checkpoint))] = tensors(path)
-    return found
+        entries[str(path.relative_to(checkpoint))] = tensors(path)
+    return entries
 
 
 def outcome(run: Path, *, checkpoints: bool = True) -> dict[str, Any]:
-    """What must be equal between two runs that should be one: metrics, rollouts, and the last state."""
+    """Metrics, rollouts and last checkpoint of a run, which must be equal in a resumed and an uninterrupted run."""
     directory = RunDirectory.open(run)
     last = directory.checkpoint_path(directory.checkpoint_steps()[-1])
     rollouts = {str(step): directory.rollouts_path(step).read_bytes() for step in directory.rollout_steps()}
-    told = {"metrics": records(run, checkpoints=checkpoints), "health": directory.health.read()}
-    return {**told, "rollouts": rollouts, "last": last.name, **state(last)}
+    records_of_run = {"metrics": records(run, checkpoints=checkpoints), "health": directory.health.read()}
+    return {**records_of_run, "rollouts": rollouts, "last": last.name, **state(last)}
 
 
 def trained(run: Path) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def trained(run: Path) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of what differs."""
+    """The names of the entries that differ."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
 
 
 def cut(straight: Path, folder: Path, step: int) -> Path:
-    """A copy of a run as a crash some time after a step would have left it: later metrics are there, later saves are not."""
+    """A copy of a run as after a crash behind `step`: later metrics are there, later checkpoints and rollouts are not."""
     copy = folder / "run"
     shutil.copytree(straight, copy)
     directory = RunDirectory.open(copy)
@@ -163,8 +163,8 @@ def cut(straight: Path, folder: Path, step: int) -> Path:
     return copy
 
 
-def seal(checkpoint: Path) -> None:
-    """Write the manifest anew, so that what a test altered is taken for whole."""
+def rewrite_manifest(checkpoint: Path) -> None:
+    """Write the manifest again, so that altered files count as undamaged."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "manifest.json"]
     known = {
         str(path.relative_to(checkpoint)): {
@@ -177,19 +177,19 @@ def seal(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({**record, "files": known}))
 
 
-def alter_memory(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change trainer.json and seal the checkpoint again."""
+def alter_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change trainer.json and write the manifest again."""
     path = checkpoint / "trainer.json"
-    memory = json.loads(path.read_text())
-    change(memory)
-    path.write_text(json.dumps(memory))
-    seal(checkpoint)
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
+    rewrite_manifest(checkpoint)
 
 
 def alter_tensors(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a safetensors file and seal the checkpoint again."""
+    """Change a safetensors file and write the manifest again."""
     path = checkpoint / name
-    found = load_file(path)
-    change(found)
-    save_file(found, path)
-    seal(checkpoint)
+    contents = load_file(path)
+    change(contents)
+    save_file(contents, path)
+    rewrite_manifest(checkpoint)

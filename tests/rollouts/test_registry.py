@@ -14,7 +14,7 @@ from legato.rollouts.local.engine import LocalEngine
 from legato.rollouts.mismatch import Mismatch, MismatchedEngine
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.run import wire
-from legato.training.memory.kept import training_bytes
+from legato.training.memory.training_bytes import training_bytes
 from tests.rollouts.families import make_policy
 
 FILE = """

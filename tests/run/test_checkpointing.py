@@ -112,7 +112,7 @@ def test_a_model_too_large_is_refused_with_every_setting_that_would_fit() -> Non
         )
     )
     demand = Demand(
-        shape=shape, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=2, stored_keys=10**6, fused=True
+        shape=shape, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=2, cached_tokens=10**6, fused=True
     )
     with pytest.raises(InputError) as refusal:
         memory.refuse_if_too_large(demand, 149 * 10**9, 4096, "8B", on_gpu=True)

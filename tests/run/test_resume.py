@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from legato.records.directory import RunDirectory
 from legato.run.train import resume, train
 from tests.proof import verdicts
-from tests.proof.runs import Listener, alter_memory, alter_tensors, cut, differences, outcome, records, small, state, steps
+from tests.proof.runs import Listener, alter_state, alter_tensors, cut, differences, outcome, records, small, state, steps
 
 ODD = f"{verdicts.__file__}:odd"
 EARLY = f"{verdicts.__file__}:early"
@@ -281,7 +281,7 @@ def reset_value(*path: str, value: Any) -> Callable[[Path], None]:
         assert state[path[-1]] != value, "a fresh run has the same value: the test would prove nothing"
         state[path[-1]] = value
 
-    return lambda checkpoint: alter_memory(checkpoint, change)
+    return lambda checkpoint: alter_state(checkpoint, change)
 
 
 def reset_tensors(file: str, prefix: str) -> Callable[[Path], None]:
@@ -303,7 +303,7 @@ def reset_generator(name: str) -> Callable[[Path], None]:
 
     if name == "torch":
         return lambda checkpoint: alter_tensors(checkpoint, "random.safetensors", reset_torch)
-    return lambda checkpoint: alter_memory(checkpoint, reverse_numpy)
+    return lambda checkpoint: alter_state(checkpoint, reverse_numpy)
 
 
 def delete_reference(checkpoint: Path) -> None:

@@ -1,1 +1,1 @@
-"""What the tests of training share: a step's batch by hand."""
+"""Tests of training, and their hand-made batches."""

@@ -1,4 +1,4 @@
-"""What is held in memory at once, counted."""
+"""The peak of allocated bytes on the CPU."""
 
 import gc
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak(act: Callable[[], object]) -> int:
-    """The most bytes that were held at once of those that `act` asked for."""
-    # Rubbish of other tests would be counted as given back, whenever the collector happens to come by.
+def peak_bytes(act: Callable[[], object]) -> int:
+    """The largest number of bytes that `act` had allocated at any time."""
+    # Garbage of other tests, if collected during `act`, would count as freed.
     gc.collect()
     gc.disable()
     try:

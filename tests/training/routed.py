@@ -1,4 +1,4 @@
-"""Tables of a step of a mixture of experts, as the trainer makes them, and the routes of an engine made by hand."""
+"""Tables of a step with a mixture of experts, as the trainer prepares them, and hand-made routes of an engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from legato.training.tables import Tables, needs, needs_router_shift
 from legato.training.update import Report, count_update, update_gradient
 from tests.policy.exact import Words, family
 from tests.policy.routes import chosen_by, plain_logits, rows_with_tokens, whole
-from tests.training.steps import gradients, moved
+from tests.training.steps import gradients, move_weights
 
 CPU = torch.device("cpu")
 WIDE = {"objective.trust.clip.low": 2e-2, "objective.trust.clip.high": 3e-2}
@@ -36,17 +36,17 @@ def exact_policy(name: str = "qwen3-moe", **changes: Any) -> Policy:
     if changes.get("lora") is not None:
         for parameter in policy.parameters().values():
             parameter.data = parameter.data.double()
-        moved(policy, 0.1, seed=11)
+        move_weights(policy, 0.1, seed=11)
     return policy
 
 
-def twin(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
-    """The same policy with every layer computed once, for the model that is told by hand."""
-    made = exact_policy(name, **{**changes, "gradient_checkpointing": False})
+def copy_policy(of: Policy, name: str, changes: dict[str, Any]) -> Policy:
+    """A copy of the policy without gradient checkpointing, for the reference whose routes are set by hand."""
+    copy = exact_policy(name, **{**changes, "gradient_checkpointing": False})
     with torch.no_grad():
-        for left, right in zip(made.model.parameters(), of.model.parameters(), strict=True):
+        for left, right in zip(copy.model.parameters(), of.model.parameters(), strict=True):
             left.copy_(right)
-    return made
+    return copy
 
 
 def tables_of(
@@ -60,18 +60,18 @@ def tables_of(
     skip_first: bool = False,
     move: float = 0.0,
 ) -> Tables:
-    """As a step of the trainer prepares them; then the policy moves."""
+    """Tables as a step of the trainer prepares them. Then the policy moves by `move`."""
     reference = Reference.from_policy(policy) if "ref_logprobs" in needs(value) else None
     tables = Tables.from_batch(batch, CPU).with_routes(policy.routers, replay)
     shift = needs_router_shift(value)
-    given: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
-    tables = anchor(tables, policy, reference, updates, **given).with_advantages(value)
+    options: dict[str, Any] = {"choice": choice, "skip_first": skip_first, "replay": replay, "shift": shift}
+    tables = anchor(tables, policy, reference, updates, **options).with_advantages(value)
     if move:
-        moved(policy, move)
+        move_weights(policy, move)
     return tables
 
 
-def updated(
+def run_update(
     policy: Policy, value: Algorithm, tables: Tables, update: Update, *, passes: int = 1, load_balance: float = 0.0
 ) -> tuple[dict[str, Tensor], Report]:
     counts, state = count_update(value, tables, update), value.initial()
@@ -82,7 +82,7 @@ def updated(
 
 
 def routes_of(policy: Policy, batch: Batch) -> Routes:
-    """What an engine that is the policy itself would have recorded, every row alone."""
+    """The routes that an engine with the policy's own weights would record, each row alone."""
     texts = Tables.from_batch(batch, CPU).texts
     wide, deep, first = batch.texts.prompts.shape[1], batch.texts.tokens.shape[1], batch.texts.prompts.numel()
     tokens = torch.full((first + batch.texts.tokens.numel(),), -1)
@@ -97,16 +97,16 @@ def routes_of(policy: Policy, batch: Batch) -> Routes:
 
 
 class Forcing:
-    """The choices of each row in turn, for a model that is given one whole row at a time."""
+    """Returns the experts of one row after the other, for a model that reads one whole row at a time."""
 
     def __init__(self, policy: Policy, batch: Batch, rows: Sequence[int]) -> None:
         texts = Tables.from_batch(batch, CPU).texts
         spare = torch.tensor([[[0, 1], [0, 1]]])
         self.tables = []
         for row in rows:
-            found = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
-            # The last token is read here and not by the trainer; nothing that is wanted comes after it.
-            self.tables.append(None if found is None else torch.cat([found, spare]))
+            experts = chosen_by(plain_logits(policy, texts, row)) if texts.lengths[row] else None
+            # The model reads the last token too, the trainer does not. No log-prob depends on it.
+            self.tables.append(None if experts is None else torch.cat([experts, spare]))
         self.calls = 0
 
     def __call__(self, layer: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""A step's rollouts as a batch made by hand, and the gradient of an update in one graph over everything."""
+"""A hand-made batch of rollouts, and the gradient of an update computed in one graph over all its rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ WHOLE = 10**6
 
 
 def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 9) -> Batch:
-    """Ragged, with empty responses, tool tokens, two turns, a flat group (advantage 0), NaN where a tool wrote."""
+    """A ragged batch with empty responses, tool tokens (NaN log-probs), two turns and a flat group (advantage 0)."""
     texts = ragged(seed, groups, each, longest)
     generator = torch.Generator().manual_seed(seed + 100)
     rows = len(texts.tokens)
@@ -44,7 +44,7 @@ def batch_by_hand(seed: int = 0, groups: int = 4, each: int = 3, longest: int = 
     )
 
 
-def moved(policy: Policy, size: float, seed: int = 7) -> None:
+def move_weights(policy: Policy, size: float, seed: int = 7) -> None:
     """Move every trained weight a little, as updates would have."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def moved(policy: Policy, size: float, seed: int = 7) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
 
-def prepared(
+def prepare_tables(
     policy: Policy,
     algorithm: Algorithm,
     batch: Batch,
@@ -62,41 +62,42 @@ def prepared(
     move: float = 0.0,
     old_from: float = 0.0,
 ) -> Tables:
-    """Anchored tables with advantages; then the policy moves by `move`. `old_from` moves it before (away from reference)."""
+    """Tables with old log-probs and advantages. The policy moves by `old_from` before scoring and by `move` after it."""
     reference = None
     if "ref_logprobs" in needs(algorithm) | set(algorithm.advantage.needs()):
         reference = Reference.from_policy(policy)
     if old_from:
-        moved(policy, old_from, seed=3)
+        move_weights(policy, old_from, seed=3)
     tables = Tables.from_batch(batch, torch.device("cpu"))
     tables = anchor(tables, policy, reference, updates, choice="recompute", skip_first=skip_first)
     tables = tables.with_advantages(algorithm)
     if "uniform" in needs(algorithm):
         tables = tables.with_uniform(5, 17)
     if move:
-        moved(policy, move)
+        move_weights(policy, move)
     return tables
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of every trained parameter, zero where there is none; the parameters are left without."""
-    found = {}
+    """The gradient of every trained parameter, zeros if it has none. The parameters' gradients are cleared."""
+    copies = {}
     for name, parameter in policy.parameters().items():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        copies[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         parameter.grad = None
-    return found
+    return copies
 
 
-def by_the_trainer(
+def trainer_gradient(
     policy: Policy, algorithm: Algorithm, tables: Tables, update: Update, *, passes: int, silent: Tensor | None = None
 ) -> tuple[dict[str, Tensor], Report]:
+    """The gradient and the report of `update_gradient`."""
     counts = count_update(algorithm, tables, update)
     report = update_gradient(policy, algorithm, tables, update, counts, algorithm.initial(), passes=passes, silent=silent)
     return gradients(policy), report
 
 
-def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
-    """Every sequence through the model alone, one padded table, `legato.loss` of the whole update, one backward."""
+def graph_gradient(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Sequence[int]) -> dict[str, Tensor]:
+    """The gradient of `legato.loss` over the whole update in one backward; the model reads each sequence alone."""
     logprobs, entropy, values = plain_tables(policy, tables.texts, rows)
     index = torch.tensor(list(rows))
 
@@ -105,7 +106,7 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
 
     assert tables.advantages is not None
     advantages = tables.advantages[index]
-    given: Mapping[str, Any] = {
+    signals: Mapping[str, Any] = {
         "old_logprobs": part(tables.old_logprobs),
         "ref_logprobs": part(tables.ref_logprobs),
         "sampler_logprobs": part(tables.batch.sampler_logprobs),
@@ -124,18 +125,20 @@ def in_one_graph(policy: Policy, algorithm: Algorithm, tables: Tables, rows: Seq
         mask=tables.texts.mask[index],
         group=tables.texts.group[index],
         state=algorithm.initial() or None,
-        **given,
+        **signals,
     )
     outcome.loss.backward()
     return gradients(policy)
 
 
-def furthest(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+def max_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """The largest difference of any entry."""
     assert left.keys() == right.keys()
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-def size_of(gradient: Mapping[str, Tensor]) -> float:
+def largest_entry(gradient: Mapping[str, Tensor]) -> float:
+    """The largest absolute value in a gradient."""
     return max(float(value.abs().max()) for value in gradient.values())
 
 
@@ -144,5 +147,5 @@ def one_update(batch: Batch, tokens_per_pack: int = WHOLE, packing: bool = True)
     return update
 
 
-def without_old(tables: Tables) -> Tables:
+def drop_old_logprobs(tables: Tables) -> Tables:
     return replace(tables, old_logprobs=None, anchored=None)

@@ -1,4 +1,4 @@
-"""What depends on time, signals, memory or measurements is agreed on with the other ranks, not decided alone."""
+"""Ranks agree on every choice that depends on time, signals, memory or measurements."""
 
 import signal
 from typing import Any
@@ -17,10 +17,10 @@ class Outvoted(OneProcess):
 
     def __init__(self, other: int) -> None:
         self.other = other
-        self.asked: list[int] = []
+        self.choices: list[int] = []
 
     def agree(self, choice: int) -> int:
-        self.asked.append(choice)
+        self.choices.append(choice)
         return max(choice, self.other)
 
 
@@ -29,7 +29,7 @@ def test_the_number_of_passes_is_agreed_on() -> None:
     this.world = Outvoted(2)
     report = this.step()
     assert report.metrics["update/two_pass"] == 1.0, "this rank alone would have made one pass"
-    assert this.world.asked.count(1) == 4
+    assert this.world.choices.count(1) == 4
 
 
 @pytest.mark.parametrize(("other", "choice"), [(0, "sampler"), (1, "recompute")])

@@ -1,4 +1,4 @@
-"""The anchor: old log-probs that equal the first update's own to the bit, and when that update may do without them."""
+"""The anchor: old log-probs equal those of the first update to the bit, and when the first update needs none."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from legato.training.plan import plan
 from legato.training.tables import Tables
 from legato.training.update import count_update, silent_rows, update_gradient
 from tests.policy.exact import family, plain_tables, policy_of
-from tests.training.steps import batch_by_hand, by_the_trainer, furthest, moved, prepared, size_of
+from tests.training.steps import batch_by_hand, largest_entry, max_difference, move_weights, prepare_tables, trainer_gradient
 
 CPU = torch.device("cpu")
 
@@ -61,26 +61,26 @@ def test_the_first_update_reports_ratios_of_exactly_1_and_clips_nothing(passes: 
     tables = anchor(tables, policy, None, updates, choice="recompute", skip_first=False, silent=silent)
     counts = count_update(value, tables, updates[0])
     report = update_gradient(policy, value, tables, updates[0], counts, {}, passes=passes, silent=silent)
-    found = report.sums.report()
-    assert found["ratio/sequence_mean"] == 1.0 and found["ratio/sequence_max"] == 1.0
-    assert found["clip/sequences"] == 0.0 and found["clip/outside_sequences"] == 0.0
+    metrics = report.sums.report()
+    assert metrics["ratio/sequence_mean"] == 1.0 and metrics["ratio/sequence_max"] == 1.0
+    assert metrics["clip/sequences"] == 0.0 and metrics["clip/outside_sequences"] == 0.0
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "dapo", "gmpo", "cispo", "sapo"])
-def test_a_first_update_that_anchors_itself_has_the_gradient_it_would_have_had(name: str, passes: int) -> None:
+def test_a_first_update_that_anchors_itself_has_the_same_gradient(name: str, passes: int) -> None:
     value = legato.algorithm(name)
     assert first_update_anchors_itself(value, epochs=1)
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=8)
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
-    every = prepared(policy, value, batch, updates)
-    later = prepared(policy, value, batch, updates, skip_first=True)
+    every = prepare_tables(policy, value, batch, updates)
+    later = prepare_tables(policy, value, batch, updates, skip_first=True)
     for update in updates:
-        expected, _ = by_the_trainer(policy, value, every, update, passes=passes)
-        found, _ = by_the_trainer(policy, value, later, update, passes=passes)
-        assert size_of(expected) > 1e-4
-        assert furthest(found, expected) == 0.0
-        moved(policy, 1e-3)
+        expected, _ = trainer_gradient(policy, value, every, update, passes=passes)
+        gradient, _ = trainer_gradient(policy, value, later, update, passes=passes)
+        assert largest_entry(expected) > 1e-4
+        assert max_difference(gradient, expected) == 0.0
+        move_weights(policy, 1e-3)
 
 
 def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first() -> None:
@@ -88,7 +88,7 @@ def test_an_update_after_the_first_is_compared_with_the_policy_before_the_first(
     updates = plan(batch.texts, updates=3, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     with torch.no_grad():
         before, _, _ = plain_tables(policy, Tables.from_batch(batch, CPU).texts, range(len(batch)))
-    tables = prepared(policy, value, batch, updates, skip_first=True, move=1e-2)
+    tables = prepare_tables(policy, value, batch, updates, skip_first=True, move=1e-2)
     assert tables.old_logprobs is not None and tables.anchored is not None
     rows = torch.cat([update.rows for update in updates[1:]])
     gap = (tables.old_logprobs - before)[rows][batch.texts.mask[rows]]
@@ -121,12 +121,12 @@ def test_the_reference_stays_where_the_policy_began() -> None:
     texts = Tables.from_batch(batch, CPU).texts
     reference, rows = Reference.from_policy(policy), torch.arange(len(batch))
     before = policy.score(texts, rows).logprobs
-    moved(policy, 0.1)
+    move_weights(policy, 0.1)
     assert torch.equal(reference.score(texts, rows).logprobs, before)
     assert not torch.equal(policy.score(texts, rows).logprobs, before)
 
 
-def test_the_sampler_as_anchor_is_the_word_of_the_engine() -> None:
+def test_the_sampler_anchor_uses_the_logprobs_of_the_engine() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand()
     updates = plan(batch.texts, updates=2, epochs=1, tokens_per_pack=30, seed=0, packing=True)
     tables = anchor(Tables.from_batch(batch, CPU), policy, None, updates, choice="sampler", skip_first=True)
@@ -147,7 +147,7 @@ def test_silent_rows_are_anchored_in_no_pack_and_change_no_other() -> None:
     assert float((fewer.old_logprobs - every.old_logprobs)[~silent].abs().max()) < 1e-13
 
 
-def test_rows_are_silent_only_where_nothing_can_pull_at_them() -> None:
+def test_rows_are_silent_only_if_they_cannot_have_a_gradient() -> None:
     batch = batch_by_hand()
     for name, changes in (
         ("grpo", {"objective.penalties.entropy.coefficient": 0.1}),

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, damage is seen and the one before is used, and a crash while saving loses nothing."""
+"""Checkpoints are complete or absent. If one is damaged, the previous one is used. A crash while saving loses nothing."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.train import resume
 from legato.training import checkpoint
-from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, seal, small
+from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, rewrite_manifest, small
 
 TORN = 1 / 2
 
@@ -30,7 +30,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(straight: Path, tmp_path: Path) -> Path:
-    """A copy to damage: whole checkpoints of steps 1, 2 and 3."""
+    """A copy of the run to damage, with complete checkpoints of steps 1, 2 and 3."""
     return cut(straight, tmp_path, 3)
 
 
@@ -46,12 +46,12 @@ def newest(run: Path) -> Path:
 
 
 def test_a_checkpoint_holds_safetensors_json_and_a_tokenizer_and_nothing_pickled(straight: Path) -> None:
-    found = files(newest(straight))
-    assert {Path(name).suffix for name in found} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+    names = files(newest(straight))
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
     assert {"manifest.json", "trainer.json", "optimizer.safetensors", "random.safetensors", "value_head.safetensors"} <= {
-        *found
+        *names
     }
-    for name in found:
+    for name in names:
         head = (newest(straight) / name).read_bytes()[:4]
         assert not head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")), name
 
@@ -128,7 +128,7 @@ def remove(path: Path) -> None:
 
 
 def of_the_step_before(path: Path) -> None:
-    """A file of another checkpoint: whole, but not of this one."""
+    """Replace a file by that of the previous checkpoint: undamaged, but of another step."""
     shutil.copy(str(path).replace("step-000003", "step-000002"), path)
 
 
@@ -156,12 +156,12 @@ NAMES = [
 ]
 
 
-def test_every_file_of_a_checkpoint_is_damaged_below(straight: Path) -> None:
+def test_the_damage_tests_cover_every_file_of_a_checkpoint(straight: Path) -> None:
     assert files(newest(straight)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_is_seen_and_the_one_before_is_used(damage: str, run: Path, straight: Path) -> None:
+def test_damage_to_any_file_is_detected_and_the_previous_checkpoint_is_used(damage: str, run: Path, straight: Path) -> None:
     for name in NAMES:
         path = newest(run) / name
         before = path.read_bytes()
@@ -246,7 +246,7 @@ def test_a_malformed_manifest_counts_as_damage(text: str, run: Path) -> None:
     assert "step-000003 is damaged" in warnings[0]
 
 
-def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_the_straight_one(run: Path, straight: Path) -> None:
+def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_an_uninterrupted_one(run: Path, straight: Path) -> None:
     flip(newest(run) / "optimizer.safetensors", 0.5)
     listener = Listener()
     resume(run, watcher=listener)
@@ -258,7 +258,7 @@ def test_a_resumed_run_names_the_damaged_checkpoint_and_equals_the_straight_one(
     assert checkpoint.latest(run / "checkpoints") == (newest(run), [])
 
 
-def test_two_damaged_ones_are_both_told_and_the_third_is_used(run: Path) -> None:
+def test_two_damaged_checkpoints_are_reported_and_the_third_is_used(run: Path) -> None:
     truncate(newest(run) / "trainer.json")
     remove(run / "checkpoints" / "step-000002" / "model" / "model.safetensors")
     folder, warnings = checkpoint.latest(run / "checkpoints")
@@ -266,7 +266,7 @@ def test_two_damaged_ones_are_both_told_and_the_third_is_used(run: Path) -> None
     assert ["step-000003" in warnings[0], "step-000002" in warnings[1]] == [True, True]
 
 
-def test_where_all_are_damaged_nothing_is_resumed_and_nothing_is_touched(run: Path) -> None:
+def test_if_all_checkpoints_are_damaged_nothing_is_resumed_or_changed(run: Path) -> None:
     for step in (1, 2, 3):
         flip(run / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors", TORN)
     before = {name: (run / name).read_bytes() for name in files(run) if name != ".lock"}
@@ -296,12 +296,12 @@ def test_weights_of_another_shape_are_refused(run: Path) -> None:
     """A checkpoint of another model, sealed as if it were of this run."""
     config = newest(run) / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": 48}))
-    seal(newest(run))
+    rewrite_manifest(newest(run))
     with pytest.raises(ValueError):
         resume(run)
 
 
 def test_a_checkpoint_that_lacks_a_moment_is_refused(run: Path) -> None:
-    alter_tensors(newest(run), "optimizer.safetensors", lambda found: found.pop(next(iter(found))))
+    alter_tensors(newest(run), "optimizer.safetensors", lambda tensors: tensors.pop(next(iter(tensors))))
     with pytest.raises(ValueError, match="optimizer"):
         resume(run, ["training.steps=4"])

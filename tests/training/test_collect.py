@@ -1,4 +1,4 @@
-"""The collector: who is drawn, with which seeds, who leaves, who is replaced, and when there is nothing left."""
+"""The collector: which problems are drawn, their seeds, which groups are dropped or replaced, and exhausted tasks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,14 @@ Verdict = Callable[[str, int], float | Unscorable]
 
 
 class Listening(ScriptedEngine):
-    """Says the number of the sample and remembers what was asked."""
+    """An engine that answers with the number of the sample and records its requests."""
 
     def __init__(self) -> None:
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        self.asked += requests
+        self.requests += requests
         return super().submit(requests, sampling, limits)
 
 
@@ -52,31 +52,31 @@ class Counted:
         return []
 
 
-def judging(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unscorable]]:
+def make_judge(verdict: Verdict) -> Callable[[Sequence[Rollout]], list[Score | Unscorable]]:
     def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-        found: list[Score | Unscorable] = []
+        scores: list[Score | Unscorable] = []
         for rollout in rollouts:
-            said = verdict(str(rollout.problem.prompt), int(rollout.tokens[0]) - 20)
-            found.append(said if isinstance(said, Unscorable) else Score(reward=said, accuracy=said))
-        return found
+            accuracy = verdict(str(rollout.problem.prompt), int(rollout.tokens[0]) - 20)
+            scores.append(accuracy if isinstance(accuracy, Unscorable) else Score(reward=accuracy, accuracy=accuracy))
+        return scores
 
     return judge
 
 
-def mixed(prompt: str, sample: int) -> float:
+def alternate_score(prompt: str, sample: int) -> float:
     return float(sample % 2)
 
 
-def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any) -> Collector:
+def collector(verdict: Verdict = alternate_score, size: int | None = None, **changes: Any) -> Collector:
     played = {
         "engine": Listening(),
         "rendering": Rendering(tokenizer=WORDS),
         "limits": Limits(max_response_tokens=4, end_tokens=(1,)),
     }
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "source": Counted(size),
         "runner": Runner(**{name: changes.pop(name, value) for name, value in played.items()}),
-        "judge": judging(verdict),
+        "judge": make_judge(verdict),
         "sampling": Sampling(),
         "seed": 3,
     }
@@ -84,18 +84,18 @@ def collector(verdict: Verdict = mixed, size: int | None = None, **changes: Any)
     chosen = {"samples_per_prompt": 4, "max_prompt_tokens": 10}
     chosen |= {name: value for name, value in changes.items() if name in named}
     others = {name: value for name, value in changes.items() if name not in named}
-    return Collector(**{**given, **others}, settings=CollectorSettings(**chosen))
+    return Collector(**{**arguments, **others}, settings=CollectorSettings(**chosen))
 
 
-def drawn(found: Sequence[Any]) -> list[str]:
-    return [str(group.problem.prompt) for group in found]
+def prompts_of(groups: Sequence[Any]) -> list[str]:
+    return [str(group.problem.prompt) for group in groups]
 
 
 def test_groups_come_in_the_order_their_problems_were_drawn() -> None:
     this = collector()
     first, _ = this.next(3)
     second, _ = this.next(2)
-    assert drawn(first) == ["p0", "p1", "p2"] and drawn(second) == ["p3", "p4"]
+    assert prompts_of(first) == ["p0", "p1", "p2"] and prompts_of(second) == ["p3", "p4"]
     assert [int(m.rollout.tokens[0]) - 20 for m in first[0].members] == [0, 1, 2, 3]
 
 
@@ -105,23 +105,23 @@ def test_seeds_depend_on_run_problem_place_and_sample_and_on_nothing_else() -> N
     for count in (1, 2, 3):
         two.next(count)
     other.next(6)
-    assert [r.seeds for r in one.runner.engine.asked] == [r.seeds for r in two.runner.engine.asked]
-    seeds = [seed for request in one.runner.engine.asked for seed in request.seeds]
-    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.runner.engine.asked for s in r.seeds}
+    assert [r.seeds for r in one.runner.engine.requests] == [r.seeds for r in two.runner.engine.requests]
+    seeds = [seed for request in one.runner.engine.requests for seed in request.seeds]
+    assert len(set(seeds)) == 24 and not set(seeds) & {s for r in other.runner.engine.requests for s in r.seeds}
 
 
 def test_two_problems_at_one_place_of_two_orders_are_sampled_with_other_seeds() -> None:
     one, two = (collector(source=Counted(2, [order])) for order in ([0, 1], [1, 0]))
     one.next(2)
     two.next(2)
-    assert not set(one.runner.engine.asked[0].seeds) & set(two.runner.engine.asked[0].seeds)
+    assert not set(one.runner.engine.requests[0].seeds) & set(two.runner.engine.requests[0].seeds)
 
 
 def test_a_problem_that_comes_again_is_sampled_with_other_seeds() -> None:
     this = collector(size=2)
     this.next(4)
-    asked = this.runner.engine.asked
-    assert torch.equal(asked[0].prompt, asked[2].prompt) and not set(asked[0].seeds) & set(asked[2].seeds)
+    requests = this.runner.engine.requests
+    assert torch.equal(requests[0].prompt, requests[2].prompt) and not set(requests[0].seeds) & set(requests[2].seeds)
 
 
 def test_rollout_ids_are_unique_in_the_run() -> None:
@@ -130,14 +130,14 @@ def test_rollout_ids_are_unique_in_the_run() -> None:
     assert len(set(ids)) == len(ids) == 36
 
 
-def test_a_resumed_collector_draws_what_the_straight_one_drew() -> None:
+def test_a_resumed_collector_draws_the_same_problems() -> None:
     straight = collector()
     straight.next(5)
     resumed = collector()
     resumed.load(straight.state())
-    straight.runner.engine.asked.clear()
-    assert drawn(straight.next(3)[0]) == drawn(resumed.next(3)[0])
-    assert [r.seeds for r in straight.runner.engine.asked] == [r.seeds for r in resumed.runner.engine.asked]
+    straight.runner.engine.requests.clear()
+    assert prompts_of(straight.next(3)[0]) == prompts_of(resumed.next(3)[0])
+    assert [r.seeds for r in straight.runner.engine.requests] == [r.seeds for r in resumed.runner.engine.requests]
 
 
 def test_every_token_says_which_version_wrote_it() -> None:
@@ -177,13 +177,13 @@ def test_a_recovery_can_go_on_behind_the_problems_that_were_drawn() -> None:
     this = collector()
     this.next(2)
     this.go_to(5)
-    assert drawn(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
+    assert prompts_of(this.next(2)[0]) == ["p5", "p6"] and this.drawn == 7
 
 
-def test_looking_whether_a_prompt_fits_draws_nothing() -> None:
+def test_checking_prompts_draws_no_problem() -> None:
     this = collector()
     this.check_prompts()
-    assert this.drawn == 0 and drawn(this.next(1)[0]) == ["p0"]
+    assert this.drawn == 0 and prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_the_collector_is_a_source_of_rollouts() -> None:
@@ -201,13 +201,13 @@ def test_unscorable_rollouts_leave_their_group_and_are_never_scored_0() -> None:
 def test_a_group_with_fewer_than_two_scored_rollouts_is_dropped_and_counted() -> None:
     this = collector(lambda prompt, sample: float(sample) if sample == 0 or prompt == "p1" else Unscorable("no"))
     groups, tally = this.next(3)
-    assert drawn(groups) == ["p1"] and tally.too_few == 2 and tally.groups == 3
+    assert prompts_of(groups) == ["p1"] and tally.too_few == 2 and tally.groups == 3
 
 
 def test_dynamic_sampling_replaces_flat_groups_by_fresh_problems() -> None:
     this = collector(lambda prompt, sample: 1.0 if int(prompt[1:]) % 3 else float(sample % 2), resampling="dynamic")
     groups, tally = this.next(4)
-    assert drawn(groups) == ["p0", "p3", "p6", "p9"]
+    assert prompts_of(groups) == ["p0", "p3", "p6", "p9"]
     assert tally.flat == tally.all_right == tally.groups - 4
 
 
@@ -219,7 +219,7 @@ def test_dynamic_sampling_gives_up_after_its_bound() -> None:
 
 def test_dynamic_sampling_also_replaces_groups_that_could_not_be_scored() -> None:
     this = collector(lambda prompt, sample: Unscorable("no") if prompt == "p0" else float(sample % 2), resampling="dynamic")
-    assert drawn(this.next(2)[0]) == ["p1", "p2"]
+    assert prompts_of(this.next(2)[0]) == ["p1", "p2"]
 
 
 def test_without_resampling_flat_groups_stay() -> None:
@@ -239,17 +239,17 @@ def test_groups_are_flat_by_reward_and_replaced_by_accuracy() -> None:
     assert collector(judge=judge, resampling="dynamic", max_refills=1).next(3)[0] == []
 
 
-def test_history_leaves_out_what_was_answered_right_by_all() -> None:
+def test_history_skips_problems_that_all_rollouts_solved() -> None:
     this = collector(
         lambda prompt, sample: 1.0 if prompt in ("p0", "p2") else float(sample % 2), size=4, resampling="history"
     )
-    assert drawn(this.next(4)[0]) == ["p0", "p1", "p2", "p3"]
-    assert drawn(this.next(4)[0]) == ["p1", "p3", "p1", "p3"]
+    assert prompts_of(this.next(4)[0]) == ["p0", "p1", "p2", "p3"]
+    assert prompts_of(this.next(4)[0]) == ["p1", "p3", "p1", "p3"]
 
 
-def test_history_does_not_drop_what_was_answered_wrong_by_all() -> None:
+def test_history_keeps_problems_that_no_rollout_solved() -> None:
     this = collector(lambda prompt, sample: 0.0, size=2, resampling="history")
-    assert drawn(this.next(4)[0]) == ["p0", "p1", "p0", "p1"]
+    assert prompts_of(this.next(4)[0]) == ["p0", "p1", "p0", "p1"]
 
 
 def test_history_survives_a_checkpoint() -> None:
@@ -257,10 +257,10 @@ def test_history_survives_a_checkpoint() -> None:
     this.next(3)
     resumed = collector(size=3, resampling="history")
     resumed.load(this.state())
-    assert drawn(resumed.next(2)[0]) == ["p1", "p2"]
+    assert prompts_of(resumed.next(2)[0]) == ["p1", "p2"]
 
 
-def test_history_says_so_when_every_problem_is_solved() -> None:
+def test_history_raises_when_every_problem_is_solved() -> None:
     this = collector(lambda prompt, sample: 1.0, size=3, resampling="history")
     this.next(3)
     with pytest.raises(ExhaustedError):
@@ -270,11 +270,11 @@ def test_history_says_so_when_every_problem_is_solved() -> None:
 MISSED = "a bug: size + 1 draws from the middle of an epoch can miss a problem that the next shuffle puts late"
 
 
-def test_a_problem_that_is_left_is_found_wherever_the_next_epoch_puts_it() -> None:
+def test_an_unsolved_problem_is_drawn_wherever_the_next_epoch_puts_it() -> None:
     this = collector(source=Counted(4, [[0, 1, 2, 3], [1, 2, 3, 0]]), resampling="history")
     solved = [Problem(prompt=f"p{number}").key for number in (1, 2, 3)]
     this.load({**this.state(), "solved": solved, "cursor": 1})
-    assert drawn(this.next(1)[0]) == ["p0"]
+    assert prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_a_shuffled_pool_is_exhausted_only_when_everything_in_it_is_solved() -> None:
@@ -284,14 +284,14 @@ def test_a_shuffled_pool_is_exhausted_only_when_everything_in_it_is_solved() -> 
         this = collector(lambda prompt, sample: float(prompt != "p0" or sample % 2), source=source, resampling="history")
         for _ in range(12):
             this.next(1)
-        assert drawn(this.next(1)[0]) == ["p0"]
+        assert prompts_of(this.next(1)[0]) == ["p0"]
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted() -> None:
     this = collector(max_prompt_tokens=2, source=Counted(12), too_long="drop")
     groups, tally = this.next(11)
-    assert drawn(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
-    assert all(len(request.prompt) <= 2 for request in this.runner.engine.asked)
+    assert prompts_of(groups) == [f"p{number}" for number in range(10)] + ["p0"] and tally.too_long == 2
+    assert all(len(request.prompt) <= 2 for request in this.runner.engine.requests)
 
 
 def test_prompts_that_are_too_long_are_an_error_where_asked_for() -> None:
@@ -314,7 +314,7 @@ def test_collating_pads_at_the_end_and_numbers_groups_from_0() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.25, float("nan"), float("-inf")])
-def test_a_log_prob_that_cannot_be_is_a_fault_of_the_engine(bad: float) -> None:
+def test_an_impossible_logprob_from_the_engine_is_refused(bad: float) -> None:
     this = collector(engine=ScriptedEngine(lambda prompt, sample: ([20 + sample, 1], [bad, -0.1])))
     with pytest.raises(ValueError, match="log-prob"):
         collate(this.next(1)[0])

@@ -1,4 +1,4 @@
-"""What a step tells of each token, against the formulas in plain numbers."""
+"""The details of each token in a step's report equal the formulas in plain Python."""
 
 import math
 from typing import Any
@@ -20,36 +20,36 @@ def rows(report: StepReport) -> list[tuple[Any, dict[str, Any]]]:
 def test_coefficients_are_those_of_the_formula(passes: str) -> None:
     """gspo: s A / (N L) at every token, s the exponential of the mean of the log-ratios, 0 where it is clipped."""
     narrow = {"objective.trust.clip.low": 1e-5, "objective.trust.clip.high": 1e-5}
-    made = trainer(changes=narrow, update_passes=passes)
-    report = made.step(10**6)
-    kept = [row for _, row in rows(report) if row["advantage"]]
-    assert kept
-    updates = [row["details"]["update"] for row in kept]
+    run = trainer(changes=narrow, update_passes=passes)
+    report = run.step(10**6)
+    trained = [row for _, row in rows(report) if row["advantage"]]
+    assert trained
+    updates = [row["details"]["update"] for row in trained]
     assert {0, 1} <= set(updates) <= {0, 1, 2, 3}  # all rows of an update may be without an advantage
     cut = 0
-    for row in kept:
-        found = row["details"]
-        log_s = math.fsum(found["log_ratios"]) / len(found["pieces"])
-        if found["update"] == 0:
-            assert set(found["log_ratios"]) == {0.0}
+    for row in trained:
+        details = row["details"]
+        log_s = math.fsum(details["log_ratios"]) / len(details["pieces"])
+        if details["update"] == 0:
+            assert set(details["log_ratios"]) == {0.0}
         outside = log_s > math.log1p(1e-5) if row["advantage"] > 0 else log_s < math.log1p(-1e-5)
         # 8 prompts of 4 samples in 4 updates
-        expected = 0.0 if outside else math.exp(log_s) * row["advantage"] / (8 * len(found["pieces"]))
-        assert found["coefficients"] == pytest.approx([expected] * len(found["pieces"]), rel=1e-4)
+        expected = 0.0 if outside else math.exp(log_s) * row["advantage"] / (8 * len(details["pieces"]))
+        assert details["coefficients"] == pytest.approx([expected] * len(details["pieces"]), rel=1e-4)
         cut += outside
-    assert 0 < cut < len(kept)
+    assert 0 < cut < len(trained)
 
 
 def test_advantages_are_those_of_the_group() -> None:
     report = trainer().step(10**6)
-    found = rows(report)
+    pairs = rows(report)
     start = 0
     for group in report.groups:
         rewards = [member.score.reward for member in group.members]
         mean = sum(rewards) / len(rewards)
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
         expected = [(reward - mean) / deviation if deviation else 0.0 for reward in rewards]
-        assert [row["advantage"] for _, row in found[start : start + len(rewards)]] == pytest.approx(expected, abs=1e-3)
+        assert [row["advantage"] for _, row in pairs[start : start + len(rewards)]] == pytest.approx(expected, abs=1e-3)
         start += len(rewards)
 
 
@@ -63,8 +63,8 @@ def test_texts_and_log_probs_are_those_of_the_sampler() -> None:
             assert row["details"]["coefficients"] is row["details"]["log_ratios"] is row["details"]["update"] is None
 
 
-def test_no_more_tokens_are_told_than_asked_for_and_the_training_is_the_same() -> None:
-    reports = {asked: trainer().step(asked) for asked in (None, 0, 7)}
+def test_details_cover_at_most_the_requested_tokens_and_do_not_change_training() -> None:
+    reports = {most: trainer().step(most) for most in (None, 0, 7)}
     assert reports[None].details == ()
     assert all(set(row) == {"advantage"} for row in reports[0].details)
     shown = [row["details"] for row in reports[7].details if "details" in row]

@@ -1,4 +1,4 @@
-"""Evaluation: pass@k against counting all choices, intervals with known ends, seeds that do not move."""
+"""Evaluation: pass@k against counting all choices, intervals with published ends, seeds that do not change."""
 
 import itertools
 import math
@@ -26,12 +26,12 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_success(trials: int) -> N
         assert math.isclose(pass_at(successes, trials, k), sum(any(c) for c in choices) / len(choices), abs_tol=1e-12)
 
 
-def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> None:
+def test_pass_at_k_above_the_number_of_trials_is_refused_or_no_success() -> None:
     try:
-        found = pass_at(0, 4, 8)
+        estimate = pass_at(0, 4, 8)
     except ValueError:
         return
-    assert math.isnan(found) or found == 0.0
+    assert math.isnan(estimate) or estimate == 0.0
 
 
 # Newcombe (1998), table I, method 3: 81/263, 15/148, 0/20, 1/29.
@@ -40,8 +40,8 @@ def test_pass_at_more_than_was_tried_is_refused_or_at_least_not_a_success() -> N
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_the_wilson_interval_has_the_published_ends(successes: int, trials: int, low: float, high: float) -> None:
-    found = wilson_interval(successes, trials)
-    assert abs(found[0] - low) < 6e-5 and abs(found[1] - high) < 6e-5
+    interval = wilson_interval(successes, trials)
+    assert abs(interval[0] - low) < 6e-5 and abs(interval[1] - high) < 6e-5
 
 
 def test_the_wilson_interval_is_symmetric_and_stays_within_0_and_1() -> None:
@@ -68,23 +68,23 @@ PROBLEMS = [Problem(prompt="a"), Problem(prompt="b")]
 class Listening(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(lambda prompt, sample: ([20 + sample, 1], [-0.5, -0.1]))
-        self.asked: list[Request] = []
+        self.requests: list[Request] = []
 
     def submit(self, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> list[Handle]:
-        self.asked += requests
+        self.requests += requests
         return super().submit(requests, sampling, limits)
 
 
 def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    found: list[Score | Unscorable] = []
+    scores: list[Score | Unscorable] = []
     for rollout in rollouts:
         sample = int(rollout.tokens[0]) - 20
         right = float(rollout.problem.prompt == "a" or sample == 0)
-        found.append(Unscorable("no") if sample == 2 else Score(reward=2 * right, accuracy=right))
-    return found
+        scores.append(Unscorable("no") if sample == 2 else Score(reward=2 * right, accuracy=right))
+    return scores
 
 
-def asking() -> Evaluator:
+def make_evaluator() -> Evaluator:
     runner = Runner(
         engine=Listening(),
         rendering=Rendering(tokenizer=character_tokenizer()),
@@ -93,50 +93,50 @@ def asking() -> Evaluator:
     return Evaluator(runner=runner, judge=judge)
 
 
-def test_each_problem_is_answered_so_many_times_in_order() -> None:
-    found = asking().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
-    assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in found] == [[0, 1, 2], [0, 1, 2]]
-    assert [[a.accuracy for a in row] for row in found] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+def test_each_problem_gets_the_requested_samples_in_order() -> None:
+    answers = make_evaluator().answer(PROBLEMS, Sampling(temperature=0.6), 3, seed=1)
+    assert [[int(a.rollout.tokens[0]) - 20 for a in row] for row in answers] == [[0, 1, 2], [0, 1, 2]]
+    assert [[a.accuracy for a in row] for row in answers] == [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
 def test_the_seeds_of_an_evaluation_do_not_depend_on_the_step_or_on_neighbours() -> None:
-    one, two = asking(), asking()
+    one, two = make_evaluator(), make_evaluator()
     two.runner.publish(9)
     one.answer(PROBLEMS, Sampling(), 3, seed=1)
     two.answer(PROBLEMS[::-1], Sampling(), 3, seed=1, number=7)
-    asked = [evaluator.runner.engine.asked for evaluator in (one, two)]
-    assert [r.seeds for r in asked[0]] == [r.seeds for r in asked[1]][::-1]
-    three = asking()
+    requests = [evaluator.runner.engine.requests for evaluator in (one, two)]
+    assert [r.seeds for r in requests[0]] == [r.seeds for r in requests[1]][::-1]
+    three = make_evaluator()
     three.answer(PROBLEMS, Sampling(), 3, seed=2)
-    assert not {s for r in asked[0] for s in r.seeds} & {s for r in three.runner.engine.asked for s in r.seeds}
+    assert not {s for r in requests[0] for s in r.seeds} & {s for r in three.runner.engine.requests for s in r.seeds}
 
 
 def test_an_evaluation_records_its_own_temperature() -> None:
     for temperature in (0.0, 0.6):
-        row = asking().answer(PROBLEMS, Sampling(temperature=temperature), 1, seed=1)[0]
+        row = make_evaluator().answer(PROBLEMS, Sampling(temperature=temperature), 1, seed=1)[0]
         assert [answered.rollout.temperature for answered in row] == [temperature]
 
 
 def test_rollout_ids_of_evaluations_are_below_0_and_never_come_again() -> None:
-    this = asking()
+    this = make_evaluator()
     rows = [this.answer(PROBLEMS, Sampling(), samples, seed=1, number=n) for n, samples in enumerate((3, 1, 3))]
     ids = [answered.rollout.rollout_id for evaluation in rows for row in evaluation for answered in row]
     assert len(set(ids)) == len(ids) == 14 and max(ids) == -1
 
 
 def test_metrics_hold_accuracy_with_its_interval_and_the_mean_length() -> None:
-    found = accuracy_metrics("sampled", asking().answer(PROBLEMS, Sampling(), 3, seed=1))
-    assert math.isclose(found["eval/accuracy_sampled"], 0.5)
-    assert found["eval/accuracy_sampled_low"] <= 0.5 <= found["eval/accuracy_sampled_high"]
-    assert found["eval/length_sampled"] == 2.0
+    metrics = accuracy_metrics("sampled", make_evaluator().answer(PROBLEMS, Sampling(), 3, seed=1))
+    assert math.isclose(metrics["eval/accuracy_sampled"], 0.5)
+    assert metrics["eval/accuracy_sampled_low"] <= 0.5 <= metrics["eval/accuracy_sampled_high"]
+    assert metrics["eval/length_sampled"] == 2.0
 
 
 def test_one_sample_a_problem_gives_the_wilson_interval() -> None:
-    found = accuracy_metrics("greedy", asking().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
-    assert (found["eval/accuracy_greedy_low"], found["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
+    metrics = accuracy_metrics("greedy", make_evaluator().answer(PROBLEMS, Sampling(temperature=0.0), 1, seed=1))
+    assert (metrics["eval/accuracy_greedy_low"], metrics["eval/accuracy_greedy_high"]) == wilson_interval(2, 2)
 
 
 def test_an_unscorable_answer_counts_as_wrong() -> None:
-    rollout = asking().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
+    rollout = make_evaluator().answer(PROBLEMS, Sampling(), 1, seed=1)[0][0].rollout
     assert Answered(rollout=rollout, score=Unscorable("no")).accuracy == 0.0
     assert torch.equal(rollout.mask, torch.ones(2, dtype=torch.bool))

@@ -70,24 +70,24 @@ def test_bf16_weights_have_float32_masters_and_log_probs() -> None:
     policy = load_policy("tiny", Loading())
     assert policy.device.type == "cuda"
     assert all(p.dtype == torch.bfloat16 for p in policy.parameters().values())
-    made = trainer(policy)
-    assert all(master.dtype == torch.float32 for master in made.optimizer.masters.values())
+    run = trainer(policy)
+    assert all(master.dtype == torch.float32 for master in run.optimizer.masters.values())
     addresses = {name: p.data_ptr() for name, p in policy.parameters().items()}
-    report = made.step()
+    report = run.step()
     assert report.metrics["update/applied"] == 1.0
     assert {name: p.data_ptr() for name, p in policy.parameters().items()} == addresses
     for name, weight in policy.parameters().items():
-        assert torch.equal(weight, made.optimizer.masters[name].to(torch.bfloat16))
+        assert torch.equal(weight, run.optimizer.masters[name].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_where_nothing_moves_every_ratio_is_exactly_one(model: str) -> None:
     """Old log-probs recomputed without a gradient, new ones with one, in the same packs, over two epochs."""
     settings = {"anchor": "recompute", "updates_per_step": 2, "skip_silent_rows": False, "epochs_per_step": 2}
-    made = trainer(load_policy(model, Loading()), **settings)
-    for group in made.optimizer.inner.param_groups:
+    run = trainer(load_policy(model, Loading()), **settings)
+    for group in run.optimizer.inner.param_groups:
         group["peak"] = 0.0
-    report = made.step()
+    report = run.step()
     assert report.metrics["ratio/sequence_max"] == report.metrics["ratio/sequence_min"] == 1.0
 
 
@@ -105,19 +105,19 @@ def test_the_gpu_computes_what_the_cpu_does(model: str) -> None:
 
 
 def test_an_update_repeats_to_the_bit() -> None:
-    found = []
+    weights = []
     for _ in range(2):
-        made = trainer(load_policy("tiny", Loading()), anchor="recompute", update_passes="one")
+        run = trainer(load_policy("tiny", Loading()), anchor="recompute", update_passes="one")
         for _ in range(2):
-            made.step()
-        found.append({name: p.detach().clone() for name, p in made.policy.parameters().items()})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+            run.step()
+        weights.append({name: p.detach().clone() for name, p in run.policy.parameters().items()})
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"lora": Lora(rank=4)}, {"packing": False}])
 def test_the_ways_to_train_run(options: dict[str, object]) -> None:
-    made = trainer(load_policy("tiny", Loading(**options)))  # type: ignore[arg-type]
-    assert made.step().metrics["update/applied"] == 1.0
+    run = trainer(load_policy("tiny", Loading(**options)))  # type: ignore[arg-type]
+    assert run.step().metrics["update/applied"] == 1.0
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
@@ -144,12 +144,12 @@ def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(model: st
 def test_greedy_equals_generate() -> None:
     policy = load_policy("tiny", Loading(dtype="float32"))
     prompts = [Rendering(tokenizer=policy.tokenizer).prompt(Problem(prompt=text)) for text in ("12+3=", "7=", "99+10=")]
-    found = LocalEngine(policy).generate(
+    rows = LocalEngine(policy).generate(
         [Request(prompt=prompt, seeds=(0,)) for prompt in prompts],
         Sampling(temperature=0),
         Limits(max_response_tokens=10, end_tokens=(1,)),
     )
-    for prompt, row in zip(prompts, found, strict=True):
+    for prompt, row in zip(prompts, rows, strict=True):
         ids = prompt.cuda().unsqueeze(0)
         plain = policy.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
         assert row[0].tokens.tolist() == plain[0, len(prompt) :].tolist()
@@ -169,20 +169,20 @@ def test_slots_and_graphs_write_what_the_plain_engine_does(model: str, options: 
     for sampling in (Sampling(), Sampling(temperature=0.7), Sampling(temperature=0), Sampling(top_p=0.8)):
         limits = Limits(max_response_tokens=40, end_tokens=(1,), stop=("+",))
         plain = LocalEngine(policy).generate(requests, sampling, limits)
-        found = GraphedEngine(policy, **options).generate(requests, sampling, limits)  # type: ignore[arg-type]
-        for left, right in zip(chain(*plain), chain(*found), strict=True):
+        rows = GraphedEngine(policy, **options).generate(requests, sampling, limits)  # type: ignore[arg-type]
+        for left, right in zip(chain(*plain), chain(*rows), strict=True):
             assert left.tokens.tolist() == right.tokens.tolist()
             assert (left.text, left.stop) == (right.text, right.stop)
             assert torch.allclose(left.logprobs, right.logprobs, atol=1e-5)
 
 
 def test_graphs_see_the_weights_of_the_next_update() -> None:
-    made = trainer(load_policy("tiny", Loading(dtype="float32")))
+    run = trainer(load_policy("tiny", Loading(dtype="float32")))
     for _ in range(3):
-        made.step()
-    groups, _ = made.source.next(4)
+        run.step()
+    groups, _ = run.source.next(4)
     batch = collate(groups)
-    scored = made.policy.score(Tables.from_batch(batch, made.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
+    scored = run.policy.score(Tables.from_batch(batch, run.policy.device).texts, torch.arange(len(batch))).logprobs.cpu()
     assert torch.allclose(scored[batch.texts.mask], batch.sampler_logprobs[batch.texts.mask], atol=1e-4)
 
 
@@ -202,15 +202,15 @@ def test_a_model_the_slots_cannot_serve_gets_a_plainer_engine_and_a_note() -> No
     assert isinstance(engine, LocalEngine)
     assert sum("engine" in note and "plain" in note for note in policy.notes) == 1
     requests = [Request(prompt=torch.tensor([5, 6, 7]), seeds=(1, 2))]
-    (found,) = engine.generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=()))
-    assert all(len(response.tokens) == 4 for response in found)
+    (row,) = engine.generate(requests, Sampling(), Limits(max_response_tokens=4, end_tokens=()))
+    assert all(len(response.tokens) == 4 for response in row)
 
 
-def shaped(layers: int = 2, **changes: object) -> Policy:
-    """A Qwen3 in bf16 with heads as wide as the real ones have."""
+def make_policy(layers: int = 2, **changes: object) -> Policy:
+    """A small Qwen3 in bf16 with the head size of the published models."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    given = {
+    sizes = {
         "vocab_size": 4099,
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -221,11 +221,11 @@ def shaped(layers: int = 2, **changes: object) -> Policy:
         "tie_word_embeddings": True,
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**given), dtype=torch.bfloat16).cuda()
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16).cuda()
     return Policy(model=model, tokenizer=None, name="shaped", **changes)  # type: ignore[arg-type]
 
 
-def ragged() -> Texts:
+def ragged_texts() -> Texts:
     source = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (12,), generator=source)
     return Texts(
@@ -239,8 +239,8 @@ def ragged() -> Texts:
     )
 
 
-def learnt(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs as the update sees them, and the gradient of a fixed mixture of them."""
+def logprobs_and_gradient(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs as an update computes them, and the gradient of a fixed weighted sum of them."""
     weight = torch.randn(texts.tokens.shape, generator=torch.Generator().manual_seed(1)).to(policy.device)
 
     def respond(piece: Piece) -> Coefficients:
@@ -250,8 +250,8 @@ def learnt(policy: Policy, texts: Texts) -> tuple[torch.Tensor, dict[str, torch.
     policy.model.zero_grad()
     for parameter in policy.model.parameters():
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
-    seen, _ = accumulate(policy, texts, torch.arange(len(texts)), respond)
-    return seen.logprobs, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    channels, _ = accumulate(policy, texts, torch.arange(len(texts)), respond)
+    return channels.logprobs, {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
 WAYS: dict[str, dict[str, object]] = {
@@ -265,19 +265,19 @@ WAYS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train_in_16_bits_is_near_float32(way: str) -> None:
-    texts = ragged()
-    exact = shaped()
+    texts = ragged_texts()
+    exact = make_policy()
     exact.model.float()
-    right, slopes = learnt(exact, texts)
-    policy = shaped(**WAYS[way])
-    found, mine = learnt(policy, texts)
-    assert float((found - right).abs().max()) < 0.06
+    right, slopes = logprobs_and_gradient(exact, texts)
+    policy = make_policy(**WAYS[way])
+    logprobs, mine = logprobs_and_gradient(policy, texts)
+    assert float((logprobs - right).abs().max()) < 0.06
     for name, slope in slopes.items():
         likeness = torch.nn.functional.cosine_similarity(mine[name].flatten().double(), slope.flatten().double(), 0)
         assert float(likeness) > 0.999, name
     # the same pack scored without a gradient, and the same gradient again: equal to the bit
-    assert torch.equal(policy.score(texts, torch.arange(12)).logprobs, found)
-    assert all(torch.equal(slope, mine[name]) for name, slope in learnt(policy, texts)[1].items())
+    assert torch.equal(policy.score(texts, torch.arange(12)).logprobs, logprobs)
+    assert all(torch.equal(slope, mine[name]) for name, slope in logprobs_and_gradient(policy, texts)[1].items())
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (30.0, 0.5)])
@@ -289,9 +289,9 @@ def test_the_head_is_ten_times_nearer_to_float64_than_16_bit_logits(softcap: flo
     logits = hidden.double() @ linear.weight.detach().double().t() * scale
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     right = (logits / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
-    found, _ = Head(linear=linear, scale=scale, softcap=softcap).score(hidden, targets, temperature)
+    logprobs, _ = Head(linear=linear, scale=scale, softcap=softcap).score(hidden, targets, temperature)
     rounded = (logits.bfloat16().double() / 0.8).log_softmax(1).gather(1, targets[:, None])[:, 0]
-    assert float((found.detach() - right).abs().max()) * 10 < float((rounded - right).abs().max())
+    assert float((logprobs.detach() - right).abs().max()) * 10 < float((rounded - right).abs().max())
 
 
 ROUTED: dict[str, dict[str, object]] = {"rspo": {}, "grpo": {"routing_replay": "R2"}, "gspo": {"routing_replay": "R3"}}
@@ -310,17 +310,17 @@ def test_the_first_update_of_a_mixture_has_a_ratio_of_exactly_one_under_replay_t
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "gspo-token"])
 def test_an_update_does_not_wait_for_the_device(name: str) -> None:
-    made = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
-    made.step()
-    groups, _ = made.source.next(8)
-    batch = collate(groups, made.policy.dtype)
-    tables = Tables.from_batch(batch, made.policy.device)
-    updates = made._plan(batch.texts)
-    tables = made._score_old_policy(tables.with_advantages(made.algorithm), updates)
-    silent = made._silent(tables)
+    run = trainer(load_policy("tiny", Loading()), name, anchor="recompute", updates_per_step=1)
+    run.step()
+    groups, _ = run.source.next(8)
+    batch = collate(groups, run.policy.dtype)
+    tables = Tables.from_batch(batch, run.policy.device)
+    updates = run._plan(batch.texts)
+    tables = run._score_old_policy(tables.with_advantages(run.algorithm), updates)
+    silent = run._silent_rows(tables)
     torch.cuda.synchronize()
     with no_waiting():
-        made._update(tables, updates[0], silent, marked=False)
+        run._update(tables, updates[0], silent, marked=False)
 
 
 def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() -> None:
@@ -334,9 +334,9 @@ def test_lora_on_the_head_scores_as_peft_does_but_from_float32_accumulators() ->
     hidden = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
     targets, temperature = torch.randint(0, 512, (100,), device="cuda"), torch.ones(100, device="cuda")
     head = Head(linear=layer, scale=1.0, softcap=None)
-    found, _ = head.score(hidden, targets, temperature)
+    logprobs, _ = head.score(hidden, targets, temperature)
     right = layer(hidden).double().log_softmax(1).gather(1, targets[:, None])[:, 0]
-    assert float((found - right).detach().abs().max()) < 0.1
-    assert torch.allclose(head.exact(hidden).log_softmax(1).gather(1, targets[:, None])[:, 0], found, atol=1e-3)
-    found.sum().backward()
+    assert float((logprobs - right).detach().abs().max()) < 0.1
+    assert torch.allclose(head.exact(hidden).log_softmax(1).gather(1, targets[:, None])[:, 0], logprobs, atol=1e-3)
+    logprobs.sum().backward()
     assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None

@@ -18,14 +18,14 @@ from tests.policy.exact import Words, family, plain_tables
 from tests.training.steps import (
     WHOLE,
     batch_by_hand,
-    by_the_trainer,
-    furthest,
     gradients,
-    in_one_graph,
-    moved,
+    graph_gradient,
+    largest_entry,
+    max_difference,
+    move_weights,
     one_update,
-    prepared,
-    size_of,
+    prepare_tables,
+    trainer_gradient,
 )
 
 KL = {"objective.penalties.kl.beta": 0.3}
@@ -90,26 +90,26 @@ def exact_policy(
         # Fresh adapters are 0 on one side, and half of their gradients with them.
         for parameter in policy.parameters().values():
             parameter.data = parameter.data.double()
-        moved(policy, 0.1, seed=11)
+        move_weights(policy, 0.1, seed=11)
     if policy.value_head is not None:
-        moved(policy, 0.02, seed=12)
+        move_weights(policy, 0.02, seed=12)
     return policy
 
 
 def difference(
     value: Algorithm, policy: Policy, *, passes: int, tokens_per_pack: int = WHOLE, updates: int = 1, seed: int = 0
 ) -> float:
-    """The largest difference over all updates of a step and all parameters, from a gradient that is there at all."""
+    """The largest difference of any gradient entry over all updates of a step; asserts that no gradient is 0."""
     batch = batch_by_hand(seed)
     step = plan(batch.texts, updates=updates, epochs=1, tokens_per_pack=tokens_per_pack, seed=2, packing=policy.packing)
-    tables = prepared(policy, value, batch, step, move=3e-3, old_from=1e-2)
+    tables = prepare_tables(policy, value, batch, step, move=3e-3, old_from=1e-2)
     worst = 0.0
     for update in step:
-        expected = in_one_graph(policy, value, tables, update.rows.tolist())
-        found, report = by_the_trainer(policy, value, tables, update, passes=passes)
+        expected = graph_gradient(policy, value, tables, update.rows.tolist())
+        gradient, report = trainer_gradient(policy, value, tables, update, passes=passes)
         assert report.passes == (2 if value.scope is Scope.UPDATE else passes)
-        assert size_of(expected) > 1e-4
-        worst = max(worst, furthest(found, expected))
+        assert largest_entry(expected) > 1e-4
+        worst = max(worst, max_difference(gradient, expected))
     return worst
 
 
@@ -162,8 +162,8 @@ def test_the_gradient_of_gspo_is_that_of_the_paper_written_out() -> None:
     value = algorithm("gspo")
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch, 30)
-    tables = prepared(policy, value, batch, [update], move=3e-3)
-    found, _ = by_the_trainer(policy, value, tables, update, passes=1)
+    tables = prepare_tables(policy, value, batch, [update], move=3e-3)
+    gradient, _ = trainer_gradient(policy, value, tables, update, passes=1)
 
     new, _, _ = plain_tables(policy, tables.texts, range(len(batch)))
     rewards = batch.rewards.reshape(4, 3)
@@ -181,15 +181,15 @@ def test_the_gradient_of_gspo_is_that_of_the_paper_written_out() -> None:
         clipped += bool(terms[-1] != s * a)
     assert 0 < clipped < len(present) < len(batch)
     (-torch.stack(terms).sum() / len(present)).backward()
-    assert furthest(found, gradients(policy)) < 1e-12
+    assert max_difference(gradient, gradients(policy)) < 1e-12
 
 
 def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out() -> None:
     value = algorithm("grpo with a reference")
     policy, batch = exact_policy(value), batch_by_hand(3)
     update = one_update(batch, 30)
-    tables = prepared(policy, value, batch, [update], move=3e-3, old_from=2e-2)
-    found, _ = by_the_trainer(policy, value, tables, update, passes=2)
+    tables = prepare_tables(policy, value, batch, [update], move=3e-3, old_from=2e-2)
+    gradient, _ = trainer_gradient(policy, value, tables, update, passes=2)
 
     new, _, _ = plain_tables(policy, tables.texts, range(len(batch)))
     assert tables.old_logprobs is not None and tables.ref_logprobs is not None and tables.advantages is not None
@@ -203,7 +203,7 @@ def test_the_gradient_of_grpo_with_a_reference_is_that_of_the_paper_written_out(
             gap = tables.ref_logprobs[row, here] - new[row, here]
             total = total - (torch.minimum(w * a, w.clamp(0.8, 1.2) * a) - 0.3 * (gap.exp() - gap - 1)).mean()
     (total / present).backward()
-    assert furthest(found, gradients(policy)) < 1e-12
+    assert max_difference(gradient, gradients(policy)) < 1e-12
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -212,25 +212,25 @@ def test_leaving_out_rows_that_cannot_have_a_gradient_changes_nothing(name: str,
     value = algorithm(name)
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch, 30)
-    tables = prepared(policy, value, batch, [update], move=3e-3)
+    tables = prepare_tables(policy, value, batch, [update], move=3e-3)
     silent = silent_rows(value, tables)
     assert silent is not None and silent.any() and not silent.all()
-    every, _ = by_the_trainer(policy, value, tables, update, passes=passes)
-    fewer, report = by_the_trainer(policy, value, tables, update, passes=passes, silent=silent)
+    every, _ = trainer_gradient(policy, value, tables, update, passes=passes)
+    fewer, report = trainer_gradient(policy, value, tables, update, passes=passes, silent=silent)
     assert report.silent == int(silent.sum()) and report.rows == len(batch)
-    assert furthest(every, fewer) < 1e-12
+    assert max_difference(every, fewer) < 1e-12
 
 
 def test_clipped_rows_are_skipped_by_the_second_pass_and_counted() -> None:
     value = legato.algorithm("gspo")
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch, 30)
-    tables = prepared(policy, value, batch, [update], move=1e-3)
-    one, first = by_the_trainer(policy, value, tables, update, passes=1)
-    two, second = by_the_trainer(policy, value, tables, update, passes=2)
+    tables = prepare_tables(policy, value, batch, [update], move=1e-3)
+    one, first = trainer_gradient(policy, value, tables, update, passes=1)
+    two, second = trainer_gradient(policy, value, tables, update, passes=2)
     # Three rows of the flat group and the empty one have no gradient by themselves.
     assert first.without_gradient == second.without_gradient > 4
-    assert furthest(one, two) < 1e-12
+    assert max_difference(one, two) < 1e-12
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -238,13 +238,13 @@ def test_an_update_in_which_everything_is_clipped_has_no_gradient(passes: int) -
     value = legato.algorithm("gspo", {"objective.trust.clip.low": 0.0, "objective.trust.clip.high": 0.0})
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch, 30)
-    tables = prepared(policy, value, batch, [update])
+    tables = prepare_tables(policy, value, batch, [update])
     with torch.no_grad():
         # Each response moves the way its advantage pushes.
         assert tables.old_logprobs is not None and tables.advantages is not None
         tables.old_logprobs.sub_(0.1 * tables.advantages.sign())
-    found, report = by_the_trainer(policy, value, tables, update, passes=passes)
-    assert size_of(found) == 0.0 and report.without_gradient == len(batch)
+    gradient, report = trainer_gradient(policy, value, tables, update, passes=passes)
+    assert largest_entry(gradient) == 0.0 and report.without_gradient == len(batch)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -252,18 +252,20 @@ def test_an_update_of_silent_rows_alone_has_no_gradient(passes: int) -> None:
     value = algorithm("gspo")
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch)
-    tables = prepared(policy, value, batch, [update])
-    found, report = by_the_trainer(policy, value, tables, update, passes=passes, silent=torch.ones(12, dtype=torch.bool))
-    assert size_of(found) == 0.0 and report.silent == 12 and report.without_gradient == 0
+    tables = prepare_tables(policy, value, batch, [update])
+    gradient, report = trainer_gradient(
+        policy, value, tables, update, passes=passes, silent=torch.ones(12, dtype=torch.bool)
+    )
+    assert largest_entry(gradient) == 0.0 and report.silent == 12 and report.without_gradient == 0
 
 
 def test_the_gradient_is_added_to_what_the_parameters_hold() -> None:
     value = algorithm("gspo")
     policy, batch = exact_policy(value), batch_by_hand()
     update = one_update(batch)
-    tables = prepared(policy, value, batch, [update], move=3e-3)
-    alone, _ = by_the_trainer(policy, value, tables, update, passes=1)
+    tables = prepare_tables(policy, value, batch, [update], move=3e-3)
+    alone, _ = trainer_gradient(policy, value, tables, update, passes=1)
     for parameter in policy.parameters().values():
         parameter.grad = torch.ones_like(parameter)
-    both, _ = by_the_trainer(policy, value, tables, update, passes=1)
-    assert furthest({name: g + 1 for name, g in alone.items()}, both) < 1e-14
+    both, _ = trainer_gradient(policy, value, tables, update, passes=1)
+    assert max_difference({name: g + 1 for name, g in alone.items()}, both) < 1e-14

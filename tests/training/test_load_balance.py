@@ -14,14 +14,22 @@ from legato.training.tables import Tables
 from tests.policy.routes import chosen_by, record_router_logits, whole
 from tests.training.routed import (
     LORA_WARNING,
+    copy_policy,
     directions_of,
     exact_policy,
     gspo,
+    run_update,
     tables_of,
-    twin,
-    updated,
 )
-from tests.training.steps import batch_by_hand, furthest, gradients, in_one_graph, moved, one_update, size_of
+from tests.training.steps import (
+    batch_by_hand,
+    gradients,
+    graph_gradient,
+    largest_entry,
+    max_difference,
+    move_weights,
+    one_update,
+)
 
 
 def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequence[int], scale: float) -> dict[str, Tensor]:
@@ -30,10 +38,10 @@ def balance_in_one_graph(policy: Policy, name: str, tables: Tables, rows: Sequen
     for row in rows:
         if not texts.lengths[row]:
             continue
-        with record_router_logits(policy.model) as found:
+        with record_router_logits(policy.model) as by_layer:
             policy.model(input_ids=whole(texts, row)[:-1][None], use_cache=False)
         start = int(texts.prompt_lengths[texts.group[row]]) - 1
-        every.append(torch.stack(found, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])
+        every.append(torch.stack(by_layer, 1)[start:][tables.texts.mask[row, : texts.lengths[row]]])
     logits = torch.cat(every)
     shares = torch.zeros(2, 4, dtype=torch.float64)
     for token in chosen_by(logits).tolist():
@@ -69,12 +77,12 @@ def test_the_load_balance_loss_is_that_of_one_graph_over_the_whole_update(
     update = one_update(batch, tokens_per_pack, policy.packing)
     tables = tables_of(policy, value, batch, [update], move=3e-3)
     rows = update.rows.tolist()
-    plain = twin(policy, name, changes)
-    objective = in_one_graph(plain, value, tables, rows)
+    plain = copy_policy(policy, name, changes)
+    objective = graph_gradient(plain, value, tables, rows)
     balance = balance_in_one_graph(plain, name, tables, rows, 0.05)
-    found, report = updated(policy, value, tables, update, load_balance=0.05)
-    assert report.passes == 2 and size_of(balance) > 1e-5
-    assert furthest(found, {key: objective[key] + balance[key] for key in found}) < 1e-10
+    gradient, report = run_update(policy, value, tables, update, load_balance=0.05)
+    assert report.passes == 2 and largest_entry(balance) > 1e-5
+    assert max_difference(gradient, {key: objective[key] + balance[key] for key in gradient}) < 1e-10
     assert report.sums.report()["router/balance"] > 1.0
 
 
@@ -86,7 +94,7 @@ def test_the_shares_of_the_balance_are_of_the_experts_that_were_used() -> None:
     counts = torch.stack(
         [torch.bincount(tables.old_experts[batch.texts.mask][:, m].flatten().long(), minlength=4) for m in (0, 1)]
     )
-    moved(policy, 0.1)
+    move_weights(policy, 0.1)
     traffic = policy.score(tables.texts, update.rows, replace(directions_of(tables), count=True)).traffic
     assert traffic is not None and traffic.choices is not None
     assert torch.equal(traffic.choices, counts.double())

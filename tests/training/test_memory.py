@@ -1,4 +1,4 @@
-"""The memory model beside what autograd really keeps, counted on the smallest models of each kind."""
+"""The memory estimate against the bytes that autograd saves, on the smallest model of each kind."""
 
 import gc
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from legato.training.memory.fit import fit
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
 from tests.policy.exact import accumulate, ones
-from tests.training.held import peak
+from tests.training.held import peak_bytes
 
 VOCABULARY = 64
 COMMON: dict[str, Any] = {
@@ -47,7 +47,7 @@ both_dtypes = pytest.mark.parametrize("dtype", list(SIZES), ids=["float32", "bfl
 
 
 class Words:
-    """A tokenizer of which nothing is asked but its size."""
+    """A tokenizer that has only a size."""
 
     def __len__(self) -> int:
         return VOCABULARY
@@ -63,23 +63,23 @@ def policy_of(kind: str, dtype: torch.dtype, lora: Lora | None = None, checkpoin
     return load_policy(model_of(kind, dtype), loading, tokenizer=Words())
 
 
-def kept(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes of every storage that autograd keeps for the backward, each once, weights apart."""
+def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes that autograd saves for the backward: every storage once, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, tuple[int, Tensor]] = {}
+    saved: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward()
-    return sum(size for size, _ in seen.values())
+    return sum(size for size, _ in saved.values())
 
 
-def texts(groups: int = 2, prompt: int = 30, each: int = 4, response: int = 20) -> Texts:
+def make_texts(groups: int = 2, prompt: int = 30, each: int = 4, response: int = 20) -> Texts:
     rows = groups * each
     return Texts(
         prompts=torch.randint(0, VOCABULARY, (groups, prompt)),
@@ -108,8 +108,8 @@ def packed_demand(policy: Policy, packed: Pack, dtype: torch.dtype, **rest: Any)
     )
 
 
-def forward_of(demand: Demand) -> float:
-    """What a forward of the whole body keeps: the layers, and behind them the last norm."""
+def forward_bytes(demand: Demand) -> float:
+    """The estimated bytes of a forward of the whole body: the layers and the last norm."""
     return demand.memory(checkpointing=False).activations + demand.tokens_per_pack * demand.states()
 
 
@@ -120,112 +120,114 @@ def _seed() -> None:
 
 @both_dtypes
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_plain_forward_keeps_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
+def test_a_plain_forward_saves_the_estimated_bytes(kind: str, dtype: torch.dtype) -> None:
     model, tokens = model_of(kind, dtype), 200
     inputs = torch.randint(0, VOCABULARY, (1, tokens))
-    measured = kept(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
+    measured = saved_bytes(model, lambda: model.get_decoder()(input_ids=inputs, use_cache=False).last_hidden_state)
     demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=tokens)
-    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
+    assert forward_bytes(demand) == pytest.approx(measured, rel=0.15)
 
 
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
 def test_one_more_layer_costs_what_the_formula_says(kind: str, dtype: torch.dtype) -> None:
-    inputs, found = torch.randint(0, VOCABULARY, (1, 200)), []
+    inputs, sizes = torch.randint(0, VOCABULARY, (1, 200)), []
     for layers in (1, 2):
         model = model_of(kind, dtype, layers)
         decoder = model.get_decoder()
-        found.append(kept(model, lambda decoder=decoder: decoder(input_ids=inputs, use_cache=False).last_hidden_state))
+        sizes.append(
+            saved_bytes(model, lambda decoder=decoder: decoder(input_ids=inputs, use_cache=False).last_hidden_state)
+        )
     demand = Demand(shape=Shape.from_config(model.config), size=SIZES[dtype], tokens_per_pack=200)
-    assert demand.layer(sparse=kind == "qwen3-moe") * 200 == pytest.approx(found[1] - found[0], rel=0.03)
+    assert demand.layer(sparse=kind == "qwen3-moe") * 200 == pytest.approx(sizes[1] - sizes[0], rel=0.03)
 
 
 @both_dtypes
 @pytest.mark.parametrize("shape", [(2, 30, 4, 20), (3, 6, 5, 40), (1, 80, 8, 4)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_a_pack_keeps_what_the_model_says(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_a_pack_saves_the_estimated_bytes(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     policy, rows = policy_of(kind, dtype), shape[0] * shape[2]
-    packed = pack(texts(*shape), torch.arange(rows))
+    packed = pack(make_texts(*shape), torch.arange(rows))
     with policy.attending(packed):
-        measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
-    assert forward_of(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
+        measured = saved_bytes(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
+    assert forward_bytes(packed_demand(policy, packed, dtype)) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # peft's own, over fused experts
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_adapters_keep_what_the_model_says(kind: str, dtype: torch.dtype) -> None:
+def test_adapters_save_the_estimated_bytes(kind: str, dtype: torch.dtype) -> None:
     policy = policy_of(kind, dtype, Lora(rank=8))
-    packed = pack(texts(), torch.arange(8))
+    packed = pack(make_texts(), torch.arange(8))
     with policy.attending(packed):
-        measured = kept(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
+        measured = saved_bytes(policy.model, lambda: policy.hidden(packed.tokens[None], packed.positions[None]))
     demand = packed_demand(policy, packed, dtype, adapter_rank=8)
-    assert forward_of(demand) == pytest.approx(measured, rel=0.15)
+    assert forward_bytes(demand) == pytest.approx(measured, rel=0.15)
     assert demand.shape.adapters(8) == sum(p.numel() for p in policy.parameters().values())
 
 
-def alive(forward: Callable[[], Tensor]) -> int:
-    """Bytes that were made during a forward and are still there after it: also what a checkpoint holds by itself."""
+def live_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes of tensors created during a forward that still exist after it, checkpointed inputs included."""
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    made: dict[int, tuple[Any, int]] = {}
+    created: dict[int, tuple[Any, int]] = {}
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = function(*args, **(kwargs or {}))
-            given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            for leaf in tree_leaves(found):
-                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+            outputs = function(*args, **(kwargs or {}))
+            inputs = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs:
                     storage = leaf.untyped_storage()
-                    made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-            return found
+                    created[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            return outputs
 
     with Watching():
         result = forward()
-    # What only a cycle still holds is not kept.
+    # Tensors that only a reference cycle holds do not count.
     gc.collect()
-    total = sum(size for reference, size in made.values() if not reference.expired())
+    total = sum(size for reference, size in created.values() if not reference.expired())
     del result
     return total
 
 
 @both_dtypes
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
-def test_with_checkpointing_a_layer_keeps_its_input(kind: str, dtype: torch.dtype) -> None:
-    found = []
+def test_with_checkpointing_a_layer_saves_only_its_input(kind: str, dtype: torch.dtype) -> None:
+    sizes = []
     for layers in (2, 10):
         loading = Loading(device="cpu", gradient_checkpointing=True)
         policy = load_policy(model_of(kind, dtype, layers), loading, tokenizer=Words())
-        packed = pack(texts(), torch.arange(8))
+        packed = pack(make_texts(), torch.arange(8))
         with policy.attending(packed):
-            found.append(alive(lambda p=policy, k=packed: p.hidden(k.tokens[None], k.positions[None])))
+            sizes.append(live_bytes(lambda p=policy, k=packed: p.hidden(k.tokens[None], k.positions[None])))
     demand = packed_demand(policy, packed, dtype)
     estimated = [
         replace(demand, shape=replace(demand.shape, layers=layers)).memory(checkpointing=True).activations_checkpointed
         for layers in (2, 10)
     ]
-    assert found[1] - found[0] == pytest.approx(8 * len(packed.tokens) * 48 * SIZES[dtype], rel=0.05)
-    assert estimated[1] - estimated[0] == pytest.approx(found[1] - found[0], rel=0.05)
+    assert sizes[1] - sizes[0] == pytest.approx(8 * len(packed.tokens) * 48 * SIZES[dtype], rel=0.05)
+    assert estimated[1] - estimated[0] == pytest.approx(sizes[1] - sizes[0], rel=0.05)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 8000], ids=["layers", "head"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_an_update_holds_at_its_peak_what_the_model_says(kind: str, vocabulary: int, checkpointing: bool) -> None:
+def test_the_peak_of_an_update_is_the_estimate(kind: str, vocabulary: int, checkpointing: bool) -> None:
     rows, tokens, dtype = 32, 240, torch.float32
     automatic: Any = AutoModelForCausalLM
     config = CONFIGS[kind](**{**COMMON, "vocab_size": vocabulary}, num_hidden_layers=6)
     loading = Loading(device="cpu", gradient_checkpointing=checkpointing)
     policy = load_policy(automatic.from_config(config, dtype=dtype), loading, tokenizer=Words())
     policy.logits_at_once = tokens * vocabulary
-    given = texts(4, 60, 8, 60)
-    packed = pack(given, torch.arange(rows))
+    batch = make_texts(4, 60, 8, 60)
+    packed = pack(batch, torch.arange(rows))
     memory = packed_demand(policy, packed, dtype, head_tokens=tokens).memory(checkpointing=checkpointing)
-    kept = memory.activations_checkpointed if checkpointing else memory.activations
-    estimated = kept + max(memory.head, memory.layer) + memory.gradients
-    assert estimated == pytest.approx(peak(lambda: accumulate(policy, given, torch.arange(rows), ones)), rel=0.15)
+    activations = memory.activations_checkpointed if checkpointing else memory.activations
+    estimated = activations + max(memory.head, memory.layer) + memory.gradients
+    assert estimated == pytest.approx(peak_bytes(lambda: accumulate(policy, batch, torch.arange(rows), ones)), rel=0.15)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -252,31 +254,31 @@ QWEN3 = Shape.from_config(
 )
 """Qwen3-0.6B."""
 DEMAND = Demand(
-    shape=QWEN3, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=6, stored_keys=100_000, reference=True
+    shape=QWEN3, size=2, tokens_per_pack=16384, head_tokens=3500, logit_bytes=6, cached_tokens=100_000, reference=True
 )
 
 
 def test_the_items_of_a_known_model_by_hand() -> None:
     weights = 596_049_920
     assert QWEN3.parameters == weights
-    found = DEMAND.memory(checkpointing=False)
-    assert (found.weights, found.reference) == (2 * weights, 2 * weights)
-    assert (found.masters, found.moments) == (4 * weights, 8 * weights)
+    memory = DEMAND.memory(checkpointing=False)
+    assert (memory.weights, memory.reference) == (2 * weights, 2 * weights)
+    assert (memory.masters, memory.moments) == (4 * weights, 8 * weights)
     # A float32 sum of gradients, and one 16-bit gradient of the embedding on its way into it.
-    assert found.gradients == 4 * weights + 2 * 151936 * 1024
-    assert found.keys_and_values == 100_000 * 112 * 1024
+    assert memory.gradients == 4 * weights + 2 * 151936 * 1024
+    assert memory.kv_cache == 100_000 * 112 * 1024
     norms = 2 * (4 * 1024 + 4 + 4 * 1024) + 6 * 3072 + 4 * 24
     attention = 2 * (2 * 2048 + 2 * 1024) + 4 * 16
     assert DEMAND.layer() == norms + attention + 8 * 3072
-    assert found.activations == 16384 * (28 * DEMAND.layer() + 64 + 512)
-    assert found.activations_checkpointed == 16384 * (28 * 2048 + 64 + 512)
-    assert found.head == 16384 * (8 * 1024 + 4 + 4096) + 3500 * 151936 * 6
-    names = ("weights", "reference", "gradients", "masters", "moments", "activations", "keys_and_values", "slack")
-    assert found.total == sum(getattr(found, name) for name in names) + max(found.head, found.layer)
-    assert found.slack == int(0.06 * (found.total - found.slack))
+    assert memory.activations == 16384 * (28 * DEMAND.layer() + 64 + 512)
+    assert memory.activations_checkpointed == 16384 * (28 * 2048 + 64 + 512)
+    assert memory.head == 16384 * (8 * 1024 + 4 + 4096) + 3500 * 151936 * 6
+    names = ("weights", "reference", "gradients", "masters", "moments", "activations", "kv_cache", "slack")
+    assert memory.total == sum(getattr(memory, name) for name in names) + max(memory.head, memory.layer)
+    assert memory.slack == int(0.06 * (memory.total - memory.slack))
 
 
-def test_fused_layers_keep_less() -> None:
+def test_fused_layers_save_fewer_bytes() -> None:
     fused = replace(DEMAND, fused=True)
     assert fused.layer() == 2 * (2 * 1024 + 2 * 2048 + 2 * 1024 + 2 * 3072) + 4 * 16
     by_parts = replace(fused, adapter_rank=8)
@@ -299,11 +301,11 @@ def test_the_memory_of_the_optimizer_by_kind() -> None:
 
 
 def test_adapters_train_little_and_need_no_reference() -> None:
-    found = replace(DEMAND, adapter_rank=16).memory(checkpointing=False)
+    memory = replace(DEMAND, adapter_rank=16).memory(checkpointing=False)
     adapters = QWEN3.adapters(16)
-    assert found.weights == 2 * QWEN3.parameters + 4 * adapters
-    assert (found.reference, found.masters) == (0, 0)
-    assert (found.gradients, found.moments) == (4 * adapters, 8 * adapters)
+    assert memory.weights == 2 * QWEN3.parameters + 4 * adapters
+    assert (memory.reference, memory.masters) == (0, 0)
+    assert (memory.gradients, memory.moments) == (4 * adapters, 8 * adapters)
 
 
 def test_a_pack_fits_whole_or_checkpointed_or_smaller_or_not() -> None:
@@ -324,9 +326,9 @@ def test_a_pack_fits_whole_or_checkpointed_or_smaller_or_not() -> None:
 @pytest.mark.parametrize("available", [28_000_000_000, 30_000_000_000, 33_000_000_000])
 def test_the_smaller_pack_is_the_largest_that_fits(available: int) -> None:
     demand = replace(DEMAND, tokens_per_pack=100_000)
-    found = fit(demand, available, smallest=64)
-    assert found.fits and found.tokens_per_pack < 100_000
-    for tokens, fits in ((found.tokens_per_pack, True), (found.tokens_per_pack + 1, False)):
+    result = fit(demand, available, smallest=64)
+    assert result.fits and result.tokens_per_pack < 100_000
+    for tokens, fits in ((result.tokens_per_pack, True), (result.tokens_per_pack + 1, False)):
         resized = replace(demand, tokens_per_pack=tokens, head_tokens=min(3500, tokens))
         assert (resized.memory(checkpointing=True).total <= available) is fits
 
@@ -335,10 +337,10 @@ def test_the_lines_name_every_item_and_the_total() -> None:
     memory = replace(DEMAND, offload=True).memory(checkpointing=True)
     lines = memory.lines()
     assert lines[-1].split() == ["total", *gigabytes(memory.total).split()]
-    said = "\n".join(lines)
-    for item in ("weights", "reference", "gradients", "activations, checkpointed", "head", "keys and values", "slack"):
-        assert item in said
-    assert "masters" not in said and "host" in said
+    text = "\n".join(lines)
+    for item in ("weights", "reference", "gradients", "activations, checkpointed", "head", "KV cache", "slack"):
+        assert item in text
+    assert "masters" not in text and "host" in text
     assert all(len(line) == len(lines[0]) for line in lines)
 
 

@@ -24,13 +24,13 @@ def gradients(step: int, dtype: torch.dtype = torch.float32, size: float = 0.01)
     return {name: (size * torch.randn(w.shape, generator=generator)).to(dtype) for name, w in weights().items()}
 
 
-def give(parameters: Mapping[str, nn.Parameter], found: Mapping[str, Tensor]) -> None:
+def set_gradients(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         # An optimizer keeps gradients in float32, whatever the weights are; the same numbers then arrive in that.
-        parameter.grad = found[name].clone().to(parameter.grad_dtype or parameter.dtype)
+        parameter.grad = values[name].clone().to(parameter.grad_dtype or parameter.dtype)
 
 
-def made(parameters: Mapping[str, nn.Parameter], **changes: Any) -> Optimizer:
+def make_optimizer(parameters: Mapping[str, nn.Parameter], **changes: Any) -> Optimizer:
     return Optimizer(parameters, OptimizerSettings(**{"lr": 1e-2, **changes}), total_updates=TOTAL)
 
 
@@ -47,12 +47,12 @@ def close(left: Mapping[str, Tensor], right: Mapping[str, Tensor], within: float
 def test_weights_follow_a_plain_float32_adamw(dtype: torch.dtype, offload: bool) -> None:
     mine = weights(dtype)
     plain = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in mine.items()}
-    optimizer = made(mine, lr=1e-4, offload_optimizer=offload, weight_decay=0.0)
+    optimizer = make_optimizer(mine, lr=1e-4, offload_optimizer=offload, weight_decay=0.0)
     reference = torch.optim.AdamW(plain.values(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for step in range(60):
-        found = gradients(step, dtype)
-        give(mine, found)
-        give(plain, {name: value.float() for name, value in found.items()})
+        values = gradients(step, dtype)
+        set_gradients(mine, values)
+        set_gradients(plain, {name: value.float() for name, value in values.items()})
         optimizer.step()
         reference.step()
     for name, weight in mine.items():
@@ -63,7 +63,7 @@ def test_weights_follow_a_plain_float32_adamw(dtype: torch.dtype, offload: bool)
 
 def test_updates_too_small_for_16_bits_add_up_in_the_masters() -> None:
     mine = {"body.matrix": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))}
-    optimizer = made(mine, lr=1e-4)
+    optimizer = make_optimizer(mine, lr=1e-4)
     for _ in range(80):
         mine["body.matrix"].grad = torch.full((2, 2), 0.1)
         optimizer.step()
@@ -72,10 +72,10 @@ def test_updates_too_small_for_16_bits_add_up_in_the_masters() -> None:
 
 def test_masters_on_the_host_change_no_bit() -> None:
     here, there = weights(), weights()
-    near, far = made(here, weight_decay=0.1), made(there, weight_decay=0.1, offload_optimizer=True)
+    near, far = make_optimizer(here, weight_decay=0.1), make_optimizer(there, weight_decay=0.1, offload_optimizer=True)
     for step in range(20):
         for parameters, optimizer in ((here, near), (there, far)):
-            give(parameters, gradients(step))
+            set_gradients(parameters, gradients(step))
             optimizer.step()
     assert equal(here, there)
 
@@ -84,8 +84,8 @@ def test_weights_keep_their_address() -> None:
     for dtype, offload in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
         mine = weights(dtype)
         before = {name: weight.data_ptr() for name, weight in mine.items()}
-        optimizer = made(mine, offload_optimizer=offload)
-        give(mine, gradients(0, dtype))
+        optimizer = make_optimizer(mine, offload_optimizer=offload)
+        set_gradients(mine, gradients(0, dtype))
         optimizer.step()
         optimizer.load(*optimizer.state())
         assert {name: weight.data_ptr() for name, weight in mine.items()} == before
@@ -93,11 +93,14 @@ def test_weights_keep_their_address() -> None:
 
 def test_a_gradient_is_clipped_as_a_whole_and_its_size_reported_before() -> None:
     mine, plain = weights(), weights()
-    found = gradients(0, size=5.0)
-    norm = math.sqrt(sum(float(value.square().sum()) for value in found.values()))
-    optimizer, free = made(mine, gradient_clip=0.7, epsilon=1.0), made(plain, gradient_clip=0.0, epsilon=1.0)
-    give(mine, found)
-    give(plain, {name: 0.7 / norm * value for name, value in found.items()})
+    values = gradients(0, size=5.0)
+    norm = math.sqrt(sum(float(value.square().sum()) for value in values.values()))
+    optimizer, free = (
+        make_optimizer(mine, gradient_clip=0.7, epsilon=1.0),
+        make_optimizer(plain, gradient_clip=0.0, epsilon=1.0),
+    )
+    set_gradients(mine, values)
+    set_gradients(plain, {name: 0.7 / norm * value for name, value in values.items()})
     size, applied = optimizer.step()
     free.step()
     assert applied and abs(size - norm) < 1e-4 * norm
@@ -107,10 +110,10 @@ def test_a_gradient_is_clipped_as_a_whole_and_its_size_reported_before() -> None
 def test_a_small_gradient_and_a_clip_of_0_leave_the_gradient_alone() -> None:
     for clip in (0.0, 1e6):
         mine, plain = weights(), weights()
-        optimizer = made(mine, gradient_clip=clip, epsilon=1.0)
+        optimizer = make_optimizer(mine, gradient_clip=clip, epsilon=1.0)
         reference = torch.optim.AdamW(plain.values(), lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
-        give(mine, gradients(0, size=50.0))
-        give(plain, gradients(0, size=50.0))
+        set_gradients(mine, gradients(0, size=50.0))
+        set_gradients(plain, gradients(0, size=50.0))
         optimizer.step()
         reference.step()
         assert close(mine, plain)
@@ -119,8 +122,8 @@ def test_a_small_gradient_and_a_clip_of_0_leave_the_gradient_alone() -> None:
 def test_only_matrices_decay() -> None:
     mine = weights()
     before = {name: weight.detach().clone() for name, weight in mine.items()}
-    optimizer = made(mine, lr=0.1, weight_decay=0.5)
-    give(mine, {name: torch.zeros_like(weight) for name, weight in mine.items()})
+    optimizer = make_optimizer(mine, lr=0.1, weight_decay=0.5)
+    set_gradients(mine, {name: torch.zeros_like(weight) for name, weight in mine.items()})
     optimizer.step()
     for name, weight in mine.items():
         share = 1.0 if weight.dim() < 2 else 1 - 0.1 * 0.5
@@ -131,14 +134,14 @@ def test_only_matrices_decay() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_not_finite_is_dropped_whole_and_the_schedule_moves_on(dtype: torch.dtype, bad: float) -> None:
     mine = weights(dtype)
-    optimizer = made(mine, schedule="linear", warm_up_updates=2)
-    give(mine, gradients(0, dtype))
+    optimizer = make_optimizer(mine, schedule="linear", warm_up_updates=2)
+    set_gradients(mine, gradients(0, dtype))
     optimizer.step()
     before = {name: weight.detach().clone() for name, weight in mine.items()}
     tensors = {key: value.clone() for key, value in optimizer.state()[0].items()}
-    found = gradients(1, dtype)
-    found["body.norm"][2] = bad
-    give(mine, found)
+    values = gradients(1, dtype)
+    values["body.norm"][2] = bad
+    set_gradients(mine, values)
     size, applied = optimizer.step()
     assert not applied and not math.isfinite(size)
     assert equal(mine, before) and equal(tensors, optimizer.state()[0])
@@ -148,14 +151,14 @@ def test_a_gradient_that_is_not_finite_is_dropped_whole_and_the_schedule_moves_o
 
 def test_an_update_without_gradients_still_steps_with_zeros() -> None:
     mine, plain = weights(), weights()
-    one, two = made(mine), made(plain)
-    give(mine, gradients(0))
-    give(plain, gradients(0))
+    one, two = make_optimizer(mine), make_optimizer(plain)
+    set_gradients(mine, gradients(0))
+    set_gradients(plain, gradients(0))
     one.step()
     two.step()
     before = {name: weight.detach().clone() for name, weight in mine.items()}
     size, applied = one.step()
-    give(plain, {name: torch.zeros_like(weight) for name, weight in plain.items()})
+    set_gradients(plain, {name: torch.zeros_like(weight) for name, weight in plain.items()})
     two.step()
     assert size == 0.0 and applied and one.updates == 2
     assert equal(mine, plain) and not equal(mine, before)
@@ -165,18 +168,18 @@ def test_an_update_without_gradients_still_steps_with_zeros() -> None:
 def test_a_saved_state_goes_on_to_the_bit(dtype: torch.dtype, offload: bool) -> None:
     schedule = {"schedule": "cosine", "warm_up_updates": 3}
     straight = weights(dtype)
-    first = made(straight, **schedule, offload_optimizer=offload, weight_decay=0.1)
+    first = make_optimizer(straight, **schedule, offload_optimizer=offload, weight_decay=0.1)
     for step in range(5):
-        give(straight, gradients(step, dtype))
+        set_gradients(straight, gradients(step, dtype))
         first.step()
     tensors, numbers = first.state()
     saved = {key: value.clone() for key, value in tensors.items()}
     resumed = {name: nn.Parameter(weight.detach().clone()) for name, weight in straight.items()}
-    second = made(resumed, **schedule, offload_optimizer=offload, weight_decay=0.1)
+    second = make_optimizer(resumed, **schedule, offload_optimizer=offload, weight_decay=0.1)
     second.load(saved, dict(numbers))
     for step in range(5, 10):
         for parameters, optimizer in ((straight, first), (resumed, second)):
-            give(parameters, gradients(step, dtype))
+            set_gradients(parameters, gradients(step, dtype))
             optimizer.step()
     assert second.updates == 10 and equal(straight, resumed) and equal(first.state()[0], second.state()[0])
 
@@ -184,11 +187,11 @@ def test_a_saved_state_goes_on_to_the_bit(dtype: torch.dtype, offload: bool) -> 
 def test_a_state_from_before_the_first_update_forgets_the_moments() -> None:
     """A run that is rolled back to its beginning begins: with the moments of later steps it would go elsewhere."""
     fresh, used = weights(), weights()
-    one, two = made(fresh), made(used)
+    one, two = make_optimizer(fresh), make_optimizer(used)
     start = {name: weight.detach().clone() for name, weight in used.items()}
     beginning = two.state()
     for step in range(3):
-        give(used, gradients(step))
+        set_gradients(used, gradients(step))
         two.step()
     with torch.no_grad():
         for name, weight in used.items():
@@ -196,27 +199,27 @@ def test_a_state_from_before_the_first_update_forgets_the_moments() -> None:
     two.load(*beginning)
     assert not two.state()[0]
     for parameters, optimizer in ((fresh, one), (used, two)):
-        give(parameters, gradients(7))
+        set_gradients(parameters, gradients(7))
         optimizer.step()
     assert equal(fresh, used) and equal(one.state()[0], two.state()[0])
 
 
 def test_a_state_without_masters_is_refused_where_they_are_needed() -> None:
-    plain = made(weights())
+    plain = make_optimizer(weights())
     with pytest.raises(ValueError, match="master"):
-        made(weights(torch.bfloat16)).load(*plain.state())
+        make_optimizer(weights(torch.bfloat16)).load(*plain.state())
 
 
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nothing.*train"):
-        made({})
+        make_optimizer({})
 
 
 def test_the_value_head_may_have_a_rate_of_its_own() -> None:
     mine = weights()
     before = {name: weight.detach().clone() for name, weight in mine.items()}
-    optimizer = made(mine, lr=1e-3, value_lr=1e-1)
-    give(mine, {name: torch.ones_like(weight) for name, weight in mine.items()})
+    optimizer = make_optimizer(mine, lr=1e-3, value_lr=1e-1)
+    set_gradients(mine, {name: torch.ones_like(weight) for name, weight in mine.items()})
     optimizer.step()
     moved = {name: float((weight.detach() - before[name]).abs().mean()) for name, weight in mine.items()}
     assert abs(moved["body.matrix"] - 1e-3) < 1e-5 and abs(moved["value_head.linear.weight"] - 1e-1) < 1e-3
@@ -252,7 +255,7 @@ def test_a_warm_up_longer_than_the_run_leaves_the_last_update_the_whole_rate() -
 
 def test_the_rate_of_each_update_is_the_one_it_is_made_with() -> None:
     mine = {"body.matrix": nn.Parameter(torch.zeros(1, 1))}
-    optimizer = made(mine, schedule="linear", warm_up_updates=2, lr=1.0, betas=(0.0, 0.0), gradient_clip=0.0)
+    optimizer = make_optimizer(mine, schedule="linear", warm_up_updates=2, lr=1.0, betas=(0.0, 0.0), gradient_clip=0.0)
     for update in range(6):
         assert optimizer.lr == optimizer.settings.share(update, TOTAL)
         before = float(mine["body.matrix"].detach())

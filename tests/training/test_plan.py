@@ -27,9 +27,9 @@ def test_every_row_is_in_one_update_of_an_epoch_with_its_whole_group(
     groups: int, each: int, updates: int, epochs: int, tokens: int, seed: int, packing: bool
 ) -> None:
     batch = batch_by_hand(seed, groups, each)
-    found = plan(batch.texts, updates=updates, epochs=epochs, tokens_per_pack=tokens, seed=seed, packing=packing)
+    planned = plan(batch.texts, updates=updates, epochs=epochs, tokens_per_pack=tokens, seed=seed, packing=packing)
     for epoch in range(epochs):
-        of_epoch = [update for update in found if update.epoch == epoch]
+        of_epoch = [update for update in planned if update.epoch == epoch]
         assert [update.index for update in of_epoch] == list(range(min(updates, groups)))
         rows = torch.cat([update.rows for update in of_epoch])
         assert sorted(rows.tolist()) == list(range(len(batch)))
@@ -91,5 +91,5 @@ def test_the_deal_depends_on_the_seed_and_the_epoch_alone() -> None:
 
 
 def test_more_updates_than_groups_is_one_group_an_update() -> None:
-    found = plan(batch_by_hand(groups=3).texts, updates=8, epochs=1, tokens_per_pack=99, seed=0, packing=True)
-    assert len(found) == 3 and all(len(update.rows) == 3 for update in found)
+    planned = plan(batch_by_hand(groups=3).texts, updates=8, epochs=1, tokens_per_pack=99, seed=0, packing=True)
+    assert len(planned) == 3 and all(len(update.rows) == 3 for update in planned)

@@ -1,4 +1,4 @@
-"""The probe measures the noise of log s and says whether the engine's word may be the anchor."""
+"""The probe measures the noise of log s and decides whether the engine's log-probs may be the anchor."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ from tests.training.steps import batch_by_hand
 CPU = torch.device("cpu")
 
 
-def heard(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4) -> Tables:
-    """A batch whose engine reported the trainer's own log-probs and so much more."""
+def tables_with_noise(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4) -> Tables:
+    """The tables of a batch whose engine reported the trainer's own log-probs plus `noise`."""
     batch = batch_by_hand(groups=groups, each=each)
     exact = policy.score(Tables.from_batch(batch, CPU).texts, torch.arange(len(batch))).logprobs
     return Tables.from_batch(replace(batch, sampler_logprobs=torch.where(batch.texts.mask, exact + noise, torch.nan)), CPU)
@@ -39,7 +39,7 @@ def heard(policy: Policy, noise: Tensor | float, groups: int = 6, each: int = 4)
 )
 def test_the_engine_is_safe_for_gspo_below_a_third_of_the_published_band(noise: float, safe: bool) -> None:
     policy = policy_of(family("qwen3"))
-    floor = probe(policy, legato.algorithm("gspo"), heard(policy, noise), 40)
+    floor = probe(policy, legato.algorithm("gspo"), tables_with_noise(policy, noise), 40)
     assert floor.band == 3e-4 and floor.sampler_is_safe is safe
     assert abs(floor.engine.max - abs(noise)) < 1e-9 and floor.engine.rms <= floor.engine.max + 1e-15
     assert floor.packs.max < 1e-12
@@ -48,14 +48,14 @@ def test_the_engine_is_safe_for_gspo_below_a_third_of_the_published_band(noise: 
 @pytest.mark.parametrize(("name", "noise", "safe"), [("grpo", 5e-2, True), ("grpo", 7e-2, False), ("luspo", 5e-4, True)])
 def test_the_same_noise_is_safe_under_a_wider_band(name: str, noise: float, safe: bool) -> None:
     policy = policy_of(family("qwen3"))
-    assert probe(policy, legato.algorithm(name), heard(policy, noise), 40).sampler_is_safe is safe
+    assert probe(policy, legato.algorithm(name), tables_with_noise(policy, noise), 40).sampler_is_safe is safe
 
 
 def test_one_response_that_differs_makes_the_engine_unsafe() -> None:
     policy = policy_of(family("qwen3"))
     noise = torch.zeros(24, 1, dtype=torch.float64)
     noise[17] = 0.01
-    floor = probe(policy, legato.algorithm("gspo"), heard(policy, noise), 40)
+    floor = probe(policy, legato.algorithm("gspo"), tables_with_noise(policy, noise), 40)
     assert abs(floor.engine.max - 0.01) < 1e-9 and not floor.sampler_is_safe
     assert abs(floor.engine.rms - 0.01 / 24**0.5) < 1e-9
 
@@ -64,7 +64,7 @@ def test_noise_that_cancels_within_a_response_is_no_noise_of_log_s() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
     signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
     signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
-    floor = probe(policy, legato.algorithm("gspo"), heard(policy, 0.02 * signs), 40)
+    floor = probe(policy, legato.algorithm("gspo"), tables_with_noise(policy, 0.02 * signs), 40)
     assert floor.engine.max < 1e-9
 
 
@@ -73,13 +73,13 @@ def test_noise_that_cancels_within_a_response_is_noise_to_a_ratio_per_token() ->
     signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
     signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
     # Every ratio would start 0.18 off, of a band of 0.2.
-    assert not probe(policy, legato.algorithm("grpo"), heard(policy, 0.18 * signs), 40).sampler_is_safe
+    assert not probe(policy, legato.algorithm("grpo"), tables_with_noise(policy, 0.18 * signs), 40).sampler_is_safe
 
 
 def test_an_algorithm_without_a_band_never_trusts_the_engine() -> None:
     policy = policy_of(family("qwen3"))
     value = legato.algorithm("cispo")
-    assert band(value) is None and not probe(policy, value, heard(policy, 0.0), 40).sampler_is_safe
+    assert band(value) is None and not probe(policy, value, tables_with_noise(policy, 0.0), 40).sampler_is_safe
 
 
 def test_the_band_is_the_narrower_side_of_the_clip() -> None:
@@ -91,7 +91,7 @@ def test_the_band_is_the_narrower_side_of_the_clip() -> None:
 
 def test_at_most_64_responses_are_scored_again() -> None:
     policy = policy_of(family("qwen3"))
-    tables, seen = heard(policy, 0.0, groups=20, each=6), []
+    tables, row_counts = tables_with_noise(policy, 0.0, groups=20, each=6), []
 
     def far(batch: Batch) -> Batch:
         noise = torch.zeros(len(batch), 1, dtype=torch.float64)
@@ -101,13 +101,13 @@ def test_at_most_64_responses_are_scored_again() -> None:
     original = Policy.score
 
     def counting(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
-        seen.append(len(rows))
+        row_counts.append(len(rows))
         return original(self, texts, rows, directions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "score", counting)
         floor = probe(policy, legato.algorithm("gspo"), Tables.from_batch(far(tables.batch), CPU), 40)
-    assert sum(seen) == 2 * 64 and floor.engine.max < 1e-9
+    assert sum(row_counts) == 2 * 64 and floor.engine.max < 1e-9
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -130,7 +130,7 @@ def test_the_same_pack_with_and_without_a_gradient_is_equal_to_the_bit(
 
 def test_the_probe_leaves_no_gradient_behind_and_none_changed() -> None:
     policy = policy_of(family("qwen3"))
-    tables = heard(policy, 0.0)
+    tables = tables_with_noise(policy, 0.0)
     probe(policy, legato.algorithm("gspo"), tables, 40)
     assert all(weight.grad is None for weight in policy.parameters().values())
     generator = torch.Generator().manual_seed(1)
@@ -144,7 +144,7 @@ def test_the_probe_leaves_no_gradient_behind_and_none_changed() -> None:
 
 
 def alter_pieces(patch: pytest.MonkeyPatch, change: Callable[[Piece], Tensor]) -> None:
-    """From here on passes with a gradient have other log-probs."""
+    """Replace the log-probs of passes with a gradient by those of `change`."""
     pieces = Forward.pieces
 
     def altered(self: Forward) -> Iterator[Piece]:
@@ -155,8 +155,8 @@ def alter_pieces(patch: pytest.MonkeyPatch, change: Callable[[Piece], Tensor]) -
     patch.setattr(Forward, "pieces", altered)
 
 
-def disturbed(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
-    """A policy one of whose paths is off by so much in every token: 'learn', 'alone' or 'score' (both scorings)."""
+def disturb_path(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
+    """Add `size` to every log-prob of one path: 'learn', 'alone' or 'score' (both passes without a gradient)."""
     score = Policy.score
 
     def scored(self: Policy, texts: Texts, rows: Tensor, directions: Directions | None = None) -> Channels:
@@ -176,9 +176,9 @@ def disturbed(patch: pytest.MonkeyPatch, where: str, size: float) -> None:
 @pytest.mark.parametrize(("size", "clipped"), [(1e-4, 0.0), (1e-3, 1.0), (-1e-3, 1.0)])
 def test_a_disturbance_shows_only_in_the_figures_of_its_path(where: str, off: set[str], size: float, clipped: float) -> None:
     policy = policy_of(family("qwen3"))
-    tables = heard(policy, 0.0)
+    tables = tables_with_noise(policy, 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        disturbed(patch, where, size)
+        disturb_path(patch, where, size)
         floor = probe(policy, legato.algorithm("gspo"), tables, 40)
     metrics = floor.metrics()
     for name in ("same", "packs", "engine"):
@@ -192,15 +192,15 @@ def test_a_disturbance_shows_only_in_the_figures_of_its_path(where: str, off: se
 
 def test_one_token_that_differs_in_one_bit_is_reported() -> None:
     policy = policy_of(family("qwen3"))
-    tables = heard(policy, 0.0)
+    tables = tables_with_noise(policy, 0.0)
 
     def change(piece: Piece) -> Tensor:
-        found = piece.channels.logprobs.clone()
+        logprobs = piece.channels.logprobs.clone()
         if 0 in piece.rows:
             row = piece.rows.tolist().index(0)
             column = int(tables.texts.mask[0].nonzero()[0])
-            found[row, column] = torch.nextafter(found[row, column], torch.tensor(-9.0, dtype=found.dtype))
-        return found
+            logprobs[row, column] = torch.nextafter(logprobs[row, column], torch.tensor(-9.0, dtype=logprobs.dtype))
+        return logprobs
 
     with pytest.MonkeyPatch.context() as patch:
         alter_pieces(patch, change)
@@ -210,8 +210,8 @@ def test_one_token_that_differs_in_one_bit_is_reported() -> None:
     assert "warning" in floor.lines("sampler")[-1]
 
 
-def slowly(name: str, drift: list[list[float | None]], turns: list[list[int]]) -> tuple[float, float, float]:
-    """Largest |r - 1|, largest |log| of what is bounded, and the share outside the band, in plain loops; None: no token."""
+def gap_by_loops(name: str, drift: list[list[float | None]], turns: list[list[int]]) -> tuple[float, float, float]:
+    """Largest |r - 1|, largest |log-ratio| that is bounded, and the share outside the band, in loops; None: no token."""
     token_low, token_high, low, high = {
         "gspo": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
         "gspo-token": (None, None, math.log(1 - 3e-4), math.log(1 + 4e-4)),
@@ -252,15 +252,15 @@ def test_the_spurious_clip_rate_equals_a_slow_loop(name: str, size: float) -> No
     generator = torch.Generator().manual_seed(11)
     drift = size * torch.randn(batch.texts.mask.shape, generator=generator, dtype=torch.float64)
     mask = Mask(batch.texts.mask, torch.float64)
-    found = measure_gap(legato.algorithm(name), mask, batch.turn, mask.select(drift))
+    gap = measure_gap(legato.algorithm(name), mask, batch.turn, mask.select(drift))
     listed = [
-        [x if inside else None for x, inside in zip(row, seen, strict=True)]
-        for row, seen in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
+        [x if inside else None for x, inside in zip(row, insides, strict=True)]
+        for row, insides in zip(drift.tolist(), batch.texts.mask.tolist(), strict=True)
     ]
-    ratio, bounded, clipped = slowly(name, listed, batch.turn.tolist())
-    assert found.ratio == pytest.approx(ratio, rel=1e-9)
-    assert found.bounded == pytest.approx(bounded, rel=1e-9)
-    assert found.clipped == pytest.approx(clipped, abs=1e-12)
+    ratio, bounded, clipped = gap_by_loops(name, listed, batch.turn.tolist())
+    assert gap.ratio == pytest.approx(ratio, rel=1e-9)
+    assert gap.bounded == pytest.approx(bounded, rel=1e-9)
+    assert gap.clipped == pytest.approx(clipped, abs=1e-12)
 
 
 def test_the_rates_of_the_slow_loop_are_not_all_alike() -> None:
@@ -278,14 +278,14 @@ def test_a_band_that_widens_with_length_is_that_of_each_response() -> None:
     wide = [3e-4 * (2048 / length) ** 0.5 for length in (8, 2)]
     turn = torch.zeros(2, 8, dtype=torch.long)
     for drift, share in ((0.9 * wide[0], 0.0), (-1.1 * wide[0], 0.5), (-1.1 * wide[1], 1.0)):
-        found = measure_gap(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
-        assert found.clipped == share
+        gap = measure_gap(value, mask, turn, mask.select(torch.full((2, 8), drift, dtype=torch.float64)))
+        assert gap.clipped == share
 
 
 @pytest.mark.parametrize("name", ["cispo", "sapo", "reinforce", "rloo", "vespo", "fspo", "bapo", "dppo"])
 def test_without_a_band_there_is_no_rate_and_no_trust_in_the_engine(name: str) -> None:
     policy = policy_of(family("qwen3"))
-    floor = probe(policy, legato.algorithm(name), heard(policy, 0.0), 40)
+    floor = probe(policy, legato.algorithm(name), tables_with_noise(policy, 0.0), 40)
     assert floor.band is None and floor.engine.clipped is None and not floor.sampler_is_safe
     assert not any(key.endswith("_clipped") for key in floor.metrics())
     assert "no clip band" in floor.lines("recompute")[1] and "recomputed" in floor.lines("recompute")[1]
@@ -295,56 +295,56 @@ def test_a_clip_of_tokens_measures_the_engine_by_tokens() -> None:
     policy, batch = policy_of(family("qwen3")), batch_by_hand(groups=6, each=4)
     signs = torch.where(batch.texts.mask, (batch.texts.mask.cumsum(1) % 2 * 2 - 1).double(), 0.0)
     signs = torch.where(batch.texts.mask.sum(1, keepdim=True) % 2 == 0, signs, 0.0)
-    floor = probe(policy, legato.algorithm("gmpo"), heard(policy, 0.3 * signs), 40)
+    floor = probe(policy, legato.algorithm("gmpo"), tables_with_noise(policy, 0.3 * signs), 40)
     assert floor.unit == "tokens" and floor.engine.max < 1e-9 and floor.engine.clipped == 0.0
     assert floor.engine.bounded == pytest.approx(0.3) and not floor.sampler_is_safe
 
 
 def test_a_product_of_ratios_is_measured_as_the_product() -> None:
     policy = policy_of(family("qwen3"))
-    tables = heard(policy, 0.02)
+    tables = tables_with_noise(policy, 0.02)
     longest = int(tables.texts.mask.sum(1).max())
     floor = probe(policy, legato.algorithm("seq-product"), tables, 40)
     assert floor.engine.bounded == pytest.approx(0.02 * longest, rel=1e-6) and 0.02 < 0.2 / 3 < 0.02 * longest
     assert not floor.sampler_is_safe
 
 
-def found_floor(**rest: Any) -> Floor:
+def make_floor(**rest: Any) -> Floor:
     nothing = Gap(max=0.0, rms=0.0, token_max=0.0, ratio=0.0, bounded=0.0, clipped=0.0)
     packs = replace(nothing, max=1e-7, rms=1e-8, ratio=1e-7, bounded=1e-7)
     engine = Gap(max=5e-4, rms=1e-4, token_max=1e-3, ratio=5e-4, bounded=5e-4, clipped=0.0156)
-    given: dict[str, Any] = {"same": nothing, "packs": packs, "engine": engine, "same_tokens": 0.0}
-    return Floor(**{**given, "unit": "responses", "band": 3e-4, **rest})
+    fields: dict[str, Any] = {"same": nothing, "packs": packs, "engine": engine, "same_tokens": 0.0}
+    return Floor(**{**fields, "unit": "responses", "band": 3e-4, **rest})
 
 
 def test_the_lines_of_a_floor_have_every_gap_the_band_and_the_anchor() -> None:
-    gaps, clipped, unsafe = found_floor().lines("recompute")
+    gaps, clipped, unsafe = make_floor().lines("recompute")
     assert numbers(gaps)[-3:] == [0, 1e-7, 5e-4]  # same path, other packs, engine
     assert numbers(clipped) == [3e-4, 0, 0, 1.56] and "responses" in clipped and "recomputed" in clipped
     assert numbers(unsafe) == [5e-4, 1e-4] and "warning" not in unsafe
-    _, clipped, unsafe = found_floor().lines("sampler")
+    _, clipped, unsafe = make_floor().lines("sampler")
     assert "anchor" in clipped and "recomputed" not in clipped
     assert unsafe.startswith("warning: ") and 5e-4 in numbers(unsafe)
-    assert numbers(found_floor(same_tokens=0.125).lines("sampler")[3])[0] == 12.5
-    assert len(found_floor(engine=replace(found_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
+    assert numbers(make_floor(same_tokens=0.125).lines("sampler")[3])[0] == 12.5
+    assert len(make_floor(engine=replace(make_floor().engine, bounded=9e-5, clipped=0.0)).lines("sampler")) == 2
 
 
-def test_a_refusal_has_the_numbers_and_the_way_round_it() -> None:
-    said = str(UnsafeAnchorError(found_floor()))
+def test_a_refusal_names_the_numbers_and_the_options() -> None:
+    message = str(UnsafeAnchorError(make_floor()))
     for word in ("5.0e-04", "1.56 % of responses", "1.0e-04", "3.0e-04", "accept_unsafe_anchor=true", "anchor=auto"):
-        assert word in said
-    assert found_floor().fills_the_band and not found_floor(band=None).fills_the_band
+        assert word in message
+    assert make_floor().fills_the_band and not make_floor(band=None).fills_the_band
 
 
 def test_every_figure_is_a_documented_metric_and_the_other_way_round() -> None:
     documented = {metric.key for metric in RUN_METRICS if metric.key.startswith("noise/")}
-    assert set(found_floor().metrics()) == documented
-    assert found_floor().metrics()["noise/engine_max"] == 5e-4
+    assert set(make_floor().metrics()) == documented
+    assert make_floor().metrics()["noise/engine_max"] == 5e-4
 
 
 def test_nothing_clipped_and_a_third_of_the_band_to_spare_make_the_engine_safe() -> None:
     engine = Gap(max=9e-5, rms=9e-5, token_max=1e-3, ratio=9e-5, bounded=9e-5, clipped=0.0)
-    assert found_floor(engine=engine).sampler_is_safe
-    assert not found_floor(engine=replace(engine, bounded=1.1e-4)).sampler_is_safe
-    assert not found_floor(engine=replace(engine, clipped=0.01)).sampler_is_safe
-    assert not found_floor(engine=engine, band=None).sampler_is_safe
+    assert make_floor(engine=engine).sampler_is_safe
+    assert not make_floor(engine=replace(engine, bounded=1.1e-4)).sampler_is_safe
+    assert not make_floor(engine=replace(engine, clipped=0.01)).sampler_is_safe
+    assert not make_floor(engine=engine, band=None).sampler_is_safe

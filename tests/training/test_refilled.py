@@ -1,4 +1,5 @@
-"""Between two update: the rows that are left go into fewer packs, no fuller than the fullest was; rectangles stay apart."""
+"""Before the second pass, the remaining rows are merged into fewer packs, none larger than the largest was; padded rows
+are not merged."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ PACKS = [torch.tensor([7, 1]), torch.tensor([0, 3]), torch.tensor([2, 4]), torch
 """10, 9, 10 and 3 tokens."""
 
 
-def refilled(monkeypatch: pytest.MonkeyPatch, alive: set[int], *, packing: bool) -> list[list[int]]:
-    """Rows by pack."""
+def refill_rows(monkeypatch: pytest.MonkeyPatch, alive: set[int], *, packing: bool) -> list[list[int]]:
+    """The rows of each pack after refilling with the `alive` rows."""
     rows = torch.cat(PACKS)
     monkeypatch.setattr(update, "_tokens_read", lambda policy, tables, part: int(SIZES[part].sum()))
     work: Any = object.__new__(update._Work)
@@ -27,18 +28,18 @@ def refilled(monkeypatch: pytest.MonkeyPatch, alive: set[int], *, packing: bool)
 
 
 def test_survivors_fill_packs_up_to_the_fullest_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refilled(monkeypatch, {1, 3, 4, 6, 5}, packing=True) == [[1, 3, 6, 5], [4]]
+    assert refill_rows(monkeypatch, {1, 3, 4, 6, 5}, packing=True) == [[1, 3, 6, 5], [4]]
 
 
 def test_packs_of_padded_rows_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refilled(monkeypatch, {1, 3, 4, 6, 5}, packing=False) == [[1], [3], [4], [6, 5]]
+    assert refill_rows(monkeypatch, {1, 3, 4, 6, 5}, packing=False) == [[1], [3], [4], [6, 5]]
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_pack_of_which_nothing_is_left_is_not_computed(packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refilled(monkeypatch, {7, 2}, packing=packing) == [[7], [2]]
-    assert refilled(monkeypatch, set(), packing=packing) == []
+def test_a_micro_batch_without_rows_is_not_computed(packing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refill_rows(monkeypatch, {7, 2}, packing=packing) == [[7], [2]]
+    assert refill_rows(monkeypatch, set(), packing=packing) == []
 
 
 def test_with_every_row_left_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refilled(monkeypatch, set(range(8)), packing=True) == [pack.tolist() for pack in PACKS]
+    assert refill_rows(monkeypatch, set(range(8)), packing=True) == [pack.tolist() for pack in PACKS]

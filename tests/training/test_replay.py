@@ -1,4 +1,4 @@
-"""Routing Replay: a no-op while nothing has moved, and then the gradient of a model with the routes built in."""
+"""Routing replay: a no-op before the first update, and later the gradient of a model with fixed routes."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,15 +16,15 @@ from tests.training.routed import (
     CPU,
     LORA_WARNING,
     Forcing,
+    copy_policy,
     directions_of,
     exact_policy,
     gspo,
     routes_of,
+    run_update,
     tables_of,
-    twin,
-    updated,
 )
-from tests.training.steps import batch_by_hand, furthest, in_one_graph, moved, one_update, size_of
+from tests.training.steps import batch_by_hand, graph_gradient, largest_entry, max_difference, move_weights, one_update
 
 
 def test_the_first_update_under_r2_changes_no_bit() -> None:
@@ -35,12 +35,14 @@ def test_the_first_update_under_r2_changes_no_bit() -> None:
         for name in FAMILIES:
             policy = load_policy(as_published(name, dtype), Loading(dtype="float32", device="cpu"), tokenizer=Words())
             update = one_update(batch, 30)
-            plain = updated(policy, value, tables_of(policy, value, batch, [update]), update)
+            plain = run_update(policy, value, tables_of(policy, value, batch, [update]), update)
             for passes in (1, 2):
                 tables = tables_of(policy, value, batch, [update], replay="R2")
-                found, report = updated(policy, value, tables, update, passes=passes)
+                gradient, report = run_update(policy, value, tables, update, passes=passes)
                 if passes == 1:
-                    assert size_of(found) > 0 and all(torch.equal(found[key], plain[0][key]) for key in found), name
+                    assert largest_entry(gradient) > 0 and all(
+                        torch.equal(gradient[key], plain[0][key]) for key in gradient
+                    ), name
                 numbers = report.sums.report()
                 assert numbers["router/replay_missing"] == numbers["router/flip_mean"] == 0.0
                 assert numbers["ratio/sequence_min"] == numbers["ratio/sequence_max"] == 1.0
@@ -65,32 +67,32 @@ def test_gradients_under_r2_are_those_of_a_model_with_the_old_routes_built_in(
     value, batch, policy = gspo(), batch_by_hand(), exact_policy(name, **changes)
     update = one_update(batch, 25, policy.packing)
     tables = tables_of(policy, value, batch, [update], replay="R2")
-    rows, plain = update.rows.tolist(), twin(policy, name, changes)
+    rows, plain = update.rows.tolist(), copy_policy(policy, name, changes)
     old_routes = Forcing(plain, batch, rows)
-    moved(policy, 0.05)
-    moved(plain, 0.05)
-    free = in_one_graph(plain, value, tables, rows)
+    move_weights(policy, 0.05)
+    move_weights(plain, 0.05)
+    free = graph_gradient(plain, value, tables, rows)
     with force_experts(plain, name, old_routes):
-        expected = in_one_graph(plain, value, tables, rows)
+        expected = graph_gradient(plain, value, tables, rows)
     assert old_routes.calls == 2 * len(rows)
-    found, report = updated(policy, value, tables, update, passes=passes)
+    gradient, report = run_update(policy, value, tables, update, passes=passes)
     numbers = report.sums.report()
-    assert furthest(found, expected) < 1e-10 < 1e-5 < furthest(expected, free)
+    assert max_difference(gradient, expected) < 1e-10 < 1e-5 < max_difference(expected, free)
     assert numbers["router/flip_mean"] > 0.02 and numbers["router/replay_missing"] == 0.0
-    router = next(key for key in found if "gate." in key or "router." in key)
-    assert float(found[router].abs().max()) > 1e-6
+    router = next(key for key in gradient if "gate." in key or "router." in key)
+    assert float(gradient[router].abs().max()) > 1e-6
 
 
 def test_after_a_move_r2_uses_the_old_experts_with_gates_of_the_live_logits() -> None:
     value, batch, policy = gspo(), batch_by_hand(), exact_policy()
     update = one_update(batch)
     tables = tables_of(policy, value, batch, [update], replay="R2")
-    moved(policy, 0.1)
+    move_weights(policy, 0.1)
     assert tables.replay is not None and policy.routers is not None
     used: list[Any] = []
     with record_router_logits(policy.model) as logits:
         handles = [
-            layer.mlp.experts.register_forward_pre_hook(lambda _, given: used.append(given[1:]))
+            layer.mlp.experts.register_forward_pre_hook(lambda _, inputs: used.append(inputs[1:]))
             for layer in policy.body.model.layers
         ]
         packed = policy.pack(tables.texts, update.rows)
@@ -116,10 +118,10 @@ def test_r3_with_an_engine_that_is_the_trainer_changes_nothing() -> None:
     replayed = tables_of(policy, value, batch, [update], replay="R3")
     assert plain.old_logprobs is not None and replayed.old_logprobs is not None
     assert torch.equal(plain.old_logprobs, replayed.old_logprobs)
-    without, _ = updated(policy, value, plain, update)
-    found, report = updated(policy, value, replayed, update)
+    without, _ = run_update(policy, value, plain, update)
+    gradient, report = run_update(policy, value, replayed, update)
     numbers = report.sums.report()
-    assert size_of(found) > 0 and all(torch.equal(found[key], without[key]) for key in found)
+    assert largest_entry(gradient) > 0 and all(torch.equal(gradient[key], without[key]) for key in gradient)
     assert numbers["router/replay_missing"] == numbers["router/mismatch_flip_mean"] == 0.0
     assert numbers["router/mismatch_any_flip"] == numbers["router/mismatch_flip_layer1"] == 0.0
 
@@ -132,7 +134,7 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     rows = list(range(len(batch)))
     unforced = plain_tables(policy, Tables.from_batch(batch, CPU).texts, rows)[0].detach()
     engine = exact_policy(packing=packing)
-    moved(engine, 0.1, seed=21)
+    move_weights(engine, 0.1, seed=21)
     batch = replace(batch, routes=routes_of(engine, batch))
     update = one_update(batch, 25, packing)
     tables = tables_of(policy, value, batch, [update], replay="R3", skip_first=skip_first)
@@ -145,13 +147,13 @@ def test_r3_forces_the_routes_of_the_engine_on_old_and_new_and_not_on_the_refere
     assert torch.allclose(tables.ref_logprobs[inside], unforced[inside], atol=1e-12)
     assert not torch.allclose(old[inside], unforced[inside], atol=1e-4)
     if not skip_first:
-        moved(policy, 0.02)
+        move_weights(policy, 0.02)
     anchored = replace(tables, old_logprobs=old) if skip_first else tables
     with force_experts(policy, "qwen3-moe", Forcing(engine, batch, rows)):
-        expected = in_one_graph(policy, value, anchored, rows)
+        expected = graph_gradient(policy, value, anchored, rows)
     for passes in (1, 2):
-        found, report = updated(policy, value, tables, update, passes=passes)
-        assert furthest(found, expected) < 1e-10
+        gradient, report = run_update(policy, value, tables, update, passes=passes)
+        assert max_difference(gradient, expected) < 1e-10
         assert report.sums.report()["router/mismatch_flip_mean"] > 0.02
 
 
@@ -162,7 +164,7 @@ def test_records_that_are_missing_fall_through_and_are_counted() -> None:
     batch = replace(batch, routes=routes)
     update = one_update(batch)
     tables = tables_of(policy, value, batch, [update], replay="R3")
-    numbers = updated(policy, value, tables, update)[1].sums.report()
+    numbers = run_update(policy, value, tables, update)[1].sums.report()
     prompts, responses = int(batch.texts.prompt_lengths.sum()), int((batch.texts.lengths - 1).clamp(min=0).sum())
     assert numbers["router/replay_missing"] == pytest.approx(responses / (prompts + responses))
 

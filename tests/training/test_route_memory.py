@@ -1,4 +1,4 @@
-"""The memory of routes beside what a step and a pass really hold."""
+"""The estimated bytes of routes against those that a step and a pass hold."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,19 +12,19 @@ from legato.training.memory.model import Demand
 from legato.training.memory.shape import Shape
 from tests.policy.exact import Words, accumulate, ones, ragged
 from tests.policy.routes import as_published
-from tests.training.held import peak
+from tests.training.held import peak_bytes
 from tests.training.routed import exact_policy, gspo, routes_of, tables_of
 from tests.training.steps import batch_by_hand, one_update
 
 
 @pytest.mark.parametrize("replay", ["off", "R2", "R3"])
-def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
+def test_route_tables_need_the_estimated_bytes(replay: str) -> None:
     policy, batch = exact_policy(), batch_by_hand()
     batch = replace(batch, routes=routes_of(policy, batch))
     tables = tables_of(policy, gspo(), batch, [one_update(batch)], replay=replay)
-    held: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
+    tensors: list[Any] = [tables.old_experts, tables.old_router_logprobs, tables.sampler_experts]
     if tables.replay is not None:
-        held += [tables.replay.experts, tables.replay.tokens]
+        tensors += [tables.replay.experts, tables.replay.tokens]
     written = batch.texts.tokens.numel()
     demand = Demand(
         shape=Shape.from_config(policy.body.config),
@@ -34,22 +34,25 @@ def test_the_tables_of_a_step_hold_what_the_model_says(replay: str) -> None:
         engine_routes=True,
         replayed=0 if replay == "off" else written + batch.texts.prompts.numel(),
     )
-    assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in held)
+    assert demand.memory(checkpointing=False).routes == sum(table.nbytes for table in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_that_is_looked_at_holds_no_more_than_the_model_says(dtype: torch.dtype) -> None:
+def test_recording_routes_needs_no_more_bytes_than_estimated(dtype: torch.dtype) -> None:
     model = as_published("qwen3-moe", dtype, num_experts=64, num_experts_per_tok=4, num_hidden_layers=4)
     policy = load_policy(model, Loading(device="cpu"), tokenizer=Words())
     texts, rows = ragged(groups=8, each=6, longest=60), torch.arange(48)
     packed = policy.pack(texts, rows)
-    plain, looked_at = (peak(lambda told=told: accumulate(policy, texts, rows, ones, told)) for told in (None, Directions()))
+    plain, looked_at = (
+        peak_bytes(lambda directions=directions: accumulate(policy, texts, rows, ones, directions))
+        for directions in (None, Directions())
+    )
     read = len(packed.read)
     demand = Demand(
         shape=Shape.from_config(policy.body.config),
         size=dtype.itemsize,
         tokens_per_pack=len(packed.tokens),
-        routed_at_once=read,
+        routed_per_update=read,
     )
     estimated = demand._routes()
     assert 0.3 * estimated < looked_at - plain <= estimated

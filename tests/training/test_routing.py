@@ -1,4 +1,4 @@
-"""Routing in an update: what is measured of it, and what RSPO weighs with."""
+"""Routing in an update: its metrics, and the weights of RSPO."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from legato.training.plan import Update, plan
 from legato.training.tables import Tables
 from tests.policy.exact import plain_tables
 from tests.policy.routes import chosen_by, plain_logits, rows_with_tokens
-from tests.training.routed import WIDE, exact_policy, gspo, routes_of, tables_of, updated
-from tests.training.steps import batch_by_hand, furthest, gradients, moved, one_update, size_of
+from tests.training.routed import WIDE, exact_policy, gspo, routes_of, run_update, tables_of
+from tests.training.steps import batch_by_hand, gradients, largest_entry, max_difference, move_weights, one_update
 
 
 def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:
@@ -28,7 +28,7 @@ def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:
             tables = tables_of(policy, value, batch, step, skip_first=skip_first)
             for update in step:
                 for passes in (1, 2):
-                    report = updated(policy, value, tables, update, passes=passes)[1].sums.report()
+                    report = run_update(policy, value, tables, update, passes=passes)[1].sums.report()
                     assert report["router/flip_mean"] == report["router/any_flip"] == report["router/jaccard"] == 0.0
                     assert report["router/shift_mean"] == 1.0 and report["router/floored"] == 0.0
                     assert report["router/flip_layer0"] == report["router/flip_layer1"] == 0.0
@@ -36,8 +36,8 @@ def test_nothing_flips_and_gamma_is_1_at_equal_weights() -> None:
                     assert "router/replay_missing" not in report and "router/mismatch_flip_mean" not in report
 
 
-def by_loops(policy: Policy, tables: Tables, before: dict[int, Tensor]) -> dict[str, float]:
-    """The measures of routing in plain loops, from the router logits of every row alone before and now."""
+def routing_by_loops(policy: Policy, tables: Tables, before: dict[int, Tensor]) -> dict[str, float]:
+    """The routing metrics in plain loops, from the router logits of each row alone, before and after the move."""
     batch, texts = tables.batch, tables.texts
     flips, any_flips, distances, gammas, entropies, per_token, moved_by = [], [], [], [], [], [], []
     new = plain_tables(policy, texts, range(len(batch)))[0].detach()
@@ -89,17 +89,17 @@ def set_of(logits: Tensor) -> list[set[int]]:
 @pytest.mark.parametrize(
     ("packing", "name"), [(True, "qwen3-moe"), (False, "qwen3-moe"), (True, "gpt-oss"), (True, "olmoe")]
 )
-def test_what_is_measured_is_what_loops_over_single_rows_find(name: str, packing: bool, passes: int) -> None:
+def test_routing_metrics_equal_loops_over_single_rows(name: str, packing: bool, passes: int) -> None:
     value, batch, policy = gspo(), batch_by_hand(), exact_policy(name, packing=packing)
     update = one_update(batch, 25, packing)
     tables = tables_of(policy, value, batch, [update])
     before = {row: plain_logits(policy, tables.texts, row) for row in rows_with_tokens(tables.texts)}
-    moved(policy, 0.08)
-    expected = by_loops(policy, tables, before)
-    found = updated(policy, value, tables, update, passes=passes)[1].sums.report()
+    move_weights(policy, 0.08)
+    expected = routing_by_loops(policy, tables, before)
+    metrics = run_update(policy, value, tables, update, passes=passes)[1].sums.report()
     assert expected["router/flip_mean"] > 0.05 and expected["router/shift_mean"] < 0.99
-    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
-    assert -1 <= found["router/flip_sequence_correlation"] <= 1
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    assert -1 <= metrics["router/flip_sequence_correlation"] <= 1
 
 
 def test_the_engine_as_anchor_is_the_old_policy_of_the_flips() -> None:
@@ -107,12 +107,12 @@ def test_the_engine_as_anchor_is_the_old_policy_of_the_flips() -> None:
     batch = replace(batch, routes=routes_of(policy, batch), sampler_logprobs=batch.sampler_logprobs.nan_to_num(-1.0))
     update = one_update(batch)
     tables = tables_of(policy, value, batch, [update], choice="sampler")
-    numbers = updated(policy, value, tables, update)[1].sums.report()
+    numbers = run_update(policy, value, tables, update)[1].sums.report()
     assert numbers["router/flip_mean"] == numbers["router/mismatch_flip_mean"] == 0.0
     assert "router/shift_mean" not in numbers
-    moved(policy, 0.1)
+    move_weights(policy, 0.1)
     later = replace(update, index=1)
-    numbers = updated(policy, value, tables, later)[1].sums.report()
+    numbers = run_update(policy, value, tables, later)[1].sums.report()
     assert numbers["router/flip_mean"] > 0.02 and "router/mismatch_flip_mean" not in numbers
 
 
@@ -140,7 +140,7 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
     tables = tables_of(policy, value, batch, [update], choice=choice)
     assert (tables.old_logprobs is tables.sampler_logprobs) is (choice == "sampler")
     before = {row: plain_logits(policy, tables.texts, row).log_softmax(-1) for row in rows_with_tokens(tables.texts)}
-    moved(policy, 0.03)
+    move_weights(policy, 0.03)
     gamma = torch.ones(batch.texts.mask.shape, dtype=torch.float64)
     for row, old in before.items():
         start = int(batch.texts.prompt_lengths[batch.texts.group[row]]) - 1
@@ -148,17 +148,19 @@ def test_router_shift_weighs_with_the_routers_of_old_and_new_at_the_predicting_p
         shift = router_shift(old.gather(-1, experts), new.gather(-1, experts))
         gamma[row, : batch.texts.lengths[row]] = shift[start:]
     assert 0.0 < float((gamma[batch.texts.mask] < 0.8).double().mean()) < 1.0
-    expected = shifted(policy, value, tables, update, gamma)
-    found, report = updated(policy, value, tables, update, passes=passes)
-    assert furthest(found, expected) < 1e-10 < size_of(expected)
-    assert furthest(expected, shifted(policy, value, tables, update, torch.ones_like(gamma))) > 1e-6
+    expected = gradient_with_shift(policy, value, tables, update, gamma)
+    gradient, report = run_update(policy, value, tables, update, passes=passes)
+    assert max_difference(gradient, expected) < 1e-10 < largest_entry(expected)
+    assert max_difference(expected, gradient_with_shift(policy, value, tables, update, torch.ones_like(gamma))) > 1e-6
     numbers = report.sums.report()
     assert numbers["router/shift_mean"] == pytest.approx(float(gamma[batch.texts.mask].mean()), abs=1e-9)
     assert numbers["router/floored"] == pytest.approx(float((gamma[batch.texts.mask] < 0.8).double().mean()))
 
 
-def shifted(policy: Policy, value: Algorithm, tables: Tables, update: Update, gamma: Tensor) -> dict[str, Tensor]:
-    """The gradient in one graph, gamma given."""
+def gradient_with_shift(
+    policy: Policy, value: Algorithm, tables: Tables, update: Update, gamma: Tensor
+) -> dict[str, Tensor]:
+    """The gradient in one graph with these `gamma`."""
     rows = update.rows
     logprobs, _, _ = plain_tables(policy, tables.texts, rows.tolist())
     assert tables.advantages is not None and tables.old_logprobs is not None
@@ -178,8 +180,10 @@ def shifted(policy: Policy, value: Algorithm, tables: Tables, update: Update, ga
 def test_rspo_is_gmpo_before_anything_has_moved() -> None:
     policy, batch = exact_policy(), batch_by_hand()
     update = one_update(batch)
-    found = []
+    gradients = []
     for name in ("rspo", "gmpo"):
         value = legato.algorithm(name)
-        found.append(updated(policy, value, tables_of(policy, value, batch, [update]), update)[0])
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0]) and size_of(found[0]) > 1e-4
+        gradients.append(run_update(policy, value, tables_of(policy, value, batch, [update]), update)[0])
+    assert (
+        all(torch.equal(gradients[0][key], gradients[1][key]) for key in gradients[0]) and largest_entry(gradients[0]) > 1e-4
+    )

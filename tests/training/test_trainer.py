@@ -1,4 +1,4 @@
-"""The step as a whole: what moves, what is counted, when nothing is trained on, and that no choice of passes shows."""
+"""A whole step: what it updates and counts, when it does not train, and that the number of passes does not matter."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,18 +31,22 @@ from legato.training.tables import needs
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
-def by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
-    """0 or 1 at random, fixed for a rollout; every third problem scores alike."""
-    found: list[Score | Unscorable] = []
+def score_by_seed(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
+    """0 or 1 at random, fixed for each rollout; all rollouts of every third problem score the same."""
+    scores: list[Score | Unscorable] = []
     for rollout in rollouts:
         flat = int(str(rollout.problem.prompt)[:1]) % 3 == 0
         right = 1.0 if flat else float(seed_of(rollout.rollout_id) % 2)
-        found.append(Score(reward=right, accuracy=right))
-    return found
+        scores.append(Score(reward=right, accuracy=right))
+    return scores
 
 
 def trainer(
-    name: str = "gspo", judge: Judge = by_seed, changes: dict[str, Any] | None = None, experts: int = 0, **settings: Any
+    name: str = "gspo",
+    judge: Judge = score_by_seed,
+    changes: dict[str, Any] | None = None,
+    experts: int = 0,
+    **settings: Any,
 ) -> Trainer:
     value = legato.algorithm(name, changes)
     words = character_tokenizer()
@@ -78,7 +82,7 @@ def weights(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in of.policy.parameters().items()}
 
 
-def apart(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+def max_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
@@ -95,7 +99,7 @@ def same_metrics(left: StepReport, right: StepReport) -> bool:
 def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
     one, two = trainer(name), trainer(name)
     reports = list(zip(run(one, 2), run(two, 2), strict=True))
-    assert apart(weights(one), weights(two)) == 0.0
+    assert max_difference(weights(one), weights(two)) == 0.0
     assert all(same_metrics(a, b) for a, b in reports)
 
 
@@ -103,15 +107,18 @@ def test_the_same_seed_twice_is_equal_to_the_bit(name: str) -> None:
     ("name", "changes"),
     [("gspo", {}), ("dapo", {}), ("gepo", {}), ("grpo", {"objective.penalties.kl.beta": 0.1}), ("ppo", {})],
 )
-def test_no_choice_of_passes_moves_the_weights_elsewhere(name: str, changes: dict[str, Any]) -> None:
+def test_the_number_of_passes_does_not_change_the_weights(name: str, changes: dict[str, Any]) -> None:
     """'one' skips nothing, 'two' skips clipped and silent rows, 'auto' decides: the weights after two steps agree."""
-    found = []
+    final_weights = []
     for passes in ("one", "two", "auto"):
         this = trainer(name, changes=changes, update_passes=passes)
         run(this, 2)
-        found.append(weights(this))
-    # Adam divides by the size of the gradient: where that is about 0, rounding is what is left.
-    assert apart(found[0], found[1]) < 1e-7 and apart(found[0], found[2]) < 1e-7
+        final_weights.append(weights(this))
+    # Adam divides by the size of the gradient: where it is about 0, only rounding is left.
+    assert (
+        max_difference(final_weights[0], final_weights[1]) < 1e-7
+        and max_difference(final_weights[0], final_weights[2]) < 1e-7
+    )
 
 
 def test_a_step_makes_as_many_updates_as_asked_for() -> None:
@@ -134,8 +141,8 @@ def test_the_first_update_of_a_step_has_ratio_1_and_the_later_ones_do_not() -> N
 def test_updates_are_numbered_through_the_epochs_of_a_step() -> None:
     """The first of a second pass is not of a policy that nothing has moved, and must not be taken for it."""
     (report,) = run(trainer(updates_per_step=2, epochs_per_step=2), 1)
-    found = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
-    assert found[0] == 1.0 and all(each != 1.0 for each in found[1:])
+    ratios = [report.metrics[f"ratio/sequence_mean@{k}"] for k in range(4)]
+    assert ratios[0] == 1.0 and all(each != 1.0 for each in ratios[1:])
     assert "ratio/sequence_mean@4" not in report.metrics
 
 
@@ -148,45 +155,45 @@ def test_the_weights_are_moved_in_place_and_served_from_where_they_are() -> None
         assert served is this.policy.model and not torch.is_grad_enabled()
 
 
-def unscored(share: float) -> Judge:
+def judge_some(share: float) -> Judge:
     def judge(rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
         bad = round(share * len(rollouts))
-        return [Unscorable("hung")] * bad + by_seed(rollouts[bad:])
+        return [Unscorable("hung")] * bad + score_by_seed(rollouts[bad:])
 
     return judge
 
 
 def test_a_step_with_too_few_scored_rollouts_is_not_trained_on() -> None:
-    this = trainer(judge=unscored(0.75), minimum_scored=0.5)
+    this = trainer(judge=judge_some(0.75), minimum_scored=0.5)
     before = weights(this)
     report = this.step()
-    assert apart(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
+    assert max_difference(before, weights(this)) == 0.0 and this.optimizer.updates == 0 and this.steps_done == 1
     assert report.metrics["rollouts/unscorable"] == 0.75 and report.unscorable == {"hung": 24}
     assert this.source.drawn == 8 and this.source.version == 0
 
 
 def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
-    this = trainer(judge=unscored(0.5), minimum_scored=0.5)
+    this = trainer(judge=judge_some(0.5), minimum_scored=0.5)
     before = weights(this)
     this.step()
-    assert apart(before, weights(this)) > 0.0
+    assert max_difference(before, weights(this)) > 0.0
 
 
 def test_a_first_step_without_scores_does_not_break_the_second() -> None:
-    verdicts = iter([unscored(1.0), by_seed])
+    verdicts = iter([judge_some(1.0), score_by_seed])
     this = trainer(judge=lambda rollouts: next(verdicts)(rollouts), anchor="auto")
     this.step()
     report = this.step()
     assert report.floor is not None and this.optimizer.updates == 4
 
 
-@pytest.mark.parametrize(("score", "told"), [(1.0, None), (0.0, 0.0)])
-def test_a_step_that_dynamic_sampling_found_nothing_for(score: float, told: float | None) -> None:
-    """A task that is solved is no run whose updates are dropped, which is an alarm; one that is too hard is."""
+@pytest.mark.parametrize(("score", "applied"), [(1.0, None), (0.0, 0.0)])
+def test_a_step_without_groups_after_dynamic_sampling(score: float, applied: float | None) -> None:
+    """A solved task does not report dropped updates, which would raise an alarm; a task that is too hard does."""
     this = trainer(judge=lambda rollouts: [Score(reward=score, accuracy=score) for _ in rollouts])
     this.source.settings = replace(this.source.settings, resampling="dynamic", max_refills=1)
     (report,) = run(this, 1)
-    assert report.groups == () and report.metrics.get("update/applied") == told
+    assert report.groups == () and report.metrics.get("update/applied") == applied
 
 
 def test_a_step_of_flat_groups_still_steps_the_optimizer() -> None:
@@ -221,7 +228,7 @@ def test_a_loaded_trainer_goes_on_to_the_bit() -> None:
     resumed.optimizer.load(*saved)
     resumed.load_state_dict(memory)
     assert all(same_metrics(a, b) for a, b in zip(run(straight, 1), run(resumed, 1), strict=True))
-    assert apart(weights(straight), weights(resumed)) == 0.0
+    assert max_difference(weights(straight), weights(resumed)) == 0.0
 
 
 def test_metrics_do_not_depend_on_which_rows_were_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Two turns, trained: rewards reach their turn, the gradient reaches the policy's tokens only, and resume is exact."""
+"""Training with two turns: rewards reach their turn, gradients reach only the policy's tokens, and resume is exact."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport]]:
-    """A run of four steps and what it reported."""
+    """A run of four steps and its reports."""
     reports: list[StepReport] = []
     folder = tmp_path_factory.mktemp("turns")
     with light(), pytest.MonkeyPatch.context() as patch:
@@ -68,9 +68,9 @@ def test_a_two_turn_environment_trains(straight: tuple[Path, list[StepReport]]) 
     assert 0 <= evaluation["eval/accuracy_sampled"] <= 1
 
 
-def test_the_tables_say_who_wrote_what(straight: tuple[Path, list[StepReport]]) -> None:
-    seen = members(straight[1])
-    assert {int(rollout.turn.max()) for rollout, _ in seen} == {0, 1}
+def test_the_tables_record_who_wrote_each_token(straight: tuple[Path, list[StepReport]]) -> None:
+    pairs = members(straight[1])
+    assert {int(rollout.turn.max()) for rollout, _ in pairs} == {0, 1}
     words = wire.policy_of(load([], (), OPTIONS), wire.Given()).tokenizer
     for number, report in enumerate(straight[1]):
         for rollout, score in members([report]):
@@ -93,7 +93,7 @@ def test_a_resumed_run_equals_the_straight_one(straight: tuple[Path, list[StepRe
 
 
 def trainer(**changes: Any) -> Trainer:
-    """Of an untrained model on an environment that rewards both turns."""
+    """A trainer of an untrained model on an environment that rewards both turns."""
     options = {**OPTIONS, "task.environment": f"{turns.__file__}:Early", "policy.warm_up": False, "rollouts.stop": ["e"]}
     resolved = load([], (), {**options, **{name.replace("__", "."): value for name, value in changes.items()}})
     policy, source = wire.policy_of(resolved, wire.Given()), wire.source_of(resolved.config, wire.Given())
@@ -141,8 +141,8 @@ def test_the_reward_of_a_turn_is_the_advantage_of_that_turn() -> None:
                 siblings = [sum(each[turn:]) for each in rewards if each is not None and len(each) > turn]
                 mean = sum(siblings) / len(siblings)
                 expected = sum((own or ())[turn:]) - mean if len(siblings) > 1 else 0.0
-                found = advantages[row, : len(rollout.tokens)][rollout.turn == turn]
-                assert found.tolist() == pytest.approx([expected] * len(found), abs=1e-6)
+                values = advantages[row, : len(rollout.tokens)][rollout.turn == turn]
+                assert values.tolist() == pytest.approx([expected] * len(values), abs=1e-6)
                 both += turn == 1 and abs(expected) > 1e-3
             row += 1
     assert row == len(advantages) and both > 3
@@ -179,13 +179,13 @@ def test_gigpo_reads_the_states_of_the_environment() -> None:
     assert not torch.allclose(tables.advantages.double(), plain.advantages)
 
 
-def rewarded(group: Group) -> Rollout:
+def rollout_with_turn_rewards(group: Group) -> Rollout:
     return next(m.rollout for m in group.members if len(m.rollout.turn_rewards or ()) == 2)
 
 
 def test_other_reward_components_stand_at_the_last_turn() -> None:
     groups, _ = trainer().source.next(4)
-    rollout = rewarded(groups[0])
+    rollout = rollout_with_turn_rewards(groups[0])
     shaped: Callable[[Rollout], float] = lambda one: 0.25  # noqa: E731
     judged = WeightedSum(
         components={
@@ -202,7 +202,7 @@ def test_other_reward_components_stand_at_the_last_turn() -> None:
     assert isinstance(other, Score) and other.turn_rewards is None
 
 
-def test_a_fault_of_an_episode_leaves_its_rollout_out_and_ends_nothing(tmp_path: Path) -> None:
+def test_a_failed_episode_is_left_out_and_the_run_continues(tmp_path: Path) -> None:
     file = tmp_path / "moody.py"
     file.write_text(
         "from legato.rollouts.episodes import Reply\n"

@@ -1,4 +1,4 @@
-"""What each of two processes does for test_ranks.py: its half of an update. Rank 0 writes what both found."""
+"""One of the two processes of test_ranks.py: counts and measures its half of an update. Rank 0 writes the results."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ def numbers(algorithm: Algorithm, counts: Counts, rows: slice) -> legato.Outcome
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world, half = ProcessGroup(torch.device("cpu")), slice(4 * rank, 4 * rank + 4)
-    found = {}
+    results = {}
     for name in MEMBERS:
         algorithm = legato.algorithm(name)
         counts = world.sum_counts(algorithm.count(signals(half), 4))
@@ -50,14 +50,14 @@ def main(rank: int, folder: Path) -> None:
         if rank == 1:
             sums = type(sums)({key: piece for key, piece in sums.items() if key != "ratio/sequence_max"})
         total = world.sum_metrics(sums)
-        found[name] = {"tokens": counts.all.tokens.item(), "metrics": total.report()}
+        results[name] = {"tokens": counts.all.tokens.item(), "metrics": total.report()}
     table = torch.zeros(8, 3)
     table[half] = torch.arange(12.0).reshape(4, 3) / 7 + rank
-    found["table"] = world.sum_table(table).tolist()
-    found["gathered"] = world.gather({"rank": rank, "words": "ü" * rank})
-    found["agreed"] = world.agree(7 if rank == 1 else 3)
+    results["table"] = world.sum_table(table).tolist()
+    results["gathered"] = world.gather({"rank": rank, "words": "ü" * rank})
+    results["agreed"] = world.agree(7 if rank == 1 else 3)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

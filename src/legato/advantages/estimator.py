@@ -1,4 +1,4 @@
-"""What an estimator is given and what it returns."""
+"""The arguments and the result of an advantage estimator."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +14,7 @@ from legato.core.shapes import PerSequence, PerToken, RowIds, TokenIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The scored responses of a whole rollout step, in float64: statistics are taken before it is cut into updates."""
+    """The scored responses of a whole step in float64: statistics are taken before the step is split into updates."""
 
     rewards: PerSequence
     group: RowIds | None = None
@@ -23,7 +23,7 @@ class Scores:
     values: PerToken | None = None
     turn: TokenIds | None = None
     turn_rewards: Tensor | None = None
-    """[B, U]: the reward of each turn; what stands at turns a response did not reach is not read."""
+    """[B, U]: the reward of each turn. Entries of turns that a response did not reach are not read."""
     turn_states: Tensor | None = None
     """[B, U] integers: equal ids are the same environment state at the start of the turn."""
     components: Tensor | None = None
@@ -40,21 +40,21 @@ class Scores:
         return self.group_sum(torch.ones_like(self.rewards))
 
     def lengths(self) -> Tensor:
-        """[B]"""
+        """[B]: tokens of each response."""
         assert self.mask is not None
         return self.mask.lengths.squeeze(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Advantages `[B]` or `[B, T]` in float64, and the returns a value function learns from where there are any."""
+    """Advantages `[B]` or `[B, T]` in float64, and the targets of the value function, if there is one."""
 
     advantages: PerSequence | PerToken
     returns: PerToken | None = None
 
 
 class Estimator(Part):
-    """rewards -> advantages."""
+    """Turns rewards into advantages."""
 
     __slots__ = ()
     kind: ClassVar[str] = "advantage"

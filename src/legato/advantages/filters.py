@@ -1,4 +1,4 @@
-"""Filters on samples. They return `keep`; nothing is removed here, and the mask is never edited."""
+"""Filters on samples. They return `keep`: nothing is removed here, and the mask never changes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,20 +12,20 @@ from legato.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What a filter may read of the responses of a step."""
+    """The inputs of a filter: one entry per response of a step."""
 
     accuracy: PerSequence
     """The unshaped metric. Filtering on a shaped reward would let a length penalty revive dead groups."""
     group: RowIds
     """[B], any integers."""
     truncated: RowMask | None = None
-    """Cut off at the length limit."""
+    """Whether the response was cut off at the length limit."""
     version_lag: RowIds | None = None
     """How many versions of the policy ago the oldest token was sampled."""
 
 
 class Filter(Part):
-    """Samples to a 0/1 decision per response."""
+    """Decides for each response whether its policy term stays."""
 
     __slots__ = ()
     kind: ClassVar[str] = "filter"

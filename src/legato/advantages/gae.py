@@ -17,7 +17,7 @@ from legato.core.scan import reverse_recurrence
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """[B, T]: the advantage of each position inside the mask, 0 outside."""
     values, rewards = torch.where(mask, values, 0.0), torch.where(mask, rewards, 0.0)
-    # The value of the next position inside the mask: at a hole, what follows is carried through.
+    # The value of the next position inside the mask: positions outside carry the following value on.
     carried = reverse_recurrence(values, (~mask).to(values.dtype))
     following = torch.cat([carried[:, 1:], torch.zeros_like(carried[:, :1])], dim=1)
     delta = torch.where(mask, rewards + gamma * following - values, 0.0)
@@ -68,8 +68,8 @@ class GeneralisedAdvantage(Estimator):
 
     def _over_turns(self, scores: Scores) -> Tensor:
         turns = Turns.of(scores)
-        charged = torch.zeros_like(turns.rewards).scatter_add(1, turns.index, self._divergence(scores))
-        per_turn = gae(turns.rewards - charged, self._turn_values(scores, turns), turns.reached, self.gamma, self.lam)
+        penalty = torch.zeros_like(turns.rewards).scatter_add(1, turns.index, self._divergence(scores))
+        per_turn = gae(turns.rewards - penalty, self._turn_values(scores, turns), turns.reached, self.gamma, self.lam)
         return turns.spread(per_turn)
 
     def _divergence(self, scores: Scores) -> Tensor:

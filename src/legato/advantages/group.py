@@ -15,7 +15,7 @@ REWARD_KL = "beta of the divergence from the reference inside the reward, k1 for
 
 
 def siblings(values: PerSequence, scores: Scores) -> Siblings:
-    """Each response beside those of its group."""
+    """Each response compared with its group."""
     assert scores.group is not None
     return compare(values, scores.group)
 

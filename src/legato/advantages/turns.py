@@ -1,4 +1,4 @@
-"""Turn-level credit: a number per turn, given to every token the turn wrote and 0 to tool tokens."""
+"""Turn-level advantages: every token of a turn has the turn's number, tool tokens have 0."""
 
 from dataclasses import dataclass
 

@@ -22,7 +22,7 @@ from legato.objectives.slots import Aggregate, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """Frozen; changed only into another value (`legato.algorithm(value, {path: new})`)."""
+    """A frozen algorithm. `legato.algorithm(value, {path: new})` makes a changed copy."""
 
     name: str
     advantage: Estimator
@@ -52,9 +52,9 @@ class Algorithm:
         return self.objective.initial()
 
     def advance(self, state: State, sums: Sums, *, first: bool | None = None) -> State:
-        """The state for the next update, from the sums of a whole one.
+        """The state for the next update, from the sums of a whole update.
 
-        `first`: whether it was the first on its rollouts, where ratios are 1 and a clip that adapts learns nothing.
+        `first`: whether that update was the first on its rollouts. Its ratios are 1, so an adaptive clip ignores them.
         """
         check_state(self.name, state, self.initial())
         adapting = [part.name for part in self.objective.trust if part.adapts]
@@ -73,12 +73,12 @@ class Algorithm:
         """The state with the noise floor of the ratio: its standard deviation in log r with nothing trained."""
         check_state(self.name, state, self.initial())
         if not 0 <= noise < math.inf:
-            raise InputError(f"noise = {noise!r} is not allowed; a finite number >= 0 is")
+            raise InputError(f"noise: expected a finite number >= 0, got {noise!r}")
         return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
 
 
 def check_state(name: str, state: State | None, initial: State) -> None:
-    """The state given is one of this algorithm's parts."""
+    """Check that the state has the parts and fields of this algorithm's initial state."""
     if state is None and initial:
         raise InputError(
             f"{name} has parts that adapt ({', '.join(initial)}): pass state=algorithm.initial() at first, then what"

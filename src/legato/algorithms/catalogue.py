@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from legato.algorithms.algorithm import Algorithm
-from legato.core.parts import nearest, register, registered
+from legato.core.parts import nearest, register, registry_of
 from legato.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A named algorithm and what there is to say about it."""
+    """A named algorithm with its documentation."""
 
     value: Algorithm
     title: str
@@ -48,16 +48,16 @@ def register_algorithm(
 
 def algorithm_names() -> list[str]:
     """All names, in the order of the tables."""
-    return list(registered("algorithm"))
+    return list(registry_of("algorithm"))
 
 
 def entry(name: str) -> Entry:
     """The named algorithm with its formula, paper and cautions."""
     if not is_published(name):
         raise InputError(f"unknown algorithm {name!r}; {nearest(name, algorithm_names())}")
-    return registered("algorithm")[name]  # type: ignore[no-any-return]
+    return registry_of("algorithm")[name]  # type: ignore[no-any-return]
 
 
 def is_published(name: str) -> bool:
-    """Whether there is a named algorithm of this name; one made in Python may have any other."""
-    return name in registered("algorithm")
+    """Whether a named algorithm has this name. An algorithm built in Python may have any other."""
+    return name in registry_of("algorithm")

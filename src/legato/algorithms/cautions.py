@@ -1,6 +1,6 @@
-"""What to beware of in a composition, whatever its name: rules over the value itself.
+"""Warnings about an algorithm: rules that read its parts, whatever its name.
 
-They hold for named algorithms and for overridden ones, so a run can say them at start-up.
+They apply to named algorithms and to overridden ones. A run prints them at the start.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ WIDE = 0.05
 
 
 def cautions(algorithm: Algorithm) -> list[str]:
-    """Everything there is to beware of: by rule, then what its paper's entry adds."""
-    found = [sentence for rule in _RULES for sentence in rule(algorithm)]
+    """All warnings about an algorithm: those of the rules, then those of its catalogue entry."""
+    warnings = [sentence for rule in _RULES for sentence in rule(algorithm)]
     if not is_published(algorithm.name):
-        return found
-    named = entry(algorithm.name)
-    if not named.verified:
-        found.insert(0, "Not verified: some constants or forms could not be checked against the paper.")
-    return [*found, *named.cautions]
+        return warnings
+    published = entry(algorithm.name)
+    if not published.verified:
+        warnings.insert(0, "Not verified: some constants or forms could not be checked against the paper.")
+    return [*warnings, *published.cautions]
 
 
 def _part(parts: tuple[Part, ...], name: str) -> Part | None:

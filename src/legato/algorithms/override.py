@@ -24,7 +24,7 @@ _SLOTS = sorted([*ONE, *SEVERAL, "settings"])
 
 
 def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
-    """The algorithm with the changes made. Slots are replaced before fields inside them are set."""
+    """The algorithm with these changes. Slots are replaced before fields inside them are set."""
     slots: dict[str, Any] = {}
     fields: dict[tuple[str, str], dict[str, Any]] = {}
     settings = dict(algorithm.settings)
@@ -33,7 +33,7 @@ def override(algorithm: Algorithm, changes: Mapping[str, Any]) -> Algorithm:
             raise InputError(f"override path {path!r} is not a dotted path, as in objective.trust.clip.low")
         slot, rest = _split(path)
         if slot == "settings":
-            settings[_required(path, rest)] = value
+            settings[_require_name(path, rest)] = value
         elif not rest:
             slots[slot] = _several(slot, value) if slot in SEVERAL else build_part(ONE[slot], path, value)
         elif slot in ONE:
@@ -57,7 +57,7 @@ def _split(path: str) -> tuple[str, str]:
     raise InputError(f"override path {path!r} does not exist; {nearest('.'.join(path.split('.')[:2]), _SLOTS)}")
 
 
-def _required(path: str, rest: str) -> str:
+def _require_name(path: str, rest: str) -> str:
     if not rest:
         raise InputError(f"override path {path!r} needs the name of a setting, as in settings.training.updates_per_step")
     return rest
@@ -71,19 +71,19 @@ def _get(algorithm: Algorithm, slot: str) -> Any:
 
 
 def build_part(kind: str, path: str, value: Any) -> Part:
-    """The part that a value means in a slot: a part itself, a name or an import path."""
+    """The part for a slot, from a part itself, a name or an import path."""
     if isinstance(value, Part):
         if value.kind != kind:
             raise InputError(f"{path} holds a {kind}; {value.name!r} is a {value.kind}")
         return value
     if not isinstance(value, str):
-        raise InputError(f"{path} = {value!r} is not allowed; the name of a {kind} or such a part is")
+        raise InputError(f"{path}: expected the name of a {kind} or such a part, got {value!r}")
     return lookup(kind, value)()
 
 
 def _several(slot: str, value: Any) -> tuple[Part, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InputError(f"{slot} = {value!r} is not allowed; a list of {SEVERAL[slot]} names or parts is")
+        raise InputError(f"{slot}: expected a list of {SEVERAL[slot]} names or parts, got {value!r}")
     return tuple(build_part(SEVERAL[slot], slot, item) for item in value)
 
 
@@ -92,8 +92,8 @@ def _set(path: str, part: Part, assignments: Mapping[str, Any]) -> Part:
     for field in assignments:
         if field not in known:
             what = f"{part.kind} {part.name!r}"
-            found = nearest(field, known) if known else f"{what} has no fields"
-            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {found}")
+            hint = nearest(field, known) if known else f"{what} has no fields"
+            raise InputError(f"override path '{path}.{field}' does not exist in {what}; {hint}")
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in assignments.items()}
     try:
         return dataclasses.replace(part, **values)  # type: ignore[type-var]
@@ -108,7 +108,7 @@ def _set_in_several(slot: str, name: str, parts: tuple[Part, ...], assignments: 
             raise InputError(f"{path} is removed and set in one call; do one of them")
         whole = assignments[""]
         if whole is not None:
-            raise InputError(f"{path} = {whole!r} is not allowed; None (to remove it) or a field below it is")
+            raise InputError(f"{path}: expected None (to remove it) or a field below it, got {whole!r}")
         return tuple(part for part in parts if part.name != name)
     if all(part.name != name for part in parts):
         parts = (*parts, lookup(kind, name)())
@@ -123,7 +123,7 @@ def _replace(algorithm: Algorithm, slots: Mapping[str, Any], settings: Mapping[s
 
 
 def differences(left: Algorithm, right: Algorithm) -> dict[str, tuple[Any, Any]]:
-    """Where two values differ: path to (left, right); None where one side has no such part or field."""
+    """The paths at which two algorithms differ, with (left, right) values; None if one side has no such part or field."""
     flat_left, flat_right = flatten(left), flatten(right)
     paths = [*flat_left, *(path for path in flat_right if path not in flat_left)]
     return {
@@ -138,7 +138,7 @@ def parts_of(algorithm: Algorithm) -> list[tuple[str, Part]]:
 
 
 def flatten(algorithm: Algorithm) -> dict[str, Any]:
-    """Every slot and field of a value by its path. A part of the user's is told by its import path."""
+    """Every slot and field of an algorithm by its path. A user's part appears as its import path."""
     flat: dict[str, Any] = {}
     for slot in ONE:
         part = _get(algorithm, slot)

@@ -139,7 +139,7 @@ def _value(rule: Rule, value: Any, path: Path, layer: Layer, faults: list[str]) 
         faults.extend(
             refusal(at, each, layer.origin(at), wanted) for at, each, wanted in unstorable_values(dict(value), path)
         )
-    return rule.stored(value)
+    return rule.to_stored(value)
 
 
 def _reward_table(reward: Mapping[str, Any], layer: Layer, faults: list[str]) -> dict[str, Any]:

@@ -30,11 +30,11 @@ class Batch:
     truncated: Tensor
     rollout_id: Tensor
     turn_rewards: Tensor | None = None
-    """[B, U] float64, a column per turn, 0 beyond a rollout's last; None where no score names any."""
+    """[B, U] float64, a column per turn, 0 after a rollout's last turn; None if no score has turn rewards."""
     turn_states: Tensor | None = None
-    """[B, U] integers: equal ids within a group are one state of the environment; None where no rollout has any."""
+    """[B, U] integers: equal ids within a group are one state of the environment; None if no rollout has states."""
     routes: Routes | None = None
-    """Of the engine: prompts [G, P] flattened, then responses [B, T]; None where no rollout has any."""
+    """The engine's routes: prompts [G, P] flattened, then responses [B, T]; None if no rollout has any."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -47,10 +47,12 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
     scores = [member.score for _, member in members]
     prompts = [group.members[0].rollout.prompt_tokens for group in groups]
     truncation = [rollout.kept_logmass for rollout in rollouts]
-    kept = None
-    if _some(truncation):
+    kept_logmass = None
+    if _any_present(truncation):
         masses = zip(truncation, rollouts, strict=True)
-        kept = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(dtype)
+        kept_logmass = _table([torch.zeros_like(r.sampler_logprobs) if mass is None else mass for mass, r in masses]).to(
+            dtype
+        )
     names = sorted({name for score in scores for name in score.components})
     mask, logprobs = (_table([getattr(r, name) for r in rollouts]) for name in ("mask", "sampler_logprobs"))
     _check(rollouts, mask, logprobs)
@@ -67,7 +69,7 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
         turn=_table([rollout.turn for rollout in rollouts], padding=-1),
         version=_table([rollout.version for rollout in rollouts]),
         sampler_logprobs=logprobs.to(dtype),
-        kept_logmass=kept,
+        kept_logmass=kept_logmass,
         rewards=torch.tensor([score.reward for score in scores], dtype=torch.float64),
         accuracy=torch.tensor([score.accuracy for score in scores], dtype=torch.float64),
         components={
@@ -83,7 +85,7 @@ def collate(groups: Sequence[Group], dtype: torch.dtype = torch.float32) -> Batc
 
 def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
     """[B, U]; a score without turn rewards has its whole reward at the last turn."""
-    if not _some([member.score.turn_rewards for member in members]):
+    if not _any_present([member.score.turn_rewards for member in members]):
         return None
     rows = []
     for member in members:
@@ -100,7 +102,7 @@ def _turn_rewards(members: Sequence[Scored]) -> Tensor | None:
 
 
 def _turn_states(rollouts: Sequence[Rollout]) -> Tensor | None:
-    if not _some([rollout.turn_states for rollout in rollouts]):
+    if not _any_present([rollout.turn_states for rollout in rollouts]):
         return None
     return _table([torch.tensor(rollout.turn_states or (START_STATE,)) for rollout in rollouts])
 
@@ -141,7 +143,7 @@ def _check_routes(rollout: Rollout, routes: Routes) -> None:
         )
 
 
-def _some(values: Sequence[object]) -> bool:
+def _any_present(values: Sequence[object]) -> bool:
     """Whether any value is not None; compared by identity, since tensors do not work with `in`."""
     return any(map(partial(is_not, None), values))
 

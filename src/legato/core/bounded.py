@@ -1,4 +1,4 @@
-"""A bound with zero gradient beyond it, the one primitive behind every clip and every limit on a log-ratio."""
+"""A bound with zero gradient beyond it: the primitive behind every clip and every limit on a log-ratio."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class _Bounded(torch.autograd.Function):
             bounded = values
             for limit, bound in ((torch.minimum, upper), (torch.maximum, lower)):
                 if bound is not None:
-                    # Fresh memory is what costs on a CPU: the second bound is applied in place.
+                    # Allocations are expensive on a CPU: the second bound is applied in place.
                     place = None if bounded is values else bounded
                     bounded = limit(bounded, as_bound(bound, values), out=place)
         else:
@@ -49,7 +49,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def weighted_sum(values: PerToken, weights: PerToken, mask: Mask) -> Scalar:
-    """The sum over mask tokens of values * weights; `weights` are the caller's to give away and become the gradient."""
+    """The sum over mask tokens of values * weights. `weights` is overwritten: its memory becomes the gradient."""
     total: Tensor = _WeightedSum.apply(values, mask.select_(weights), mask)  # type: ignore[no-untyped-call]
     return total
 
@@ -65,12 +65,12 @@ class _ExponentialSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        # The value is this function's own and is not needed again: its memory becomes the gradient.
+        # Nothing else holds the value and nothing reads it again: its memory becomes the gradient.
         return ctx.value.mul_(ctx.factor * gradients[0]), None, None
 
 
 def exponential_sum(exponent: PerToken, factor: Spread, mask: Mask) -> Scalar:
-    """The sum over mask tokens of exp(exponent) * factor, in one piece of memory. Differentiated once only."""
+    """The sum over mask tokens of exp(exponent) * factor, with one allocation. Its backward can run only once."""
     total: Tensor = _ExponentialSum.apply(exponent, factor, mask)  # type: ignore[no-untyped-call]
     return total
 
@@ -95,7 +95,7 @@ def bounded(values: Spread, lower: Tensor | float | None, upper: Tensor | float 
     if lower is None and upper is None:
         return values
     if values.device.type == "cpu" and not isinstance(lower, Tensor) and not isinstance(upper, Tensor) and values.numel():
-        # Looking is cheaper than bounding: a limit that no value reaches costs one read and no memory.
+        # Checking is cheaper than clamping: a limit that no value reaches costs one read and no allocation.
         least, most = torch.aminmax(values.detach())
         if (lower is None or bool(least >= lower)) and (upper is None or bool(most <= upper)):
             return values

@@ -15,15 +15,15 @@ LOWEST_PRECISION = (torch.float32, torch.float64)
 
 
 def tensor(name: str, value: Any) -> Tensor:
-    """The value, which must be a torch tensor, not a list or an array."""
+    """Return the value if it is a torch tensor; InputError for a list or an array."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name} is a {type(value).__name__}; a torch.Tensor is needed")
     return value
 
 
-def tensors(given: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
+def same_device(values: Mapping[str, Any], like: Tensor, like_name: str = "logprobs") -> None:
     """Check that all values are tensors on one device. The other checks rely on this."""
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None and tensor(name, value).device != like.device:
             raise InputError(f"{name} is on {value.device} but {like_name} is on {like.device}; move one of them")
 
@@ -33,7 +33,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def per_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
-    """A float32 or float64 tensor of the shape of `like`."""
+    """Return the tensor if it is float32 or float64 and has the shape of `like`; else InputError."""
     if tensor.shape != like.shape:
         raise InputError(f"{name} has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
     return _float(name, tensor)
@@ -52,14 +52,14 @@ def _float(name: str, tensor: Tensor) -> Tensor:
 
 
 def channel(name: str, tensor: Tensor) -> Tensor:
-    """The `[B, T]` tensor that fixes shape, device and dtype of a call."""
+    """Return the `[B, T]` tensor that fixes shape, device and dtype of a call; InputError for another shape or dtype."""
     if tensor.dim() != 2:
         raise InputError(f"{name} has shape {_shape(tensor)}; [B, T] is needed")
     return _float(name, tensor)
 
 
 def zero_one(name: str, tensor: Tensor) -> Tensor:
-    """A bool tensor from a bool or 0/1 tensor."""
+    """Convert a bool or 0/1 tensor to bool; InputError for other values."""
     if tensor.dtype == torch.bool:
         return tensor
     ones = tensor == 1
@@ -77,7 +77,7 @@ def mask(tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
 
 
 def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
-    """[B] or [B, T] to [B, 1] or [B, T]."""
+    """[B, 1] from [B], or [B, T] as it is; InputError for other shapes."""
     rows, width = like.shape
     if tensor.dim() == 1 and len(tensor) == rows:
         return tensor.unsqueeze(1)
@@ -90,7 +90,7 @@ def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "
 
 
 def ids(name: str, tensor: Tensor, rows: int) -> Tensor:
-    """[B] integer ids."""
+    """[B] integer ids as int64; InputError for other shapes or dtypes."""
     if tensor.dim() != 1 or len(tensor) != rows:
         raise InputError(f"{name} has shape {_shape(tensor)}; [{rows}], one id per row, is needed")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
@@ -128,12 +128,12 @@ def turns(tensor: Tensor, tokens: Tensor) -> Tensor:
     return tensor.long()
 
 
-def present(who: str, needs: Mapping[str, Iterable[str]], given: Mapping[str, Tensor | None]) -> None:
+def require_signals(who: str, needs: Mapping[str, Iterable[str]], signals: Mapping[str, Tensor | None]) -> None:
     """Check that every signal a part needs is present. `needs` maps a part's description to signal names."""
-    missing = {signal: reader for reader, signals in needs.items() for signal in signals if given.get(signal) is None}
+    missing = {name: reader for reader, read in needs.items() for name in read if signals.get(name) is None}
     if missing:
-        reasons = ", ".join(f"{signal} (read by {reader})" for signal, reader in missing.items())
-        raise InputError(f"{who} needs {reasons}; pass {', '.join(f'{signal}=...' for signal in missing)}")
+        reasons = ", ".join(f"{name} (read by {reader})" for name, reader in missing.items())
+        raise InputError(f"{who} needs {reasons}; pass {', '.join(f'{name}=...' for name in missing)}")
 
 
 def finite(name: str, values: Tensor, where: Tensor) -> None:

@@ -23,7 +23,7 @@ class Tally:
 
     tokens: Tensor
     sequences: Tensor
-    """Rollouts with at least one token; one that is clipped, filtered or has advantage 0 counts."""
+    """Rollouts with at least one token, also those that are clipped, filtered or have advantage 0."""
     group_tokens: Tensor | None = None
     """[groups]; the number of groups is the number of its nonzero entries, which only the whole update knows."""
 
@@ -42,7 +42,7 @@ class Counts:
 
     all: Tally
     kept: Tally | None = None
-    """The same over what filters and rejection kept; present where `denominator = "kept"` asks for it."""
+    """The tally of what filters and rejection kept; only there if an aggregate has `denominator = "kept"`."""
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-group sums over anchor-side tensors, for parts of group scope."""
 
@@ -60,21 +60,21 @@ class Counts:
         return self if other == 0 else NotImplemented
 
     def tally(self, denominator: str) -> Tally:
-        """The tally a `denominator` word names."""
+        """The tally for a `denominator`, 'all' or 'kept'."""
         if denominator == "all":
             return self.all
         assert self.kept is not None, "checked before"
         return self.kept
 
     def equals(self, other: Counts) -> bool:
-        """Whether both count the same; a host synchronisation, for the public functions only."""
+        """Whether both have equal counts. This waits for the device, so only the public functions call it."""
         return self.fits(other) and all(
             left is right or (left is not None and right is not None and torch.equal(left, right))
             for left, right in zip(self._tensors(), other._tensors(), strict=True)
         )
 
     def fits(self, other: Counts) -> bool:
-        """Whether both count the same kinds of things."""
+        """Whether both hold the same kinds of counts, so that they can be added."""
         return self._kinds() == other._kinds()
 
     def _kinds(self) -> tuple[bool, bool, tuple[str, ...]]:

@@ -2,8 +2,8 @@
 
     lr: float = number(default=1e-6, says="The learning rate.", above=0.0)
 
-Values are checked when the object is made (`check_fields`). They are taken strictly: a number in quotes is a word, and True
-is not 1. `resume` says what a resumed run may do with a setting; parts do not use it.
+Values are checked when the object is constructed (`check_fields`), and nothing is converted silently: a number in quotes is
+text, and True is not 1. `resume` says what a resumed run may do with a setting; parts do not use it.
 """
 
 import dataclasses
@@ -34,20 +34,20 @@ class Rule:
 
     @property
     def expected(self) -> str:
-        """What is allowed, in words for Python."""
+        """The allowed values in words, as an error message from Python names them."""
         return f"{self.allowed} or None" if self.optional else self.allowed
 
     def takes(self, value: Any) -> bool:
         """Whether a value is allowed."""
         return self.optional if value is None else self.accepts(value)
 
-    def stored(self, value: Any) -> Any:
+    def to_stored(self, value: Any) -> Any:
         """An allowed value in its stored form."""
         return None if value is None else self.keep(value)
 
 
 def declare(default: Any, says: str, rule: Rule, resume: str | None = None) -> Any:
-    """A dataclass field with its sentence and its rule; `resume` None: as the class says."""
+    """A dataclass field with its sentence and its rule; `resume` None: the default of the class."""
     assert resume is None or resume in RESUME, resume
     return dataclasses.field(default=default, metadata={"says": says, "rule": rule, "resume": resume})
 
@@ -58,10 +58,10 @@ def check_fields(value: Any, where: str) -> None:
         rule: Rule | None = field.metadata.get("rule")
         if rule is None:
             continue
-        given = getattr(value, field.name)
-        if not rule.takes(given):
-            raise InputError(f"{where}.{field.name}: expected {rule.expected}, got {given!r}")
-        object.__setattr__(value, field.name, rule.stored(given))
+        content = getattr(value, field.name)
+        if not rule.takes(content):
+            raise InputError(f"{where}.{field.name}: expected {rule.expected}, got {content!r}")
+        object.__setattr__(value, field.name, rule.to_stored(content))
 
 
 def _real(
@@ -211,12 +211,12 @@ def mapping(*, default: tuple[tuple[str, Any], ...] = (), says: str) -> Any:
 
     def accepts(value: Any) -> bool:
         try:
-            return all(isinstance(name, str) and _is_plain(held) for name, held in dict(value).items())
+            return all(isinstance(name, str) and _is_plain(each) for name, each in dict(value).items())
         except (TypeError, ValueError, RecursionError):
             return False
 
     def keep(value: Any) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, _frozen(held)) for name, held in sorted(dict(value).items(), key=lambda pair: pair[0]))
+        return tuple((name, _freeze(each)) for name, each in sorted(dict(value).items(), key=lambda pair: pair[0]))
 
     return declare(default, says, Rule("a mapping of names to text, numbers, flags, None or lists of these", accepts, keep))
 
@@ -227,8 +227,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def _freeze(value: Any) -> Any:
+    """Lists as tuples, at every depth."""
+    return tuple(map(_freeze, value)) if isinstance(value, list | tuple) else value
 
 
 def numbers(*, default: tuple[float, ...] | None, says: str) -> Any:

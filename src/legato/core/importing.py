@@ -21,7 +21,7 @@ _HASH = "__legato_sha256__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """A class or function of the user's: what a configuration calls it, and the file that defines it."""
+    """A class or function of the user: its name in a configuration, and the file that defines it."""
 
     reference: str
     file: str
@@ -113,7 +113,7 @@ def _module(what: str, place: str, path: str) -> ModuleType:
     _also_search(Path.cwd() if file is None else file.parent)
     try:
         return import_module(place) if file is None else _module_of_file(file)
-    except (Exception, SystemExit) as error:  # its code may raise anything, and a script may end the process
+    except (Exception, SystemExit) as error:  # user code may raise anything, and a script may call sys.exit
         raise InputError(f"{what} {path!r}: {place} could not be imported: {type(error).__name__}: {error}") from error
 
 
@@ -132,7 +132,7 @@ def _module_of_file(file: Path) -> ModuleType:
     vars(module)[_HASH] = sha256
     before, sys.modules[name] = sys.modules.get(name), module
     try:
-        # The bytes that were hashed, not what a cache of bytecode may still hold of an earlier version.
+        # Run the bytes that were hashed. A bytecode cache may still hold an earlier version.
         exec(compile(text, str(file), "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -143,13 +143,13 @@ def _module_of_file(file: Path) -> ModuleType:
 
 
 def _imported_as_module(file: Path) -> ModuleType | None:
-    """The module that an `import` statement made of the same file: its classes must not exist twice."""
+    """The module that an `import` statement loaded from the same file: its classes must not exist twice."""
     others = [module for name, module in list(sys.modules.items()) if name != "__main__"]
     return next((module for module in others if getattr(module, "__dict__", {}).get("__file__") == str(file)), None)
 
 
 def _also_search(folder: Path) -> None:
-    # Last, so that no file lying there takes the place of an installed package.
+    # Appended, so that no file in the folder hides an installed package.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -159,5 +159,5 @@ def _instance(what: str, cls: type, path: str, options: Mapping[str, Any]) -> An
         return cls(**options)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        made = f"with {dict(options)}" if options else "without arguments"
-        raise InputError(f"{what} {path!r}: {cls.__name__}() could not be made {made}: {reason}") from error
+        how = f"with {dict(options)}" if options else "without arguments"
+        raise InputError(f"{what} {path!r}: {cls.__name__}() could not be made {how}: {reason}") from error

@@ -41,7 +41,7 @@ class _DifferenceBits(torch.autograd.Function):
         (words,) = ctx.saved_tensors
         gradient: Tensor = gradients[0]
         if gradient.is_contiguous():
-            # In place: whoever else holds this gradient has no use for what stands outside the mask either.
+            # In place: no other holder of this gradient reads positions outside the mask.
             gradient.view(words.dtype).bitwise_and_(words)
         else:
             gradient = gradient.view(words.dtype).bitwise_and(words).view(gradient.dtype)
@@ -55,7 +55,7 @@ class Mask:
 
     tokens: TokenMask
     lengths: Tensor
-    """[B, 1], in the working dtype: how many tokens of each row count."""
+    """[B, 1], in the working dtype: the number of mask tokens of each row."""
 
     def __init__(self, tokens: TokenMask, dtype: torch.dtype) -> None:
         self.tokens = tokens
@@ -76,23 +76,23 @@ class Mask:
         return selected
 
     def difference(self, left: PerToken, right: PerToken) -> PerToken:
-        """select(left - right) with a single allocation: allocations are what costs on a CPU."""
+        """select(left - right) with a single allocation, since allocations are expensive on a CPU."""
         if self._words is None:
             return torch.where(self.tokens, left - right, 0.0)
         selected: Tensor = _DifferenceBits.apply(left, right, self._words)  # type: ignore[no-untyped-call]
         return selected
 
     def select_(self, values: PerToken) -> PerToken:
-        """`select` in place; nothing else may hold the tensor."""
+        """`select` in place. The caller must be the only holder of the tensor."""
         if self._words is None:
             return values.masked_fill_(~self.tokens, 0.0)
         values.view(self._words.dtype).bitwise_and_(self._words)
         return values
 
     def sum(self, values: Spread, place: PerToken | None = None) -> Tensor:
-        """[B, 1]: the sum over the tokens of each row. A value that is constant along the row is not spread out first.
+        """[B, 1]: the sum over the mask tokens of each row. Values [B, 1] are multiplied by the lengths and not expanded.
 
-        With `place`, without a gradient and in its memory, which may be that of `values`.
+        `place`: a tensor to use as scratch space, which may be `values` itself. The result then has no gradient.
         """
         if values.shape[1] == 1 and self.tokens.shape[1] != 1:
             return values * self.lengths

@@ -1,4 +1,4 @@
-"""The result of an objective: the scalar loss to show, and the coefficients that make the gradient."""
+"""The result of an objective: the scalar loss, and the coefficients that give its gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Coefficients:
     values: PerToken | None = None
 
     def rows(self, index: Any) -> Coefficients:
-        """The same for some rows: how a coefficient field computed once for an update is handed to micro-batches."""
+        """The coefficients of some rows: an update computes them once and passes each micro-batch its rows."""
         return Coefficients(
             logprobs=self.logprobs[index],
             entropy=None if self.entropy is None else self.entropy[index],
@@ -49,7 +49,7 @@ class Coefficients:
     def tie(
         self, loss: Scalar, *, logprobs: PerToken, entropy: PerToken | None = None, values: PerToken | None = None
     ) -> Scalar:
-        """`loss` with a backward that hands minus the coefficients to the channels it is tied to."""
+        """`loss` with a backward that passes minus the coefficients to these channels as their gradient."""
         for name, coefficients, channel in (("entropy", self.entropy, entropy), ("values", self.values, values)):
             if coefficients is not None and channel is None:
                 raise InputError(f"these coefficients have a gradient for {name}; pass {name}= to tie, or it would be lost")
@@ -66,19 +66,19 @@ class Trace:
     log_ratio: Spread
     """log of the ratio at the objective's own level, before any trust region."""
     tokens: PerToken | None
-    """new - old of each token as the ratio read it, bounded by its limit; None where the ratio reads something else."""
+    """new - old of each token as the ratio reads it, bounded by its limit; None if the ratio reads something else."""
     log_value: Spread
-    """The same after the clips; where they differ the term has no gradient."""
+    """log_ratio after the clips. Where the two differ, the term has no gradient."""
     selected: Spread | None
     """0/1: the terms the trust region kept; None if no part drops terms."""
     tokens_clipped: Tensor | None
-    """[B, T] bool: tokens bounded before the mean was taken; None where no part does that."""
+    """[B, T] bool: tokens bounded before the mean was taken; None if no part bounds tokens."""
     bounded: bool
     """Whether there is a trust region at all."""
     band: tuple[Tensor | float, Tensor | float] | None
     """Lower and upper bound on log_ratio whatever the sign of the advantage; None where there is no such band."""
     gate: Callable[[Tensor], Spread] | None
-    """Soft trust regions: computes the factor by which the gradient is damped, in the memory given if it fits."""
+    """Soft trust regions: computes the factor that damps the gradient. Its argument is scratch space, used if it fits."""
     weight: Spread | None
     """Product of the correction weights."""
     kept: Spread | None
@@ -88,7 +88,7 @@ class Trace:
     value_clip: float | None
     """How far a value may move before its loss is clipped."""
     level: Level
-    """Of what log_ratio is one number each: of a token, a turn or a response."""
+    """What log_ratio has one number for: each token, turn or response."""
     adapts: bool
     """Whether the band follows the updates."""
     terms: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -100,7 +100,7 @@ class Outcome:
     """The result of an objective on one call."""
 
     loss: Scalar
-    """Tied to the caller's channels: `loss.backward()` hands them minus the coefficients."""
+    """Tied to the caller's channels: `loss.backward()` passes them minus the coefficients."""
     field: Coefficients
     trace: Trace
     sums: Sums = dataclasses.field(default_factory=Sums)
@@ -125,5 +125,5 @@ class Outcome:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The sums as numbers; the only host synchronisation."""
+        """The sums as numbers. Only this call waits for the device."""
         return self.sums.report()

@@ -1,4 +1,4 @@
-"""What a part is: a frozen dataclass, registered under its kind and name, whose fields are checked when it is made.
+"""Parts: frozen dataclasses that are registered under a kind and a name and check their fields when constructed.
 
     @part("trust", "clip")
     class Clip(Trust):
@@ -9,7 +9,7 @@
     lookup("trust", "my_clip.py:MyClip")   ->  the class MyClip of that file; `module:MyClip` works as well
     lookup("trust", "clp")                 ->  InputError: unknown trust 'clp'; did you mean 'clip'? Known: clip, ...
 
-There is one registry for everything that a configuration names: parts of an algorithm, algorithms, tasks, rewards.
+One registry holds everything that a configuration names: parts of an algorithm, algorithms, tasks and rewards.
 The declaration is also the documentation: `legato explain` prints each field with its value and its sentence.
 """
 
@@ -83,7 +83,7 @@ def _declare_part(cls: Any, kind: str, name: str) -> Any:
             check_of_class(self)
 
     cls.__post_init__ = check
-    # Slots make a second class, in whose methods super() fails: fine for ours, not for a subclass in a user's file.
+    # Slots create a second class, in whose methods super() fails. Our parts do not call it; a user's may.
     declared: Any = dataclasses.dataclass(frozen=True, slots=_is_ours(cls), kw_only=True)(cls)
     declared.kind, declared.name = kind, name
     return declared
@@ -95,8 +95,8 @@ _T = TypeVar("_T")
 def register(kind: str, name: str, thing: _T, *, home: Any = None) -> _T:
     """Register anything under a kind and a name, and return it. `home`: the class or function that it comes from.
 
-    A name of ours cannot be taken. Among the user's own the last one wins, as names do in Python: a file loaded twice, a
-    notebook cell run twice. By their import paths all of them are found.
+    A name of Legato's own cannot be registered again. Of several user classes with one name the last one wins, as when a
+    notebook cell runs twice; import paths still find each of them.
     """
     home = thing if home is None else home
     first = _HOMES.get((kind, name), home)
@@ -133,26 +133,26 @@ def names(kind: str) -> list[str]:
     return sorted(_REGISTRY.get(kind, {}))
 
 
-def registered(kind: str) -> Mapping[str, Any]:
+def registry_of(kind: str) -> Mapping[str, Any]:
     """Everything registered under a kind, by name, in the order of registration."""
     return _REGISTRY.get(kind, {})
 
 
 def find(kind: str, reference: str) -> Any:
-    """What a reference means: a registered name, or "file.py:Name" or "module:Name", whatever stands there.
+    """The object that a reference names: a registered name, or "file.py:Name" or "module:Name".
 
-    For kinds that are no parts, such as engines: the thing itself is returned, and whoever asks knows what to do with it.
+    For kinds that are not parts, such as engines. The object is returned as it is, without a check of its type.
     """
     if is_import_path(reference):
         return import_object(kind, reference)
-    known = registered(kind)
+    known = registry_of(kind)
     if reference not in known:
         raise InputError(f"unknown {kind} {reference!r}; {nearest(reference, sorted(known))}")
     return known[reference]
 
 
 def lookup(kind: str, reference: str) -> type[Part]:
-    """The part class that a reference means: a registered name, or the "file.py:Name" or "module:Name" of a user's class."""
+    """The part class that a reference names: a registered name, or the "file.py:Name" or "module:Name" of a user's class."""
     cls: type[Part] = part_at(reference) if is_import_path(reference) else find(kind, reference)
     if cls.kind != kind:
         raise InputError(f"expected a {kind}, got the {cls.kind} {cls.name!r} ({reference})")
@@ -176,9 +176,9 @@ def part_at(path: str) -> type[Part]:
 
 
 def _declare_plain(cls: Any, path: str) -> None:
-    """A class without `@part` is declared under its own name, MyClip as "my-clip", and found by its path alone."""
+    """Declare a class without `@part` under its own name, MyClip as "my-clip". Only its path finds it."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
-    if name in registered(cls.kind) and _is_ours(_HOMES[cls.kind, name]):
+    if name in registry_of(cls.kind) and _is_ours(_HOMES[cls.kind, name]):
         raise InputError(
             f"expected a {cls.kind} with a name of its own, got a second {name!r} ({path}); rename the class, or name it"
             f' with @part("{cls.kind}", "...")'
@@ -191,11 +191,11 @@ def _declare_plain(cls: Any, path: str) -> None:
 
 
 def reference_of(part: Part) -> str:
-    """What a configuration calls a part: its name if it is ours, otherwise the import path of its class."""
+    """The name of a part in a configuration: its own name if it is one of Legato's, else the import path of its class."""
     cls = type(part)
     return part.name if _is_ours(cls) else reference_to(cls)
 
 
 def code_of(part: Part) -> OwnCode | None:
-    """The user's code that a part comes from; None for a part of ours."""
+    """The user's code that defines a part; None for a part of Legato."""
     return None if _is_ours(type(part)) else own_code(type(part))

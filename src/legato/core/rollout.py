@@ -1,6 +1,6 @@
-"""The nouns of a run: a problem, a rollout of it, and the group of its rollouts.
+"""The data of a run: a problem, a rollout of it, and the group of its rollouts.
 
-One alignment rule: entry t of every per-token field speaks of token t itself. A rollout's tokens run from the first sampled
+One alignment rule: entry t of every per-token field belongs to token t itself. A rollout's tokens run from the first sampled
 token to the last; the prompt is separate; tool and template tokens inside have mask 0 and turn -1.
 """
 
@@ -34,7 +34,7 @@ class StopReason(Enum):
 
 
 TRUNCATED = frozenset({StopReason.LENGTH, StopReason.ABORTED})
-"""The reasons that are not the model's own."""
+"""The stop reasons where the response was cut off."""
 
 
 class Author(Enum):
@@ -118,7 +118,7 @@ class Rollout:
     routes: Routes | None = None
     """The routes of every token the engine read, if it records them: S = P + T - 1, since the last was never read."""
     turn_rewards: tuple[float, ...] | None = None
-    """What the environment gave for each turn of the policy; None where it gave nothing at all."""
+    """The environment's reward for each turn of the policy; None if it gave none."""
     turn_states: tuple[int, ...] | None = None
     """The environment's state at the start of each turn, as a number: equal numbers are one state. None: a single turn."""
     dialogue: tuple[str, ...] | None = None

@@ -1,6 +1,6 @@
 """Token, turn and sequence are one idea: segments of a response over which log-ratios are averaged.
 
-A token is a segment of one; a turn is the tokens one turn wrote; a sequence is all tokens of a rollout (one row, unless
+A token is a segment of one; a turn is the tokens of one turn; a sequence is all tokens of a rollout (one row, unless
 `rollout` ids say that several rows are one). Reductions are deterministic: a row is summed along its axis; sums that
 cross rows or follow ids use an ordered addition and never float atomics.
 """
@@ -45,7 +45,7 @@ class Segments:
     """[B], dense from 0; rows with one id are one rollout."""
 
     def sum(self, values: Spread) -> Spread:
-        """The sum over each segment, given back to its tokens: [B, T] for tokens and turns, [B, 1] for sequences.
+        """The sum over the segment of each token: [B, T] for tokens and turns, [B, 1] for sequences.
 
         `values` are [B, 1], constant along a row, or [B, T] and already 0 outside the mask.
         """
@@ -63,13 +63,13 @@ class Segments:
         return ordered_sum(rows.squeeze(1), self.rollout, len(self.rollout))[self.rollout].unsqueeze(1)
 
     def size(self) -> Spread:
-        """The number of tokens in each segment; 0 where there is none."""
+        """The number of tokens in each segment."""
         if self.level == "sequence" and self.rollout is None:
             return self.mask.lengths
         return self.sum(self.mask.select(torch.ones_like(self.mask.lengths)))
 
     def mean(self, values: Spread) -> Spread:
-        """The mean over each segment; 0 for an empty one, which is what makes log s of an empty response 0."""
+        """The mean over each segment; 0 for an empty one, so that log s of an empty response is 0."""
         if self.level == "token":
             return values
         return self.sum(values) / self.size().clamp(min=1)
@@ -78,7 +78,7 @@ class Segments:
         assert self.turn is not None
         rows, width = self.mask.tokens.shape
         owner = torch.arange(rows, device=self.turn.device) if self.rollout is None else self.rollout
-        # A turn index is below T, so row * T + turn names a segment without asking the device for the largest turn.
+        # A turn index is below T, so row * T + turn numbers the segments without reading the largest turn from the device.
         ids = (owner.unsqueeze(1) * width + self.turn.clamp(min=0)).reshape(-1)
         sums = ordered_sum(self.mask.select(values).reshape(-1), ids, rows * width)[ids].reshape(rows, width)
         return self.mask.select(sums)

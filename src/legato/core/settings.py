@@ -1,4 +1,4 @@
-"""Settings: a frozen dataclass beside the code that uses it declares each option of a run once.
+"""Settings: frozen dataclasses that declare each option of a run once, beside the code that uses it.
 
     @settings()
     class Sampling:
@@ -34,7 +34,7 @@ class Table(Rule):
 
 
 def table(*, default_factory: type, says: str, resume: str | None = None) -> Any:
-    """A table of settings, with its defaults where nothing is said."""
+    """A table of settings; options that are not set have their defaults."""
     section = default_factory
     rule = Table("a table", lambda value: isinstance(value, section), section=section)
     return dataclasses.field(default_factory=section, metadata={"says": says, "rule": rule, "resume": resume})
@@ -63,7 +63,7 @@ def free_table(*, default_factory: Callable[[], dict[str, Any]], says: str, resu
 
 
 def narrow(base: type, name: str, *, above: float) -> Any:
-    """The number field `name` of other settings, with a bound `above` which it must lie."""
+    """The number field `name` of other settings, with the extra bound that it lies above `above`."""
     field = cast(Any, base).__dataclass_fields__[name]
     return fields.number(default=field.default, says=field.metadata["says"], resume=field.metadata["resume"], above=above)
 
@@ -98,9 +98,9 @@ def settings(resume: str = "flag") -> Callable[[_C], _C]:
             if isinstance(declared, dataclasses.Field) and declared.metadata.get("resume", "") is None:
                 declared.metadata = MappingProxyType({**declared.metadata, "resume": resume})
         cast(Any, cls).__post_init__ = _check
-        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        made.__dataclass_fields__ = _in_reading_order(made)
-        return cast(_C, made)
+        declared_class: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        declared_class.__dataclass_fields__ = _in_reading_order(declared_class)
+        return cast(_C, declared_class)
 
     return decorate
 
@@ -114,14 +114,14 @@ def _check(self: Any) -> None:
 
 
 def _in_reading_order(cls: Any) -> dict[str, Any]:
-    """The fields of a class itself first, then those of its bases from left to right; dataclasses have it the other way."""
+    """The fields of a class itself first, then those of its bases from left to right (the reverse of dataclasses)."""
     inherited = [name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", ())]
     own = [name for name in cls.__dataclass_fields__ if name not in inherited]
     return {name: cls.__dataclass_fields__[name] for name in dict.fromkeys([*own, *inherited])}
 
 
 def select(kind: type[_S], sections: Iterable[Any], **more: Any) -> _S:
-    """A `kind` with the settings that sections share with it; `more` are its fields that are no settings.
+    """Construct a `kind` from the settings that sections share with it; `more` are its fields that are not settings.
 
     >>> select(Sampling, [config.rollouts])          # doctest: +SKIP
     """

@@ -1,8 +1,8 @@
 """Shape legend, used by every module.
 
 B: rows (one response each, unless `rollout` ids join rows). T: positions from the first sampled token to the last.
-A `PerToken` value speaks of token t itself. A `PerSequence` value is one number per row. A `Spread` value is either:
-`[B, 1]` where it is constant along a row, `[B, T]` where it is not; both broadcast against `[B, T]`.
+Entry t of a `PerToken` value belongs to token t itself. A `PerSequence` value is one number per row. A `Spread` value is
+`[B, 1]` if it is constant along a row, else `[B, T]`; both broadcast against `[B, T]`.
 """
 
 from jaxtyping import Bool, Float, Int

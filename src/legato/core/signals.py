@@ -37,11 +37,11 @@ class RouterSignals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Already checked (`core/checks.py`). Only `logprobs`, `entropy` and `values` may carry a gradient.
+    """The checked inputs of an objective (`core/checks.py`). Only `logprobs`, `entropy` and `values` may carry a gradient.
 
     An example, one group of two responses, the second with a tool token in the middle:
         mask           1 1 1     1 0 1
-        logprobs      -.9 -.4 -.1    -1.2 nan -.3      (what stands at mask 0 is never read)
+        logprobs      -.9 -.4 -.1    -1.2 nan -.3      (values at mask 0 are never read)
         old_logprobs  -.9 -.5 -.1    -1.1 nan -.3
         advantages     1. 1. 1.  or one column   -1.
         group          0             0
@@ -53,9 +53,9 @@ class Signals:
     advantages: Spread
     """[B, 1] per response or [B, T] per token; 0 outside the mask."""
     old_logprobs: PerToken | None = None
-    """The anchor: what the trainer's policy gave before the first update."""
+    """The anchor: log-probs of the trainer's policy before the first update."""
     sampler_logprobs: PerToken | None = None
-    """What the engine reported, before truncation."""
+    """Log-probs that the engine reported, before truncation."""
     kept_logmass: PerToken | None = None
     """log of the probability that top-p, top-k ... kept; the behaviour density is sampler_logprobs - kept_logmass."""
     ref_logprobs: PerToken | None = None
@@ -83,7 +83,7 @@ class Signals:
         return Segments(level=level, mask=self.mask, turn=self.turn, rollout=self.rollout)
 
     def tensor(self, name: str) -> PerToken:
-        """The signal of this name, which must be present: the caller's parts declared that they need it."""
+        """The signal of this name. It must be present: parts declare the signals they need, and callers check them."""
         value: PerToken | None = getattr(self, name)
         assert value is not None, f"{name} was not checked for before use"
         return value
@@ -101,4 +101,4 @@ class Signals:
 
 
 ANCHORS = {"old": "old_logprobs", "sampler": "sampler_logprobs"}
-"""Which signal each anchor word of a part names."""
+"""The signal that each anchor of a part reads."""

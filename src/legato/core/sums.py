@@ -1,7 +1,7 @@
-"""Numbers that combine: over micro-batches, over updates, over ranks.
+"""Sums behind metrics, which merge over micro-batches, updates and ranks.
 
-A metric is never averaged twice. Each call contributes additive pieces (a total and its own count, a maximum, the
-counts of a histogram); pieces merge exactly, and only the merged piece becomes a number.
+A metric is never averaged twice. Each call contributes pieces: a total with its count, a maximum, or the counts of a
+histogram. Pieces merge exactly, and only the merged piece becomes a number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Piece:
     __slots__ = ()
 
     def merge(self, other: Piece) -> Piece:
-        """The sum of both; `other` is of the same class."""
+        """The piece of both samples together; `other` has the same class."""
         raise NotImplementedError
 
     def report(self) -> Mapping[str, float]:
-        """Name suffix ('' for the plain value) to number; NaN where nothing was counted."""
+        """The numbers of the piece, by suffix of the metric key ('' for the plain value); NaN if nothing was counted."""
         raise NotImplementedError
 
 
@@ -177,10 +177,10 @@ class Correlation(_Additive):
     def report(self) -> Mapping[str, float]:
         x, y = _ratio(self.x, self.count), _ratio(self.y, self.count)
         spread = (_ratio(self.xx, self.count) - x * x) * (_ratio(self.yy, self.count) - y * y)
-        # What does not vary has no correlation; a remainder of rounding is no variance.
+        # A quantity without variance has no correlation. Rounding errors do not count as variance.
         tiny = 1e-14 * _ratio(self.xx, self.count) * _ratio(self.yy, self.count)
-        found = (_ratio(self.xy, self.count) - x * y) / math.sqrt(spread) if spread > tiny else math.nan
-        return {"": found}
+        correlation = (_ratio(self.xy, self.count) - x * y) / math.sqrt(spread) if spread > tiny else math.nan
+        return {"": correlation}
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,8 @@ class Histogram(Piece):
     """Counts on fixed signed-log edges: each octave of the positive and the negative axis in eight equal parts.
 
     A bin is the leading bits of the float32 pattern (sign, exponent, three bits of mantissa), so the edges are the same
-    everywhere and binning is a shift. Quantiles interpolate inside a bin, relative error at most 1/8, and never leave the
-    range of what was counted.
+    everywhere and binning is a shift. Quantiles interpolate inside a bin, with a relative error of at most 1/8, and stay
+    between the smallest and the largest counted value.
     """
 
     counts: Tensor
@@ -255,7 +255,7 @@ class Histogram(Piece):
         return values
 
     def bars(self) -> dict[str, list[float]]:
-        """The counts from the first filled bin to the last, and their edges, one more; what a figure draws."""
+        """Counts from the first filled bin to the last, and their edges (one more), as a figure draws them."""
         filled = self.counts.nonzero().squeeze(1)
         if not len(filled):
             return {"edges": [], "counts": []}
@@ -295,7 +295,7 @@ class Sums(Mapping[str, Piece]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    # The mixins of Mapping would look every key up again.
+    # Faster than those of Mapping, which look up every key again.
 
     def items(self) -> ItemsView[str, Piece]:
         return self._pieces.items()
@@ -318,12 +318,12 @@ class Sums(Mapping[str, Piece]):
 
     def report(self) -> dict[str, float]:
         """Every metric as a number, by key. One transfer from the device, whatever the number of metrics."""
-        (here,) = fetch([self])
-        return {key + suffix: value for key, piece in here.items() for suffix, value in piece.report().items()}
+        (on_host,) = fetch([self])
+        return {key + suffix: value for key, piece in on_host.items() for suffix, value in piece.report().items()}
 
 
 def fetch(many: Sequence[Sums]) -> list[Sums]:
-    """Copies of these sums with all tensors on the host, in one transfer."""
+    """The sums with all tensors on the host, copied in one transfer."""
     tensors: list[Tensor] = []
     on_device = False
     for sums in many:
@@ -335,8 +335,8 @@ def fetch(many: Sequence[Sums]) -> list[Sums]:
 
 
 def _fetch_at_once(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums]:
-    """Copy `tensors`, which are those of all pieces in order, as float64. Counts stay exact up to 2^53."""
-    # A launch for each dtype, not for each of some hundred tensors.
+    """Copy `tensors`, the tensors of all pieces in order, as float64. Counts stay exact up to 2^53."""
+    # One launch per dtype instead of one for each of some hundred tensors.
     kinds: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         kinds.setdefault(tensor.dtype, []).append(number)
@@ -346,7 +346,7 @@ def _fetch_at_once(many: Sequence[Sums], tensors: Sequence[Tensor]) -> list[Sums
     on_host = {number: flat.reshape(tensors[number].shape) for number, flat in zip(order, together, strict=True)}
     numbers = iter(range(len(tensors)))
 
-    def here(piece: Piece) -> Piece:
+    def copy(piece: Piece) -> Piece:
         return type(piece)(*(on_host[next(numbers)] for _ in tensors_of(piece)))
 
-    return [Sums({key: here(piece) for key, piece in sums.items()}) for sums in many]
+    return [Sums({key: copy(piece) for key, piece in sums.items()}) for sums in many]

@@ -1,4 +1,4 @@
-"""Prompts and responses as padded tables: what a policy reads and scores."""
+"""Prompts and responses as padded tables, as a policy reads and scores them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """G prompts and B responses, padded at the end; what stands beyond a length is never read.
+    """G prompts and B responses, padded at the end. Entries beyond a length are never read.
 
     An example: two groups of two responses, of 2, 3, 1 and 3 tokens.
 

@@ -8,10 +8,10 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch works on the calling thread alone; also as a decorator.
+    """Make torch use the calling thread only: a context manager, also usable as a decorator.
 
-    For tables of indices: their operations are just large enough to be shared out, and waiting for the other threads takes
-    longer than the work. Where something else has the cores it takes a hundred times as long (the tables of 14,000 tokens:
+    For tables of indices. Their operations are just large enough for torch to split them among threads, but waiting for the
+    threads takes longer than the work, and a hundred times as long if the cores are busy (the tables of 14,000 tokens:
     216 ms on two threads of a busy machine with two cores, 2.6 ms on one).
     """
     before = torch.get_num_threads()

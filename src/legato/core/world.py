@@ -1,7 +1,7 @@
-"""The ranks of a run: sums over all of them, and choices they agree on. Code that uses them need not know their number.
+"""The ranks of a run: sums over all ranks, and choices that they agree on. One process is the case of one rank.
 
-Two rules keep ranks together. Tables, plans and states are equal on all ranks. And no rank decides alone what depends on
-time, signals, memory or measurements: it asks `agree`, so that one process is the special case of one rank.
+Two rules keep ranks together. Tables, plans and states are equal on all ranks. A choice that depends on time, signals,
+memory or measurements goes through `agree`: no rank decides it alone.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class World(Protocol):
         """The counts of the whole update."""
 
     def sum_metrics(self, sums: Sums) -> Sums:
-        """Metrics of all ranks, merged in the order of ranks; a rank may lack keys."""
+        """The metrics of all ranks, merged in the order of ranks. A key need not exist on every rank."""
 
     def sum_table(self, table: Tensor) -> Tensor:
         """The sum of one table per rank; exact where each entry is nonzero on one rank only."""

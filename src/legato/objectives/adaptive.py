@@ -1,14 +1,14 @@
-"""A clip whose band follows what the updates do.
+"""A clip whose band adapts to the ratios of past updates.
 
-x = sgn(A) log r of a ratio (of a response, a turn or a token) with A != 0 is clipped where it is beyond b_high (A > 0) or
-b_low (A < 0). The band of an update comes from the updates before it, never from its own ratios: a quantile of its own would
-clip its share also where the drift is noise. The first update on some rollouts tells nothing, since there r = 1.
+For a ratio (of a response, a turn or a token) with A != 0, x = sgn(A) log r is clipped beyond b_high (A > 0) or b_low
+(A < 0). The band of an update comes from the updates before it, never from its own ratios: a quantile of its own ratios
+would clip the same share even if all drift were noise. The first update on some rollouts has r = 1 and does not count.
 
     counts       log b <- log b + rate (f - target), f the share clipped           (Robbins-Monro; finds the quantile)
     perplexity   log b <- (1 - rate) log b + rate log b*,  b* = mean x + z sd x    (z the normal quantile of 1 - target)
 
-log s of a response is log PPL_old - log PPL_new: mean and sd of x are those of how its perplexity changed. Both rules read
-sums that add over packs and ranks, and stay on the device: an update waits for nothing.
+log s of a response is log PPL_old - log PPL_new, so mean and sd of x are those of the change in log-perplexity. Both rules
+read sums that add over packs and ranks. The sums stay on the device: no update waits for them.
 """
 
 import math
@@ -67,7 +67,7 @@ class AutoClip(Trust):
 
     @property
     def _start(self) -> tuple[float, float]:
-        """b_low and b_high before anything is known."""
+        """b_low and b_high before the first update."""
         return -math.log1p(-self.low), math.log1p(self.high)
 
     def initial(self) -> PartState:
@@ -75,7 +75,7 @@ class AutoClip(Trust):
         return {"log_low": low, "log_high": high, "noise": 0.0, "updates": 0.0}
 
     def bounds(self, state: PartState | None) -> Bounds:
-        """As the state has them. They cannot be tightened: the band would go back to its target."""
+        """The bounds in the state. They cannot be tightened: the band would move back to its target."""
         now = self.initial() if state is None else state
         return Bounds(low=float(now["log_low"]), high=float(now["log_high"]), logarithmic=True)
 
@@ -89,7 +89,7 @@ class AutoClip(Trust):
         return replace(region, log_value=clipped, band=(lower, upper), adapts=True)
 
     def compared(self, log_ratio: Spread, context: Context) -> Spread:
-        """What b itself is a bound on: the log-ratio, times sqrt(L / reference_length) where the band follows length."""
+        """The quantity that b bounds: the log-ratio, times sqrt(L / reference_length) if the band depends on the length."""
         return log_ratio / self._widening(context)
 
     def _widening(self, context: Context) -> Spread | float:
@@ -98,7 +98,7 @@ class AutoClip(Trust):
         return (self.reference_length / context.segments.size().clamp(min=1)).sqrt()
 
     def advance(self, state: PartState, sums: Sums, first: bool) -> PartState:
-        """The band of the next update. Sums of a first update are left alone."""
+        """The band of the next update. The sums of a first update are ignored."""
         if first:
             return state
         beyond, reach = (self._pieces(sums, f"clip/{name}") for name in ("beyond", "reach"))
@@ -111,18 +111,18 @@ class AutoClip(Trust):
                 move = self._by_counts([beyond[sign] for sign in signs])
             else:
                 move = self._by_moments([reach[sign] for sign in signs], now, side)
-            # Nothing counted, or a ratio that is not finite: the band stays.
+            # If nothing was counted, or a ratio is not finite, the band stays.
             moves[side] = torch.where(torch.isfinite(move), move, 0.0) * free
         moved = {side: now[side] * moves[side].exp() for side in moves}
-        # Whether rows that cannot pull were left out of the update beforehand must not show.
-        told = (_sum_field(list(beyond.values()), Mean, "count") > 0).double()
-        return {**self._clamp_band({**now, **moved}), "updates": now["updates"] + told}
+        # An update counts if any row has an advantage, so skipping silent rows changes nothing.
+        counts = (_sum_field(list(beyond.values()), Mean, "count") > 0).double()
+        return {**self._clamp_band({**now, **moved}), "updates": now["updates"] + counts}
 
     def calibrated(self, state: PartState, noise: float) -> PartState:
         """The state with a noise floor, and a band that respects it."""
-        known = {**{name: float(value) for name, value in state.items()}, "noise": float(noise)}
-        held = self._clamp_band({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
-        return {name: float(value) for name, value in held.items()}
+        numbers = {**{name: float(value) for name, value in state.items()}, "noise": float(noise)}
+        clamped = self._clamp_band({name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
+        return {name: float(value) for name, value in clamped.items()}
 
     def _pieces(self, sums: Sums, key: str) -> dict[str, Piece]:
         missing = [word for word in (f"{key}_positive", f"{key}_negative") if word not in sums]
@@ -134,7 +134,7 @@ class AutoClip(Trust):
         return {word: sums[f"{key}_{word}"] for word in ("positive", "negative")}
 
     def _signs(self) -> dict[str, tuple[str, ...]]:
-        """Which responses move which bound."""
+        """The signs of A whose ratios move each bound."""
         if self.sides == "apart":
             return {"log_low": ("negative",), "log_high": ("positive",)}
         return dict.fromkeys(("log_low", "log_high"), ("positive", "negative"))
@@ -144,19 +144,19 @@ class AutoClip(Trust):
         return self.rate * (total / count - self.target)
 
     def _by_moments(self, pieces: list[Piece], now: Mapping[str, Tensor], side: str) -> Tensor:
-        """Reach is x over its bound, so that b* is b times what the moments of reach say."""
+        """The move of log b. `pieces` are moments of x / b, so b* / b is their mean plus z deviations."""
         count = _sum_field(pieces, Deviation, "count")
         mean = _sum_field(pieces, Deviation, "total") / count
         variance = _sum_field(pieces, Deviation, "squares") / count - mean.square()
         wanted = mean + NormalDist().inv_cdf(1 - self.target) * variance.clamp(min=0.0).sqrt()
-        # A mean far against the advantages wants no band at all; the floor is as narrow as it gets.
+        # If the ratios move far against the advantages, b* is negative: the floor is the narrowest band.
         return self.rate * torch.maximum(wanted, self._least(now) / now[side]).log()
 
     def _least(self, now: Mapping[str, Tensor]) -> Tensor:
         return (self.noise_multiple * now["noise"]).clamp(min=self.floor)
 
     def _clamp_band(self, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Between floor and ceiling. Together, the ratio of the bounds survives it: the narrower one meets the floor."""
+        """The band between floor and ceiling. With sides = 'together' the quotient of the bounds stays the same."""
         least, most = self._least(now), self.ceiling
         if self.sides == "apart":
             sides = {side: now[side].maximum(least).clamp(max=most) for side in ("log_low", "log_high")}
@@ -169,7 +169,7 @@ class AutoClip(Trust):
 
 
 def _number(value: Tensor | float, device: torch.device) -> Tensor:
-    """A number of the state in float64, on the device without waiting for it."""
+    """A number of the state as float64 on the device; the host does not wait."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.float64, non_blocking=True)
     return torch.full((), value, dtype=torch.float64, device=device)

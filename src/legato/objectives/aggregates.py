@@ -1,6 +1,6 @@
 """Aggregation: the weight n of each token in the loss. Denominators come from the counts of the whole update.
 
-Every weight is constant along a row, which is why a per-response value never has to be spread out to be summed.
+Every weight is constant along a row, so sums over per-response values need no [B, T] tensor.
 """
 
 from typing import ClassVar
@@ -18,7 +18,7 @@ _WORDS = ("all", "kept")
 
 
 def _inverse(count: Tensor) -> Tensor:
-    """1 / count, and 0 where there is nothing to count, so that an empty update is a no-op and not NaN."""
+    """1 / count, and 0 for a count of 0: the loss of an empty update is 0 and not NaN."""
     return torch.where(count > 0, 1 / count.clamp(min=1), 0.0)
 
 

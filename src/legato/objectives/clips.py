@@ -23,7 +23,7 @@ _SCALE = "'none': one band for all; 'sqrt-length': wider for shorter segments."
 
 
 def by_sign(values: Spread, advantages: Spread, lower: Tensor | float, upper: Tensor | float) -> Spread:
-    """Bound above where the advantage is positive, below where it is negative; untouched where it is 0."""
+    """Bound values above where the advantage is positive, below where it is negative, and not at all where it is 0."""
     return bounded(
         values,
         choose(advantages < 0, lower, -math.inf),
@@ -186,7 +186,7 @@ class BalancedClip(Trust):
         ratio = region.log_value.detach().exp()
         positive, negative = mask.select(advantages.clamp(min=0.0)), mask.select((-advantages).clamp(min=0.0))
         floors, caps = _steps(self.floor, self.floor_max, self.floor_step), _steps(self.cap, self.cap_max, self.cap_step)
-        # Loops over some twenty candidates, not over tokens; nothing here waits for the device.
+        # Loops over some twenty candidates, not over tokens. Nothing here waits for the device.
         gains = torch.stack([(ratio.clamp(max=cap) * positive).sum() for cap in caps])
         losses = torch.stack([(ratio.clamp(min=floor) * negative).sum() for floor in floors])
         # Tried in this order: all floors beside the first cap, then the other caps beside the last floor.
@@ -208,6 +208,6 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 def leave_out(region: Region, dropped: Tensor, band: tuple[Tensor | float, Tensor | float] | None = None) -> Region:
     """The region without the dropped tokens."""
-    left_in = (~dropped).to(region.log_ratio.dtype)
-    selected = left_in if region.selected is None else region.selected * left_in
+    remaining = (~dropped).to(region.log_ratio.dtype)
+    selected = remaining if region.selected is None else region.selected * remaining
     return replace(region, selected=selected, band=band or region.band)

@@ -1,13 +1,13 @@
 """Corrections for a sampler that is not the anchor (train/inference mismatch, staleness).
 
-le_t = old_t - behaviour_t and rho = exp(le). Each part looks at rho at one level:
+le_t = old_t - behaviour_t and rho = exp(le). Each part reads rho at one level:
     match      mean of le over the segments of the ratio: per token beside a token ratio, length-normalised beside a
                sequence ratio, where a product over tokens would reject or explode with length
     token      le of each token
     sequence   mean of le over the response (geometric, length-normalised)
     product    sum of le over the response: unbiased, but its spread grows with length
-Everything here is detached. Importance weights leave the denominators alone, also where they are 0; rejection returns
-`keep`, and `denominator` of the aggregate says whether rejected tokens still count.
+Everything here is detached. Importance weights do not change the denominators, even where they are 0. Rejection returns
+`keep`; the aggregate's `denominator` decides whether rejected tokens still count.
 """
 
 import math
@@ -168,7 +168,7 @@ class RouterShift(Correction):
         return Adjustment(weight=context.segments.mean(log_gamma).exp())
 
 
-def both(left: Spread | None, right: Spread | None) -> Spread | None:
+def multiply(left: Spread | None, right: Spread | None) -> Spread | None:
     """The product of two optional factors."""
     if left is None or right is None:
         return right if left is None else left
@@ -176,10 +176,10 @@ def both(left: Spread | None, right: Spread | None) -> Spread | None:
 
 
 def combine(adjustments: list[Adjustment]) -> Adjustment:
-    """All corrections of an objective as one: shifts add, weights and keeps multiply."""
+    """One adjustment for all corrections of an objective: shifts add up, weights and keeps multiply."""
     shifts = [a.log_shift for a in adjustments if a.log_shift is not None]
     return Adjustment(
         log_shift=sum(shifts[1:], start=shifts[0]) if shifts else None,
-        weight=reduce(both, [a.weight for a in adjustments], None),
-        keep=reduce(both, [a.keep for a in adjustments], None),
+        weight=reduce(multiply, [a.weight for a in adjustments], None),
+        keep=reduce(multiply, [a.keep for a in adjustments], None),
     )

@@ -1,4 +1,4 @@
-"""Counting an update, or a part of it: what the weights of the loss are divided by."""
+"""The counts of an update or a part of it, by which the weights of the loss are divided."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from legato.core.counts import Counts, Tally
 from legato.core.segments import ordered_sum
 from legato.core.shapes import Spread
 from legato.core.signals import Signals
-from legato.objectives.corrections import both
+from legato.objectives.corrections import multiply
 from legato.objectives.objective import Objective
 from legato.objectives.slots import Aggregate, Context
 
 
 def tally(signals: Signals, keep: Spread | None, groups: int | None) -> Tally:
-    """Tokens, sequences and tokens per group, of all tokens or of the kept ones."""
+    """The number of tokens, sequences and tokens per group; with `keep`, of the kept tokens only."""
     tokens = kept_lengths(signals, keep).squeeze(1).double()
     present = tokens > 0
     if signals.rollout is not None:
@@ -26,26 +26,26 @@ def tally(signals: Signals, keep: Spread | None, groups: int | None) -> Tally:
 
 
 def kept_lengths(signals: Signals, keep: Spread | None) -> Tensor:
-    """[B, 1]: tokens of each row that are kept."""
+    """[B, 1]: the number of kept tokens of each row."""
     return signals.mask.lengths if keep is None else signals.mask.sum(keep)
 
 
 def rollout_lengths(signals: Signals, keep: Spread | None) -> Tensor:
-    """[B, 1]: kept tokens of the rollout each row belongs to."""
+    """[B, 1]: the number of kept tokens in the rollout that each row belongs to."""
     return signals.segments("sequence").over_rows(kept_lengths(signals, keep))
 
 
 def count(objective: Objective, aggregate: Aggregate, signals: Signals, groups: int | None) -> Counts:
-    """The counts of what is given. `groups` is the size of the group tables, None where no part uses groups.
+    """The counts of these signals. `groups` is the size of the group tables; None if no part uses groups.
 
-    `keep` is known here where it depends on anchor-side tensors; where rejection reads the new log-probs, the objective
-    itself fills in `kept` (update scope).
+    `kept` is counted here if it depends on old and sampler log-probs only. If rejection reads the new log-probs,
+    `evaluate` counts it (update scope).
     """
     counts = Counts(all=tally(signals, None, groups), tables=_tables(objective, signals, groups))
     if aggregate.denominator == "all" or objective.keep_reads_logprobs(aggregate):
         return counts
     context = Context(signals=signals, segments=signals.segments(objective.ratio.level), counts=counts, state={})
-    keep = both(signals.keep, objective.adjustment(context).keep)
+    keep = multiply(signals.keep, objective.adjustment(context).keep)
     return Counts(all=counts.all, kept=tally(signals, keep, groups), tables=counts.tables)
 
 

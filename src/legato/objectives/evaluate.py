@@ -17,7 +17,7 @@ from legato.core.outcome import Coefficients, Outcome, Trace
 from legato.core.shapes import PerToken, Scalar, Spread
 from legato.core.signals import Signals
 from legato.objectives.aggregates import TokenMean
-from legato.objectives.corrections import both
+from legato.objectives.corrections import multiply
 from legato.objectives.counting import rollout_lengths, tally
 from legato.objectives.objective import Objective
 from legato.objectives.penalties import ValueLoss
@@ -28,7 +28,7 @@ _CHANNELS = ("logprobs", "entropy", "values")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Surrogate:
-    """The terms of what is maximised, with their graph to the leaves, and what was decided on the way."""
+    """The terms of the maximised objective with their autograd graph, and the intermediate results."""
 
     terms: Mapping[str, Scalar]
     region: Region
@@ -55,17 +55,19 @@ def evaluate(
         surrogate = _surrogate(objective, aggregate, context)
         objective_value = sum(list(surrogate.terms.values())[1:], start=surrogate.terms["policy"])
         gradients = torch.autograd.grad(objective_value, list(leaves.values()), allow_unused=True)
-    found = {
+    coefficients = {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
     }
-    field = Coefficients(logprobs=found["logprobs"], entropy=found.get("entropy"), values=found.get("values"))
+    field = Coefficients(
+        logprobs=coefficients["logprobs"], entropy=coefficients.get("entropy"), values=coefficients.get("values")
+    )
     tied = field.tie(0.0 - objective_value.detach(), **{name: signals.tensor(name) for name in used})
     return Outcome(loss=tied, field=field, trace=_trace(objective, surrogate, signals.advantages.shape[1] == 1))
 
 
 def _leaf(channel: Tensor) -> Tensor:
-    # A tensor made in inference mode cannot take part in autograd; its copy can.
+    # Autograd refuses tensors created in inference mode, but not their copies.
     return (channel.clone() if channel.is_inference() else channel.detach()).requires_grad_()
 
 
@@ -79,26 +81,26 @@ def _surrogate(objective: Objective, aggregate: Aggregate, context: Context) -> 
             region = part.apply(region, context)
             region = region if region.band is not None else _with_band(part, region, context)
 
-    keep = both(both(signals.keep, adjustment.keep), region.kept)
-    tallied = context.counts
+    keep = multiply(multiply(signals.keep, adjustment.keep), region.kept)
+    counts = context.counts
     if objective.keep_reads_logprobs(aggregate):
-        groups = None if tallied.all.group_tokens is None else len(tallied.all.group_tokens)
-        tallied = replace(tallied, kept=tally(signals, keep, groups))
-    dropped_leave = aggregate.denominator == "kept"
-    lengths = rollout_lengths(signals, keep if dropped_leave else None)
-    weights = aggregate.weights(tallied.tally(aggregate.denominator), lengths, signals.group)
+        groups = None if counts.all.group_tokens is None else len(counts.all.group_tokens)
+        counts = replace(counts, kept=tally(signals, keep, groups))
+    counts_kept_only = aggregate.denominator == "kept"
+    lengths = rollout_lengths(signals, keep if counts_kept_only else None)
+    weights = aggregate.weights(counts.tally(aggregate.denominator), lengths, signals.group)
 
     factor: Spread | None = weights * signals.advantages
     for each in (None if objective.folds_weights else adjustment.weight, keep, region.selected):
-        factor = both(factor, each)
+        factor = multiply(factor, each)
     assert factor is not None
     terms = {"policy": _policy(objective, region, factor, signals)}
 
     all_lengths = rollout_lengths(signals, None)
     for penalty in objective.penalties:
-        over = TokenMean() if penalty.token_mean else aggregate
-        host = over.weights(context.counts.all, all_lengths, signals.group)
-        terms[penalty.name] = -_total(penalty.apply(context), host, signals)
+        mean = TokenMean() if penalty.token_mean else aggregate
+        penalty_weights = mean.weights(context.counts.all, all_lengths, signals.group)
+        terms[penalty.name] = -_total(penalty.apply(context), penalty_weights, signals)
     return _Surrogate(
         terms=terms, region=region, tokens=tokens, tokens_clipped=tokens_clipped, adjustment=adjustment, kept=keep
     )
@@ -111,11 +113,11 @@ def _tokens(objective: Objective, signals: Signals) -> PerToken:
 
 
 def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, context: Context) -> tuple[Region, Tensor | None]:
-    """The ratio at its level, and which tokens a trust region before the mean has bounded."""
+    """The ratio at its level, and a mask of the tokens that a trust region bounded before the mean."""
     ratio, signals = objective.ratio, context.signals
     if adjustment.log_shift is not None:
         tokens = tokens + adjustment.log_shift
-    free = tokens
+    unbounded = tokens
     for part in objective.trust:
         if isinstance(part, TokenTrust):
             tokens = part.apply_tokens(tokens, context)
@@ -127,12 +129,12 @@ def _ratio(objective: Objective, adjustment: Adjustment, tokens: PerToken, conte
         if log_weight.shape[1] != 1:
             log_weight = context.segments.sum(signals.mask.select(log_weight))
         log_ratio = log_ratio + log_weight
-    bounded_tokens = None if tokens is free else tokens.detach() != free.detach()
+    bounded_tokens = None if tokens is unbounded else tokens.detach() != unbounded.detach()
     return Region(log_ratio=log_ratio, log_value=log_ratio), bounded_tokens
 
 
 def _with_band(part: Trust, region: Region, context: Context) -> Region:
-    """The region with the bounds that a part states, where `apply` has not set them: the metrics measure against them."""
+    """The region with the bounds that a part states, for the metrics. Used if `apply` did not set a band."""
     stated = part.bounds(context.state.get(part.name))
     if stated is None or stated.is_open:
         return region
@@ -140,10 +142,10 @@ def _with_band(part: Trust, region: Region, context: Context) -> Region:
 
 
 def _policy(objective: Objective, region: Region, factor: Spread, signals: Signals) -> Scalar:
-    """The policy term of the surrogate: the sum of factor times what stands for the ratio."""
+    """The policy term of the surrogate: the sum of factor times the ratio after the trust region."""
     log_value, mask = region.log_value, signals.mask
     if not _is_small(log_value):
-        # A ratio without a narrow limit may be infinite; where its factor is 0 the term is 0 and not 0 * inf.
+        # A ratio without a narrow limit may be infinite. Where its factor is 0, the term must be 0 and not 0 * inf.
         log_value = torch.where(factor != 0, log_value, 0.0)
     if objective.ratio.gradient == "weight":
         weight = log_value.exp() if region.value is None else region.value
@@ -155,14 +157,14 @@ def _policy(objective: Objective, region: Region, factor: Spread, signals: Signa
 
 
 def _is_small(log_value: Spread) -> bool:
-    """Whether exp of it is certainly finite: on a CPU looking is cheaper than selecting; a GPU is not asked."""
+    """Whether exp(log_value) is certainly finite. Only checked on a CPU: on a GPU the host would have to wait."""
     return log_value.device.type == "cpu" and bool(log_value.numel() == 0 or log_value.detach().amax() < 80)
 
 
 def _total(value: Spread, factor: Spread, signals: Signals) -> Scalar:
     """The sum over mask tokens of value * factor; `factor` carries no gradient.
 
-    Whatever is constant along a row stays one number per row.
+    Tensors that are constant along a row stay [B, 1].
     """
     if value.shape[1] == 1:
         return (value * signals.mask.sum(factor)).sum()
@@ -180,7 +182,7 @@ def _trace(objective: Objective, surrogate: _Surrogate, per_response: bool) -> T
         log_ratio=region.log_ratio.detach()[:, :width],
         tokens=surrogate.tokens.detach() if anchored else None,
         log_value=region.log_value.detach()[:, :width],
-        selected=both(region.selected, region.kept),
+        selected=multiply(region.selected, region.kept),
         tokens_clipped=surrogate.tokens_clipped,
         band=region.band,
         gate=region.gate,

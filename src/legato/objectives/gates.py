@@ -1,4 +1,4 @@
-"""Trust regions without an edge: a smooth function of the ratio stands in its place."""
+"""Soft trust regions: a smooth function replaces the ratio."""
 
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from legato.objectives.slots import Context, Region, Trust
 
 
 class _Gate(torch.autograd.Function):
-    """(4 / tau) sigmoid(tau (exp(x) - 1)) in two pieces of memory; autograd would keep six."""
+    """(4 / tau) sigmoid(tau (exp(x) - 1)) with two saved tensors; autograd would save six."""
 
     @staticmethod
     def forward(ctx: Any, log_ratio: Tensor, tau: Tensor) -> Tensor:

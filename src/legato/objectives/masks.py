@@ -1,4 +1,4 @@
-"""Trust regions that drop tokens or whole responses and leave the ratio of the others alone."""
+"""Trust regions that drop tokens or whole responses. The ratios of the others do not change."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -29,8 +29,9 @@ class _Anchored(Trust):
 
 
 def _reject(region: Region, rejected: torch.Tensor) -> Region:
-    kept = (~rejected).to(region.log_ratio.dtype)
-    return replace(region, kept=kept if region.kept is None else region.kept * kept)
+    """The region without the rejected responses."""
+    remaining = (~rejected).to(region.log_ratio.dtype)
+    return replace(region, kept=remaining if region.kept is None else region.kept * remaining)
 
 
 @part("trust", "divergence-mask")
@@ -91,7 +92,7 @@ class TrustRegionMask(_Anchored):
 
     def apply(self, region: Region, context: Context) -> Region:
         sequences, drift = context.sequences, self._drift(context).clamp(-self.limit, self.limit)
-        # A rollout of several rows is too far when any of its rows is, so the maximum is counted and not taken.
+        # A rollout of several rows is rejected if any row has a token that is too far: tokens are counted over the rows.
         far = sequences.sum((drift.square() / 2 > self.max_threshold).to(drift.dtype)) > 0
         mean_k3 = sequences.mean(torch.expm1(drift) - drift)
         return _reject(region, far | (mean_k3 > self.mean_threshold))
@@ -106,7 +107,7 @@ def covariance(context: Context) -> PerToken:
     return signals.mask.select(centred[0] * centred[1])
 
 
-def first(score: PerToken, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def smallest_scores(score: PerToken, eligible: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """[B, T] bool: the `count` eligible positions with the smallest score; equal scores in order of position."""
     flat = torch.where(eligible, score, torch.inf).reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -142,7 +143,7 @@ class ClipCovariance(Trust):
         if self.selection == "all":
             return leave_out(region, eligible)
         count = torch.floor(self.fraction * context.counts.all.tokens).clamp(min=1)
-        return leave_out(region, first(context.signals.tensor("uniform"), eligible, count))
+        return leave_out(region, smallest_scores(context.signals.tensor("uniform"), eligible, count))
 
 
 @part("trust", "high-entropy")
@@ -160,7 +161,7 @@ class HighEntropy(Trust):
         mask = context.signals.mask.tokens
         entropy = context.signals.mask.select(context.signals.tensor("entropy").detach())
         ascending = torch.where(mask, entropy, torch.inf).reshape(-1).sort().values
-        # Linear interpolation between order statistics, without asking the device how many tokens there are.
+        # Linear interpolation between order statistics, without reading the number of tokens from the device.
         position = (1 - self.fraction) * (context.counts.all.tokens - 1).clamp(min=0)
         below = position.floor().long()
         above = torch.minimum(below + 1, (context.counts.all.tokens - 1).clamp(min=0).long())

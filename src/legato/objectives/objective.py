@@ -11,7 +11,7 @@ from legato.objectives.slots import Adjustment, Aggregate, Bounds, Context, Corr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What is maximised, before aggregation. Combinations that cannot mean anything are refused here."""
+    """The function to maximise, before aggregation. Combinations of parts that make no sense are refused."""
 
     ratio: Ratio
     trust: tuple[Trust, ...] = ()
@@ -20,13 +20,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         for slot in ("trust", "corrections", "penalties"):
-            seen = [part.name for part in getattr(self, slot)]
-            twice = {name for name in seen if seen.count(name) > 1}
+            names = [part.name for part in getattr(self, slot)]
+            twice = {name for name in names if names.count(name) > 1}
             if twice:
                 raise InputError(f"objective.{slot} holds {', '.join(sorted(twice))!r} twice; a part may appear once")
         self._refuse_double_counting()
         self._refuse_edges_with_gates()
-        self._refuse_what_cannot_act()
+        self._refuse_parts_without_effect()
         self._refuse_two_bands()
 
     def _refuse_double_counting(self) -> None:
@@ -46,8 +46,8 @@ class Objective:
                 " (masks and rejections may join it)"
             )
 
-    def _refuse_what_cannot_act(self) -> None:
-        """Parts that read a ratio where there is none, or bound a weight where the ratio is not one."""
+    def _refuse_parts_without_effect(self) -> None:
+        """Refuse parts that read a ratio if there is none, and parts that bound a weight if the ratio is not one."""
         if self.ratio.name == "none":
             idle = [part.name for part in self.trust if part.reads_ratio]
             idle += [part.name for part in self.corrections if part.reads_ratio]
@@ -62,7 +62,7 @@ class Objective:
                 )
 
     def _refuse_two_bands(self) -> None:
-        """A band that adapts beside a fixed one on the same ratio: the narrower would act, and the other seem to."""
+        """Refuse a band that adapts beside a fixed one on the same ratio: only the narrower would have an effect."""
         adapting = [part.name for part in self.trust if part.adapts]
         fixed = [
             part.name
@@ -89,7 +89,7 @@ class Objective:
         return [f"{part.kind} '{part.name}'" for part in readers if getattr(part, "needs_groups", False)]
 
     def scope(self, aggregate: Aggregate) -> Scope:
-        """How much of an update a call must see."""
+        """How much of an update one call must contain."""
         if self.keep_reads_logprobs(aggregate):
             return Scope.UPDATE
         return max(part.scope for part in (*self.parts(), aggregate))
@@ -104,13 +104,13 @@ class Objective:
         return any(part.folds_weights for part in self.trust)
 
     def adjustment(self, context: Context) -> Adjustment:
-        """All corrections as one. Where their weights enter a product ratio, 'match' is each token: the product is there."""
+        """One adjustment for all corrections. If their weights enter a product ratio, level 'match' means each token."""
         if self.folds_weights:
             context = replace(context, segments=context.signals.segments("token"))
         return combine([part.apply(context) for part in self.corrections])
 
     def bounds(self, state: State | None = None) -> dict[str, Bounds]:
-        """The bands of the trust regions as they stand now, by part; a part that bounds nothing is left out."""
+        """The current bands of the trust regions, by part. Parts without bounds are left out."""
         now = {} if state is None else state
         stated = {part.name: part.bounds(now.get(part.name)) for part in self.trust if part.reads_ratio}
         return {name: band for name, band in stated.items() if band is not None and not band.is_open}

@@ -16,7 +16,7 @@ from legato.core.shapes import PerToken, Spread
 from legato.core.signals import Signals
 from legato.core.sums import Sums
 from legato.errors import InputError
-from legato.objectives.masks import covariance, first
+from legato.objectives.masks import covariance, smallest_scores
 from legato.objectives.slots import Context, PartState, Penalty
 
 _LIMIT = "Largest |ref - new| before exp; zero gradient beyond."
@@ -101,7 +101,7 @@ class CovarianceDivergence(Penalty):
     def apply(self, context: Context) -> Spread:
         signals = context.signals
         count = torch.floor(self.fraction * context.counts.all.tokens)
-        chosen = first(-covariance(context), signals.mask.tokens, count)
+        chosen = smallest_scores(-covariance(context), signals.mask.tokens, count)
         drift = signals.log_ratio("old").abs()
         return self.beta * torch.where(chosen, drift, 0.0)
 

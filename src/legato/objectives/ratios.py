@@ -128,13 +128,13 @@ class GroupExpectation(Ratio):
         return signals.mask.select(signals.logprobs)
 
     def tables(self, signals: Signals) -> dict[str, PerSequence]:
-        # In float64 whatever the log-probs come in: counts must not depend on which tensors were at hand.
+        # In float64 for every dtype of the log-probs: counts must not depend on it.
         mask = Mask(signals.mask.tokens, torch.float64)
         segments = Segments(level="sequence", mask=mask, rollout=signals.rollout)
         likelihood = segments.mean(mask.select(signals.tensor("old_logprobs").double())).exp()
         present = (segments.size() > 0).double()
         if signals.rollout is not None:
-            # One rollout, one entry: its rows all hold the same likelihood.
+            # All rows of a rollout hold the same likelihood: together they count once.
             rows = torch.bincount(signals.rollout, minlength=len(signals.rollout))[signals.rollout].unsqueeze(1)
             present = present / rows
         return {
@@ -146,7 +146,7 @@ class GroupExpectation(Ratio):
         tables, group = context.counts.tables, context.signals.group
         assert group is not None
         total, squares = tables["likelihood"], tables["likelihood_squares"]
-        # A group without a token has no expectation and no use for one.
+        # A group without tokens has no expectation; 0 stands in, and nothing reads it.
         log_expectation = torch.where(total > 0, squares.log() - total.log(), 0.0)[group].unsqueeze(1).to(tokens.dtype)
         return context.segments.mean(tokens) - log_expectation
 

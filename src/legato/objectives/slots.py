@@ -1,7 +1,7 @@
-"""The slots of an objective: what each kind of part is given and what it returns.
+"""The slots of an objective: the arguments and the result of each kind of part.
 
-Everything a part sees is a `[B, T]` or `[B, 1]` tensor. A part never sees a model, logits, packing or a process group,
-and never edits the mask: what it rejects it returns as `keep`.
+A part reads `[B, T]` and `[B, 1]` tensors only: no model, logits, packing or process group. It never changes the mask;
+to reject tokens it returns `keep`.
 """
 
 import math
@@ -20,15 +20,15 @@ from legato.core.signals import Signals
 from legato.core.sums import Sums
 
 PartState = Mapping[str, float | Tensor]
-"""The numbers one adaptive part keeps: floats, or scalars on the device where reading them would wait for it."""
+"""The state of one adaptive part: floats, or scalars on the device, which a host would have to wait for."""
 
 State = Mapping[str, PartState]
-"""The state of adaptive parts, by part name: held, checkpointed and passed in by whoever runs the updates."""
+"""The state of all adaptive parts, by part name. The caller of the updates holds it and saves it in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What every part of one call may read."""
+    """The inputs that every part of one call may read."""
 
     signals: Signals
     segments: Segments
@@ -47,13 +47,13 @@ class Region:
     """The ratio on its way through the trust parts."""
 
     log_ratio: Spread
-    """As the ratio slot gave it."""
+    """The log-ratio from the ratio slot."""
     log_value: Spread
     """After the clips so far; the surrogate uses exp of it unless a gate has set `value`."""
     value: Spread | None = None
-    """Set by a soft gate or kernel: what stands in place of the ratio."""
+    """Set by a soft gate or kernel: replaces the ratio."""
     gate: Callable[[Tensor], Spread] | None = None
-    """Set with `value`: computes the factor on the gradient, for the diagnostics, in the memory given if it fits."""
+    """Set with `value`: computes the factor on the gradient for the diagnostics. Its argument is scratch space."""
     selected: Spread | None = None
     """0/1: tokens the trust region leaves in."""
     kept: Spread | None = None
@@ -97,18 +97,18 @@ class Bounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether it bounds nothing: neither distance is known."""
+        """Whether there is no bound on either side."""
         return self.low is None and self.high is None
 
     def record(self) -> dict[str, Any]:
-        """As a run writes it down: bounds on log r, None where there is none."""
+        """The bounds on log r as a run records them; None for no bound."""
         lower, upper = (bound if math.isfinite(bound) else None for bound in (self.lower, self.upper))
         return {"lower": lower, "upper": upper, "of": self.of, "fields": list(self.fields)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """What a correction does. All of it is detached."""
+    """The result of a correction. All tensors are detached."""
 
     log_shift: PerToken | None = None
     """Added to the token log-ratios before any clip."""
@@ -131,16 +131,16 @@ class _Slot(Part):
         return None
 
     def advance(self, state: PartState, sums: Sums, first: bool) -> PartState:
-        """The next state, from the sums of one whole update; `first`: nothing had been trained on its rollouts before."""
+        """The next state, from the sums of one whole update. `first`: it was the first update on its rollouts."""
         return state
 
     def calibrated(self, state: PartState, noise: float) -> PartState:
-        """The state given how far the ratio it bounds strays with nothing trained."""
+        """The state with a measured noise floor: how far the bounded ratio is from 1 with nothing trained."""
         return state
 
 
 class Ratio(_Slot):
-    """How the new policy is compared with the anchor, at which level, and what of it is differentiated."""
+    """How the new policy is compared with the anchor: at which level, and through what the gradient flows."""
 
     __slots__ = ()
     kind: ClassVar[str] = "ratio"
@@ -175,28 +175,28 @@ class Trust(_Slot):
     role: ClassVar[Literal["clip", "gate", "drop"]] = "drop"
     """'clip' bounds the ratio, 'gate' puts a function of it in its place, 'drop' leaves tokens or responses out."""
     reads_ratio: ClassVar[bool] = True
-    """Whether it means nothing where there is no ratio."""
+    """Whether the part has no meaning without a ratio."""
     adapts: ClassVar[bool] = False
-    """Whether its band follows the updates, by the state."""
+    """Whether its band is part of the state and changes with the updates."""
     searches: ClassVar[bool] = False
     """Whether it searches its band anew in each update, so that no bounds can be stated beforehand."""
     weight_form_only: ClassVar[bool] = False
     """Whether it bounds a detached weight, so that a ratio that is differentiated through would lose its gradient."""
     in_tables: ClassVar[tuple[str, ...]] = ()
-    """The fields that describe it in a table, where it states no bounds."""
+    """The fields that describe the part in a table if it states no bounds."""
 
     def apply(self, region: Region, context: Context) -> Region:
         raise NotImplementedError
 
     def bounds(self, state: PartState | None) -> Bounds | None:
-        """Its band as it stands now; `state` is that of this part, None for its first. None: it has no band.
+        """The current band, or None if the part has none. `state` is the state of this part; None: its first state.
 
-        A run measures the noise of the ratio against it, records it and may tighten it.
+        A run compares the noise of the ratio with this band, records the band and may tighten it.
         """
         return None
 
     def compared(self, log_ratio: Spread, context: Context) -> Spread:
-        """What the bounds of a band that adapts are compared with."""
+        """The values that an adaptive band bounds."""
         return log_ratio
 
 
@@ -210,14 +210,14 @@ class TokenTrust(Trust):
 
 
 class Correction(_Slot):
-    """What is done about the sampler not being the anchor. Reads anchor-side tensors only."""
+    """A correction for a sampler that differs from the anchor. It reads old and sampler log-probs only."""
 
     __slots__ = ()
     kind: ClassVar[str] = "correction"
     weighs: ClassVar[bool] = False
     """Whether it is an importance weight from the sampler to the anchor."""
     reads_ratio: ClassVar[bool] = False
-    """Whether it means nothing where there is no ratio."""
+    """Whether the part has no meaning without a ratio."""
 
     def apply(self, context: Context) -> Adjustment:
         raise NotImplementedError
@@ -231,7 +231,7 @@ class Penalty(_Slot):
     channels: ClassVar[tuple[str, ...]] = ("logprobs",)
     """The differentiable channels its gradient reaches."""
     token_mean: ClassVar[bool] = False
-    """Aggregated as a token mean whatever the host does, so that its coefficient keeps its meaning."""
+    """Whether it is always a token mean, whatever the aggregate, so that its coefficient keeps its meaning."""
 
     def apply(self, context: Context) -> Spread:
         """The penalty of each token, coefficient included, as it is added to the loss."""

@@ -298,7 +298,7 @@ class Execution:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
+        """Restore what `state` returned."""
         self.trainer.load_state_dict(state["trainer"])
         self.best = None if state["best"] is None else (float(state["best"][0]), str(state["best"][1]))
         self.latest, self.evaluated_at = state["latest"], int(state["evaluated_at"])

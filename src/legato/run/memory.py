@@ -48,7 +48,7 @@ def demand_of(resolved: Resolved, policy: Policy) -> Demand:
         head_tokens=min(tokens, policy.tokens_at_once if half else max(policy.tokens_at_once, response)),
         logit_bytes=size if half else 0,
         # The plain engine frees its KV cache before an update.
-        stored_keys=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
+        cached_tokens=slots * -(-prompt // 64) * 64 + (slots + 1) * response if device == "cuda" else 0,
         tables=policy.packing and (not half or scores),
         scores=scores,
         fused=policy.trains_fused,
@@ -69,7 +69,7 @@ def _routes(resolved: Resolved, policy: Policy) -> dict[str, Any]:
     )
     return {
         "routed": sampled,
-        "routed_at_once": -(-training.prompts_per_step // training.updates_per_step) * responses,
+        "routed_per_update": -(-training.prompts_per_step // training.updates_per_step) * responses,
         "engine_routes": config.rollouts.record_routes is not False,
         "replayed": 0 if training.routing_replay == "off" else replayed,
     }
@@ -140,7 +140,7 @@ def _least(demand: Demand, longest: int) -> int:
         demand,
         tokens_per_pack=tokens,
         head_tokens=min(demand.head_tokens, tokens),
-        stored_keys=min(demand.stored_keys, 2 * longest),
+        cached_tokens=min(demand.cached_tokens, 2 * longest),
     )
     memory = smallest.memory(checkpointing=True)
     return memory.total - memory.slack

@@ -29,7 +29,7 @@ from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
 from legato.training.evaluate import Evaluator
-from legato.training.memory.kept import training_bytes
+from legato.training.memory.training_bytes import training_bytes
 from legato.training.optimizer import Optimizer, check_eight_bit
 from legato.training.step import Trainer, routing_options
 from legato.training.tables import needs

@@ -60,13 +60,13 @@ def anchor(
     first_epoch = [update for update in updates if update.epoch == 0]
     everything = [rows for update in first_epoch for rows in update.micro_batches]
     later = [rows for update in first_epoch if update.index > 0 for rows in update.micro_batches]
-    wanted = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
-    if choice == "sampler" and not wanted:
+    must_score = policy.value_head is not None or (policy.routers is not None and (replay == "R2" or shift))
+    if choice == "sampler" and not must_score:
         anchored = torch.ones(len(tables.batch), dtype=torch.bool)
         tables = replace(tables, old_logprobs=tables.sampler_logprobs, anchored=anchored, old_experts=tables.sampler_experts)
     else:
         chosen = later if skip_first and policy.value_head is None and choice != "sampler" else everything
-        tables = _score_old_policy(tables, policy, _without(silent, chosen), replay)
+        tables = _score_old_policy(tables, policy, _drop_silent(silent, chosen), replay)
         if choice == "sampler":
             tables = replace(tables, old_logprobs=tables.sampler_logprobs)
     if reference is not None:
@@ -75,9 +75,10 @@ def anchor(
     return tables
 
 
-def _without(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-    kept = micro_batches if silent is None else [rows[~silent[rows]] for rows in micro_batches]
-    return [rows for rows in kept if len(rows)]
+def _drop_silent(silent: Tensor | None, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+    """The micro-batches without silent rows; empty ones are dropped."""
+    remaining = micro_batches if silent is None else [rows[~silent[rows]] for rows in micro_batches]
+    return [rows for rows in remaining if len(rows)]
 
 
 def _score_old_policy(tables: Tables, policy: Policy | Reference, micro_batches: Sequence[Tensor], replay: str) -> Tables:

@@ -96,9 +96,9 @@ def _write(
     folder: Path, policy: Policy, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sampler: Mapping[str, Tensor]
 ) -> None:
     save_model(policy, folder / "model")
-    for file, held in (("optimizer", tensors), ("sampler", sampler)):
-        if held or file == "optimizer":
-            on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in held.items()}
+    for file, contents in (("optimizer", tensors), ("sampler", sampler)):
+        if contents or file == "optimizer":
+            on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
             save_file(on_host, folder / f"{file}.safetensors")
     if policy.value_head is not None:
         save_file({n: t.cpu() for n, t in policy.value_head.state_dict().items()}, folder / "value_head.safetensors")
@@ -187,7 +187,7 @@ def put_back(checkpoints: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The contents of trainer.json: the `state` given to `save`, and the random generators."""
+    """The contents of trainer.json: the `state` that `save` wrote, and the random generators."""
     state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
     return state
 
@@ -214,9 +214,9 @@ def sampler_state(folder: Path) -> dict[str, Tensor]:
 
 
 def set_aside(checkpoints: Path, newest: Path) -> None:
-    """Rename checkpoints newer than the one in use, which are damaged: they must not count among the last that are kept.
+    """Rename the damaged checkpoints newer than the one in use, so that they do not count among the `keep_last` newest.
 
-    Also removes what a killed process left half-written.
+    Also removes half-written checkpoints of a killed process.
     """
     for partial in checkpoints.glob(".step-*.partial"):
         shutil.rmtree(partial, ignore_errors=True)
@@ -233,14 +233,14 @@ def _step(folder: Path) -> int:
 
 def _checkpoints_in(checkpoints: Path) -> list[Path]:
     """All checkpoint folders, oldest first."""
-    found = [p for p in checkpoints.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=_step)
+    folders = [p for p in checkpoints.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
+    return sorted(folders, key=_step)
 
 
 def purge(checkpoints: Path, keep_last: int, kept: Collection[str]) -> None:
     """Delete all checkpoints but the newest `keep_last` and those named in `kept`; failing to delete is harmless."""
-    found = _checkpoints_in(checkpoints)
-    for folder in found[: max(0, len(found) - keep_last)]:
+    folders = _checkpoints_in(checkpoints)
+    for folder in folders[: max(0, len(folders) - keep_last)]:
         if folder.name not in kept:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """The synchronous rollout source: problems -> episodes -> rewards -> groups, filtered and refilled if configured.
 
-Everything random here is a function of (run seed, problem number, sample): the place in the data is one integer, and a
-resumed run draws what the straight one drew. Groups come back in the order their problems were drawn.
+Everything random here is a function of (run seed, problem number, sample). The place in the data is one integer, so a
+resumed run draws the same problems as an uninterrupted one. Groups come in the order in which their problems were drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 def score_rollouts(judge: Judge, rollouts: Sequence[Rollout]) -> list[Score | Unscorable]:
     """A score for each rollout. A rollout whose episode failed is unscorable; the judge does not see it."""
-    whole = [rollout for rollout in rollouts if rollout.fault is None]
-    scores = judge(whole)
-    if len(whole) == len(rollouts):
+    finished = [rollout for rollout in rollouts if rollout.fault is None]
+    scores = judge(finished)
+    if len(finished) == len(rollouts):
         return scores
     judged = iter(scores)
     return [next(judged) if rollout.fault is None else Unscorable(rollout.fault) for rollout in rollouts]
@@ -109,7 +109,7 @@ class Collector:
         while len(groups) < count and tally.rounds < rounds:
             tally.rounds += 1
             starts = [self._draw(tally) for _ in range(count - len(groups))]
-            groups += [group for group in self._roll(starts, tally) if group is not None]
+            groups += [group for group in self._sample_groups(starts, tally) if group is not None]
         return groups, tally
 
     @property
@@ -195,7 +195,7 @@ class Collector:
             " raise it"
         )
 
-    def _roll(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
+    def _sample_groups(self, starts: Sequence[Start], tally: Tally) -> list[Group | None]:
         rows = self.runner.play(starts, self.sampling)
         rollouts = [rollout for row in rows for rollout in row]
         pairs = list(zip(rollouts, score_rollouts(self.judge, rollouts), strict=True))

@@ -47,15 +47,15 @@ def details(tables: Tables, marks: Sequence[tuple[int, Marks]], tokenizer: Any, 
     ]
     by_row = _fetch_marks(marks, detailed)
     for row in range(detailed):
-        here = slice(0, shown[row])
-        inside = texts.mask[row, here]
+        window = slice(0, shown[row])
+        inside = texts.mask[row, window]
         index, coefficients, log_ratio = by_row.get(row, (None, None, None))
         rows[row]["details"] = {
-            "pieces": pieces(texts.tokens[row, here].tolist(), tokenizer),
-            "logprobs": _numbers(batch.sampler_logprobs[row, here], inside),
-            "log_ratios": None if log_ratio is None else _numbers(log_ratio[here], inside),
-            "advantages": None if advantages.shape[1] == 1 else _numbers(advantages[row, here], inside),
-            "coefficients": None if coefficients is None else _numbers(coefficients[here], inside),
+            "pieces": pieces(texts.tokens[row, window].tolist(), tokenizer),
+            "logprobs": _numbers(batch.sampler_logprobs[row, window], inside),
+            "log_ratios": None if log_ratio is None else _numbers(log_ratio[window], inside),
+            "advantages": None if advantages.shape[1] == 1 else _numbers(advantages[row, window], inside),
+            "coefficients": None if coefficients is None else _numbers(coefficients[window], inside),
             "update": index,
         }
     return tuple(rows)
@@ -66,22 +66,22 @@ def pieces(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     alone = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(tokens)}
     # Tokenizers like SentencePiece drop the space in front of a token that is decoded alone.
     spaced = {token for token in alone if str(tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")}
-    texts, held = list[str](), list[int]()
+    texts, pending = list[str](), list[int]()
     for token in tokens:
-        held.append(token)
-        text = alone[token] if len(held) == 1 else tokenizer.decode(held, skip_special_tokens=False)
-        if text.endswith("\ufffd") and len(held) < 4:
+        pending.append(token)
+        text = alone[token] if len(pending) == 1 else tokenizer.decode(pending, skip_special_tokens=False)
+        if text.endswith("\ufffd") and len(pending) < 4:
             texts.append("")
             continue
-        texts.append(f" {text}" if held[0] in spaced and not text.startswith(" ") else text)
-        held = []
-    if held:
-        texts[-1] = tokenizer.decode(held, skip_special_tokens=False)
+        texts.append(f" {text}" if pending[0] in spaced and not text.startswith(" ") else text)
+        pending = []
+    if pending:
+        texts[-1] = tokenizer.decode(pending, skip_special_tokens=False)
     return texts
 
 
 def _tokens_before(lengths: Sequence[int]) -> list[int]:
-    """For each row the tokens of the rows before it."""
+    """For each row, the number of tokens in the rows before it."""
     starts, total = [], 0
     for length in lengths:
         starts.append(total)

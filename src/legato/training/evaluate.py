@@ -16,7 +16,7 @@ from legato.training.collect import Judge, score_rollouts
 def pass_at(successes: int, trials: int, k: int) -> float:
     """The unbiased estimate of pass@k: 1 - C(n - c, k) / C(n, k)."""
     if not 1 <= k <= trials:
-        raise InputError(f"pass@{k} of {trials} samples is not defined; k from 1 to the number of samples is")
+        raise InputError(f"pass@k: expected k from 1 to the {trials} samples, got {k}")
     if trials - successes < k:
         return 1.0
     return 1.0 - math.comb(trials - successes, k) / math.comb(trials, k)

@@ -40,20 +40,20 @@ from legato.training.probe import band, is_within, measure_gap
 from legato.training.tables import Tables
 
 LEVELS = {"token": "token", "product": "product", "geo": "sequence"}
-"""The names used here (of each token, multiplied over the response, length-normalised) to the level of a part."""
+"""The names used here to the `level` of a part: each token, their product over the response, their geometric mean."""
 
 
 def corrections() -> dict[str, Correction]:
     """Every correction at its published threshold, at every level it has."""
-    found: dict[str, Correction] = {}
+    by_name: dict[str, Correction] = {}
     for word, level in LEVELS.items():
-        found |= {
+        by_name |= {
             f"{word} uncapped": Decoupled(level=level),
             f"{word} TIS": TruncatedImportance(level=level),
             f"{word} MIS": MaskedImportance(level=level),
             f"{word} IcePop": IcePop(level=level),
         }
-    return found | {"geo rejection": GeometricRejection(), "k3 rejection": K3Rejection(), "veto": Veto()}
+    return by_name | {"geo rejection": GeometricRejection(), "k3 rejection": K3Rejection(), "veto": Veto()}
 
 
 def score_groups(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) -> Tables:
@@ -64,7 +64,7 @@ def score_groups(policy: Policy, groups: Sequence[Group], tokens_per_pack: int) 
 
 
 def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
-    """All figures of a batch, by name, from old and sampler log-probs; the new ones are taken to be the old."""
+    """All figures of a batch, by name, from old and sampler log-probs; new log-probs equal the old ones."""
     context = _context(signals)
     gap, mask = signals.behaviour_log_ratio(), signals.mask
     responses = per_response(gap, mask)
@@ -88,7 +88,7 @@ def study(algorithm: Algorithm, signals: Signals) -> dict[str, Any]:
                 "responses": int(member.sum()),
                 "gap_deviation": float(geometric[member].std(correction=0)),
                 "effective_product": effective_share(responses.log_product[member].exp()),
-                "cut": {name: each.cut(mask, _among(member, mask)) for name, each in corrected.items()},
+                "cut": {name: each.share_changed(mask, _rows_of_members(member, mask)) for name, each in corrected.items()},
             }
             for low, high, member in length_bins(responses.lengths)
         ],
@@ -145,45 +145,45 @@ class _Corrected:
     of_tokens: bool
     weights: Tensor
     uncut: Tensor
-    """The same before any cap or bound; ones where responses are only rejected."""
+    """The weights before any cap or bound; ones if the correction only rejects responses."""
     exact: Tensor
-    """The importance weights of the same units."""
+    """The exact importance weights of the same tokens or responses."""
 
-    def counted(self, mask: Mask, rows: Tensor) -> Tensor:
-        """Mask of the numbers that belong to some rows [B] and count."""
+    def units_of(self, mask: Mask, rows: Tensor) -> Tensor:
+        """Bool mask of the tokens or responses that belong to the rows [B]; empty responses are left out."""
         inside = mask.tokens if self.of_tokens else mask.lengths > 0
         return inside & rows.unsqueeze(1)
 
-    def cut(self, mask: Mask, rows: Tensor) -> float:
+    def share_changed(self, mask: Mask, rows: Tensor) -> float:
         """The share of the units of some rows that the correction changed."""
-        return float((self.weights != self.uncut)[self.counted(mask, rows)].double().mean())
+        return float((self.weights != self.uncut)[self.units_of(mask, rows)].double().mean())
 
     def effect(self, mask: Mask) -> dict[str, Any]:
-        counted = self.counted(mask, torch.ones_like(mask.tokens[:, 0]))
-        found = correction_effect(self.weights[counted], self.uncut[counted], self.exact[counted])
-        return {"unit": "tokens" if self.of_tokens else "responses", **found}
+        units = self.units_of(mask, torch.ones_like(mask.tokens[:, 0]))
+        effect = correction_effect(self.weights[units], self.uncut[units], self.exact[units])
+        return {"unit": "tokens" if self.of_tokens else "responses", **effect}
 
 
 def _apply_correction(part: Correction, context: Context) -> _Corrected:
-    found, level = part.apply(context), getattr(part, "level", "product")
-    weights = found.keep if found.weight is None else found.weight
+    adjustment, level = part.apply(context), getattr(part, "level", "product")
+    weights = adjustment.keep if adjustment.weight is None else adjustment.weight
     assert weights is not None
     of_tokens = level == "token"
     return _Corrected(
         of_tokens=of_tokens,
         weights=weights,
-        uncut=torch.ones_like(weights) if found.weight is None else _uncapped(level, context),
-        exact=_uncapped("token" if of_tokens else "product", context),
+        uncut=torch.ones_like(weights) if adjustment.weight is None else _uncapped_weights(level, context),
+        exact=_uncapped_weights("token" if of_tokens else "product", context),
     )
 
 
-def _uncapped(level: str, context: Context) -> Tensor:
+def _uncapped_weights(level: str, context: Context) -> Tensor:
     weight = Decoupled(level=level).apply(context).weight
     assert weight is not None
     return weight
 
 
-def _among(member: Tensor, mask: Mask) -> Tensor:
-    """[B] from a choice among the responses that have a token."""
-    chosen = (mask.lengths > 0).squeeze(1)
-    return chosen.index_put((chosen.nonzero().squeeze(1),), member)
+def _rows_of_members(member: Tensor, mask: Mask) -> Tensor:
+    """[B] bool, from a bool for each response that has a token."""
+    present = (mask.lengths > 0).squeeze(1)
+    return present.index_put((present.nonzero().squeeze(1),), member)

@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, gradient clipping and a schedule. Weights keep their address: masters are copied."""
+"""AdamW with float32 master weights, gradient clipping and a schedule. Weights are updated in place from their masters."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Schedule:
     )
 
     def warm_up(self, total: int) -> int:
-        """The length of the warm-up in a run of `total` updates: the last update always has the whole learning rate."""
+        """The number of warm-up updates in a run of `total` updates. The last update always has the peak learning rate."""
         return min(self.warm_up_updates, max(0, total - 1))
 
     def share(self, update: int, total: int) -> float:
@@ -94,14 +94,14 @@ class Optimizer:
             # Gradients of micro-batches accumulate in float32, whatever the dtype of the weights.
             weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
         self.masters = {name: self._master(weight) for name, weight in self.weights.items()}
-        self.inner = _inner(self._groups(), settings)
+        self.inner = _build_optimizer(self._groups(), settings)
         self.updates = 0
         self.scale = 1.0
         """A factor on every learning rate: a recovery lowers it."""
 
     def _master(self, weight: nn.Parameter) -> Tensor:
-        half = weight.dtype in (torch.bfloat16, torch.float16)
-        if not half and not self.settings.offload_optimizer:
+        is_half = weight.dtype in (torch.bfloat16, torch.float16)
+        if not is_half and not self.settings.offload_optimizer:
             return weight
         device = torch.device("cpu") if self.settings.offload_optimizer else weight.device
         return weight.detach().to(device, torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
@@ -184,8 +184,8 @@ class Optimizer:
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load a saved state; the weights must be loaded before."""
-        known = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
-        missing = known - set(tensors)
+        expected = {f"master|{name}" for name in self.masters if self.masters[name] is not self.weights[name]}
+        missing = expected - set(tensors)
         if missing:
             raise InputError(
                 f"the optimizer state has no {sorted(missing)[0]!r}: it was saved with another dtype or offload"
@@ -215,7 +215,7 @@ class Optimizer:
                 }
 
 
-def _inner(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:
+def _build_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> Any:
     common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.epsilon}
     if settings.optimizer == "adamw-8bit":
         return check_eight_bit()(groups, **common)

@@ -1,4 +1,4 @@
-"""How a step is cut: whole groups into updates, an update into micro-batches. Fixed before anything is computed."""
+"""The plan of a step: whole groups are divided into updates, updates into micro-batches, before anything is computed."""
 
 import random
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Update:
 
 
 def plan(texts: Texts, *, updates: int, epochs: int, tokens_per_pack: int, seed: int, packing: bool) -> list[Update]:
-    """The updates of a step: groups are dealt at random, evenly to within one; each response is used once per epoch."""
+    """The updates of a step. Groups are assigned at random, evenly to within one; an epoch uses every response once."""
     count = len(texts.prompts)
     planned = []
     for epoch in range(epochs):
@@ -39,17 +39,17 @@ def plan(texts: Texts, *, updates: int, epochs: int, tokens_per_pack: int, seed:
         random.Random(f"updates {seed} {epoch}").shuffle(order)
         for index in range(min(updates, count)):
             groups = sorted(order[index::updates])
-            cut = micro_batches(texts, groups, tokens_per_pack, shared=packing)
-            planned.append(Update(index=index, epoch=epoch, micro_batches=cut))
+            rows = micro_batches(texts, groups, tokens_per_pack, shared=packing)
+            planned.append(Update(index=index, epoch=epoch, micro_batches=rows))
     return planned
 
 
 def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, shared: bool = True) -> tuple[Tensor, ...]:
-    """Rows of the groups in packs of at most so many tokens; a row longer than that is a pack of its own.
+    """Row numbers of each micro-batch: packs of at most `tokens_per_pack` tokens; a longer row has a pack of its own.
 
-    As many packs as first fit by decreasing size needs, then evenly filled. A group stays together, so that its prompt is
-    computed once, unless it is larger than a pack. Unshared (padded rows) a row costs its own prompt, and rows of like
-    length stand together.
+    The number of packs is that of first-fit decreasing; then they are filled evenly. A group stays in one pack, so that its
+    prompt is computed once, unless the group is larger than a pack. Not `shared` (padded rows): each row counts its own
+    prompt, and rows of similar length are together.
     """
     rows = {group: (texts.group == group).nonzero().squeeze(1).tolist() for group in groups}
     prompt, response = texts.prompt_lengths.tolist(), (texts.lengths - 1).clamp(min=0).tolist()
@@ -69,7 +69,7 @@ def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, 
     filled: list[int] = []
     widest: list[int] = []
     for size, members in pieces:
-        # Longest first, so the first row of a bin is as wide as its rectangle gets.
+        # Pieces come longest first, so the first row of a bin is the width of its padded rectangle.
         costs = [f + (size if shared else w) for f, w in zip(filled, widest, strict=True)]
         place = next((i for i, cost in enumerate(costs) if cost <= tokens_per_pack), None)
         if place is None:
@@ -80,11 +80,11 @@ def micro_batches(texts: Texts, groups: Sequence[int], tokens_per_pack: int, *, 
             bins[place] += members
             filled[place] = costs[place]
     if shared:
-        bins = _even(pieces, len(bins), tokens_per_pack) or bins
+        bins = _fill_evenly(pieces, len(bins), tokens_per_pack) or bins
     return tuple(torch.tensor(sorted(members)) for members in bins)
 
 
-def _even(pieces: list[tuple[int, list[int]]], count: int, most: int) -> list[list[int]] | None:
+def _fill_evenly(pieces: list[tuple[int, list[int]]], count: int, most: int) -> list[list[int]] | None:
     """The pieces, largest first, each added to the emptiest of `count` packs; None if one would overflow."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count

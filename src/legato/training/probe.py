@@ -1,12 +1,13 @@
-"""The numerical noise of the ratio, measured where the ratio should be 1: one policy is scored twice, untrained.
+"""The numerical noise of the ratio: the same weights score the same responses twice, so every ratio should be 1.
 
-GSPO's published band is 3e-4; rounding alone may fill it. Three pairs of scorings are compared on the run's own rollouts:
-    same     one pack without a gradient and with one, as an update does it: equal to the bit, or s starts beside 1
-    packs    the packs of the run's size, and each response alone
-    engine   what the engine reported, and what the trainer computes
-For each: |log s| of a response; the largest |r - 1| of the algorithm's own ratio (of a response, a turn or a token); and the
-share of responses (of tokens, where the ratio or the clip is of tokens) outside the algorithm's own band, which the clip
-would cut off for no reason.
+GSPO's published band is 3e-4, and rounding alone may fill it. Three pairs of scores are compared on the run's own rollouts:
+    same     one pack without a gradient and with one, as in an update. They must be equal to the bit, else s does not
+             start at 1
+    packs    packs of the run's size, and each response alone
+    engine   the engine's log-probs and the trainer's
+For each pair: |log s| of a response; the largest |r - 1| of the algorithm's own ratio (of a response, a turn or a token);
+and the share of responses (or tokens, if the ratio or the clip is per token) outside the algorithm's band. The clip would
+cut these off although nothing was trained.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,17 +40,17 @@ class Gap:
     max: float
     """Largest |log s| of a response, s over all its tokens."""
     rms: float
-    """Root mean square of the same."""
+    """Root mean square of log s over the responses."""
     token_max: float
     """Largest |log-ratio| of a token."""
     ratio: float
     """Largest |r - 1| of the algorithm's own ratio."""
     bounded: float
-    """Largest |log| of what the band is for: the own ratio, or a token's where the clip is of tokens."""
+    """Largest |log-ratio| of what the band bounds: the algorithm's ratio, or a token's if tokens are clipped."""
     clipped: float | None
     """Share of responses or tokens outside the band; None where there is no band."""
     compared: float = 0.0
-    """Root mean square of what a clip that adapts puts its bound on; 0 where none adapts."""
+    """Root mean square of the values that an adaptive clip bounds; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class Floor:
     def lines(self, anchor: str) -> list[str]:
         """Lines to print: the measured noise, what follows for clip and anchor, and warnings."""
         chosen = {"sampler": "the engine's log-probs are the anchor", "recompute": "old log-probs are recomputed"}[anchor]
-        same, other, engine = (_small(gap.ratio) for _, gap in self._gaps())
+        same, other, engine = (_format_gap(gap.ratio) for _, gap in self._gaps())
         lines = [
             f"numerics of the ratio with nothing trained, max |s - 1|: {same} on the same path, {other} in other packs,"
             f" {engine} engine against trainer"
@@ -147,7 +148,7 @@ def is_within(gap: Gap, band: float) -> bool:
     return gap.bounded <= band / 3 and not gap.clipped
 
 
-def _small(size: float) -> str:
+def _format_gap(size: float) -> str:
     return f"{size:.1e}" if size else "0"
 
 
@@ -164,9 +165,9 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     state = algorithm.initial() if state is None else state
     groups = sorted(set(texts.group[:ROWS].tolist()))
     rows = torch.isin(texts.group, torch.tensor(groups)).nonzero().squeeze(1)[:ROWS]
-    cut = [part[torch.isin(part, rows)] for part in micro_batches(texts, groups, tokens_per_pack, shared=policy.packing)]
-    together = _score(policy, tables, cut)[rows]
-    learning = _score_with_gradient(policy, tables, cut)[rows]
+    parts = [part[torch.isin(part, rows)] for part in micro_batches(texts, groups, tokens_per_pack, shared=policy.packing)]
+    together = _score(policy, tables, parts)[rows]
+    with_gradient = _score_with_gradient(policy, tables, parts)[rows]
     alone = _score(policy, tables, [row.reshape(1) for row in rows])[rows]
     mask = Mask(texts.mask[rows].to(device), together.dtype)
     turn = tables.turn[rows]
@@ -174,9 +175,9 @@ def probe(policy: Policy, algorithm: Algorithm, tables: Tables, tokens_per_pack:
     def gap(left: Tensor, right: Tensor) -> Gap:
         return measure_gap(algorithm, mask, turn, mask.difference(left, right.to(left.dtype)), state)
 
-    unequal = (learning != together)[mask.tokens]
+    unequal = (with_gradient != together)[mask.tokens]
     return Floor(
-        same=gap(learning, together),
+        same=gap(with_gradient, together),
         packs=gap(together, alone),
         engine=gap(together, tables.sampler_logprobs[rows]),
         same_tokens=float(unequal.double().mean()) if len(unequal) else 0.0,
@@ -214,9 +215,9 @@ def measure_gap(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken,
         bounds = stated.get(part.name)
         if bounds is not None and bounds.of == "tokens":
             bounded = drift
-            shares.append(_outside(drift, bounds.lower, bounds.upper, mask))
+            shares.append(_share_outside(drift, bounds.lower, bounds.upper, mask))
         elif bounds is not None:
-            shares.append(_outside(own, *_band(part, bounds, own, context), mask))
+            shares.append(_share_outside(own, *_applied_band(part, bounds, own, context), mask))
         if part.adapts:
             values = part.compared(own, context)
             values = values[mask.lengths > 0] if values.shape[1] == 1 else values[mask.tokens]
@@ -232,7 +233,7 @@ def measure_gap(algorithm: Algorithm, mask: Mask, turn: Tensor, drift: PerToken,
     )
 
 
-def _band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float]:
+def _applied_band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[Tensor | float, Tensor | float]:
     """The bounds a trust part puts on the log-ratio of each response or token.
 
     These are the bounds it applies, which may depend on the length, or the stated ones if it cannot be applied to few rows.
@@ -243,7 +244,7 @@ def _band(part: Trust, stated: Bounds, own: Spread, context: Context) -> tuple[T
     return (stated.lower, stated.upper) if applied is None else applied
 
 
-def _outside(values: Spread, low: Tensor | float, high: Tensor | float, mask: Mask) -> float:
+def _share_outside(values: Spread, low: Tensor | float, high: Tensor | float, mask: Mask) -> float:
     """The share of responses, or of tokens, outside the bounds."""
     outside = (values < low) | (values > high)
     counted = outside[mask.lengths > 0] if values.shape[1] == 1 else outside[mask.tokens]
@@ -257,31 +258,31 @@ def _clips_responses(algorithm: Algorithm) -> bool:
 
 def _score(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     """[B, T]: log-probs without a gradient."""
-    table = _table(policy, tables)
+    table = _empty_table(policy, tables)
     for rows in parts:
         if len(rows):
-            logprobs = policy.score(tables.texts, rows, _forced(tables)).logprobs
+            logprobs = policy.score(tables.texts, rows, _replay_directions(tables)).logprobs
             table[to_device(rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
 def _score_with_gradient(policy: Policy, tables: Tables, parts: Sequence[Tensor]) -> Tensor:
     """[B, T]: log-probs as an update computes them; no backward runs, so parameters get no gradient."""
-    table = _table(policy, tables)
+    table = _empty_table(policy, tables)
     for rows in parts:
         if not len(rows):
             continue
-        with policy.accumulate_gradient(tables.texts, rows, _forced(tables)) as forward:
+        with policy.accumulate_gradient(tables.texts, rows, _replay_directions(tables)) as forward:
             for piece in forward.pieces():
                 logprobs = piece.channels.logprobs
                 table[to_device(piece.rows, tables.device), : logprobs.shape[1]] = logprobs
     return table
 
 
-def _forced(tables: Tables) -> Directions | None:
+def _replay_directions(tables: Tables) -> Directions | None:
     """Directions that replay the engine's routes under R3; None otherwise."""
     return None if tables.replay is None else Directions(replay=tables.replay, record=False)
 
 
-def _table(policy: Policy, tables: Tables) -> Tensor:
+def _empty_table(policy: Policy, tables: Tables) -> Tensor:
     return torch.zeros(tables.texts.tokens.shape, dtype=policy.dtype, device=tables.device)

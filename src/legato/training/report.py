@@ -41,11 +41,11 @@ class StepReport:
     floor: Floor | None
     """The noise floor, if this step measured it."""
     unscorable: Mapping[str, int]
-    """Reasons and how often."""
+    """How often each reason occurred."""
     sums: Sums = field(default_factory=Sums)
     """The sums from which the metrics of the updates were computed."""
     details: tuple[dict[str, Any], ...] = ()
-    """Details of each rollout in `groups`, if asked for (`details.py`)."""
+    """Details of each rollout in `groups` if `Trainer.step` was called with `detailed` (`details.py`)."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tables the updates read, a row per rollout; some on the device."""
 
@@ -79,7 +79,7 @@ class UpdateNumbers:
 
 
 def fetch_numbers(updates: Sequence[tuple[Report, torch.Tensor]]) -> list[UpdateNumbers]:
-    """The numbers of a step's updates, each given with the norm of its gradient; the host waits here, once a step."""
+    """The numbers of a step's updates, from (report, gradient norm) of each. The host waits here, once a step."""
     table = torch.stack([torch.stack([r.without_gradient.to(norm), r.savable.to(norm), norm]) for r, norm in updates])
     return [
         UpdateNumbers(report=report, without_gradient=int(dead), savable=savable, norm=norm)
@@ -117,7 +117,7 @@ def rollout_metrics(tally: Tally) -> dict[str, float]:
 def update_metrics(sums: Sums, own: Sequence[Sums], updates: Sequence[UpdateNumbers], lr: float) -> dict[str, float]:
     """Metrics of the updates: over all of them (`sums`), and of update k of the step as `key@k`, from its `own` sums.
 
-    Counted through the epochs: only @0 is of a policy that nothing has moved yet, as the health watch takes it to be.
+    k counts through the epochs: only @0 is of a policy that no update has moved yet. The health watch relies on this.
     """
     metrics = _per_update(sums, len(updates))
     for number, pieces in enumerate(own):
@@ -138,7 +138,7 @@ def update_metrics(sums: Sums, own: Sequence[Sums], updates: Sequence[UpdateNumb
 
 
 def _per_update(sums: Sums, updates: int) -> dict[str, float]:
-    """The sums as numbers; totals are divided by the number of updates, with which they would grow."""
+    """The sums as numbers. Totals are divided by the number of updates."""
     totals = {key for key, piece in sums.items() if isinstance(piece, Total)}
     return {key: value / updates if key in totals else value for key, value in sums.report().items()}
 
@@ -151,7 +151,7 @@ def time_metrics(seconds: Mapping[str, float], tally: Tally) -> dict[str, float]
 
 
 def read_state(state: State) -> dict[str, dict[str, float]]:
-    """The state of adaptive parts as numbers; float64 both ways, so that nothing is rounded."""
+    """The state of adaptive parts as floats. Tensors are float64 too, so nothing is rounded."""
     return {name: {key: float(value) for key, value in values.items()} for name, values in state.items()}
 
 

@@ -163,7 +163,7 @@ class Trainer:
         groups, tally = self.source.next(self.settings.prompts_per_step)
         clock.end("rollouts")
         if not groups or (tally.rollouts - tally.unscorable) < self.settings.minimum_scored * tally.rollouts:
-            return self._idle(tally, clock)
+            return self._report_without_update(tally, clock)
         batch = collate(groups, self.policy.dtype)
         tables = Tables.from_batch(batch, self.policy.device).with_routes(self.policy.routers, self.settings.routing_replay)
         if self.settings.router_noise:
@@ -175,7 +175,7 @@ class Trainer:
         tables = tables if scores_first else tables.with_advantages(self.algorithm)
         tables = self._score_old_policy(tables, updates)
         tables = tables.with_advantages(self.algorithm) if scores_first else tables
-        silent = self._silent(tables)
+        silent = self._silent_rows(tables)
         clock.end("anchor")
         done = [self._update(tables, update, silent, marked=bool(detailed)) for update in updates]
         numbers = fetch_numbers(done)
@@ -206,7 +206,7 @@ class Trainer:
         marks = [(number, report.marks) for number, report in enumerate(reports) if report.marks is not None]
         return details(tables, marks, self.policy.tokenizer, most)
 
-    def _idle(self, tally: Tally, clock: Clock) -> StepReport:
+    def _report_without_update(self, tally: Tally, clock: Clock) -> StepReport:
         """The report of a step whose rollouts cannot be trained on. Only the place in the data moves on."""
         self.steps_done += 1
         # Dynamic sampling drops groups that are all right: no update was lost then.
@@ -246,7 +246,7 @@ class Trainer:
         algorithm, epochs = self.algorithm, self.settings.epochs_per_step
         # Rows that certainly have no gradient are not scored if only their own update would read the scores.
         alone = algorithm.scope is Scope.ROW and not algorithm.objective.corrections and epochs == 1
-        silent = self._silent(tables) if tables.advantages is not None and alone else None
+        silent = self._silent_rows(tables) if tables.advantages is not None and alone else None
         assert self.anchor_choice is not None
         return anchor(
             tables,
@@ -261,7 +261,7 @@ class Trainer:
             shift=needs_router_shift(algorithm),
         )
 
-    def _silent(self, tables: Tables) -> torch.Tensor | None:
+    def _silent_rows(self, tables: Tables) -> torch.Tensor | None:
         skip = self.settings.skip_silent_rows and not self.settings.load_balance
         return silent_rows(self.algorithm, tables) if skip else None
 

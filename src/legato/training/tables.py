@@ -1,4 +1,4 @@
-"""The tables of a step's rollouts on the trainer's side, and the signals that an objective reads from some of their rows."""
+"""The tables of a step's rollouts, and the signals that an objective reads from some of their rows."""
 
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +28,7 @@ class Tables:
     batch: Batch
     """On the host, where packs are laid out."""
     mask: Tensor
-    """This and the next three are device copies of the batch's tables, so that updates wait for no transfer."""
+    """This and the next three are copies of the batch's tables on the device, so that updates wait for no transfer."""
     sampler_logprobs: Tensor
     kept_logmass: Tensor | None
     turn: Tensor
@@ -100,13 +100,13 @@ class Tables:
                 rewards=batch.rewards,
                 group=texts.group,
                 mask=Mask(texts.mask, torch.float64),
-                values=_exact(self.old_values),
+                values=_to_float64(self.old_values),
                 turn=batch.turn,
                 turn_rewards=batch.turn_rewards,
                 turn_states=batch.turn_states,
                 components=torch.stack(list(batch.components.values()), 1) if batch.components else None,
-                old_logprobs=_exact(self.old_logprobs),
-                ref_logprobs=_exact(self.ref_logprobs),
+                old_logprobs=_to_float64(self.old_logprobs),
+                ref_logprobs=_to_float64(self.ref_logprobs),
             )
         )
         device, dtype = self.device, batch.sampler_logprobs.dtype
@@ -116,12 +116,12 @@ class Tables:
             accuracy=batch.accuracy,
             group=texts.group,
             truncated=batch.truncated,
-            version_lag=_lag(batch),
+            version_lag=_version_lag(batch),
         )
         keep = None
         for part in algorithm.filters:
-            kept = part.keep(samples).to(dtype).unsqueeze(1)
-            keep = kept if keep is None else keep * kept
+            decision = part.keep(samples).to(dtype).unsqueeze(1)
+            keep = decision if keep is None else keep * decision
         return replace(
             self,
             advantages=advantages.to(device),
@@ -242,14 +242,14 @@ class Tables:
         return renumber(self.texts.group[rows])
 
 
-def _lag(batch: Batch) -> Tensor:
+def _version_lag(batch: Batch) -> Tensor:
     """[B]: policy versions between a response's oldest token and the newest token of the step."""
     mask = batch.texts.mask
     newest = torch.where(mask, batch.version, 0).max()
     return newest - torch.where(mask, batch.version, newest).min(1).values
 
 
-def _exact(table: Tensor | None) -> Tensor | None:
+def _to_float64(table: Tensor | None) -> Tensor | None:
     return None if table is None else table.cpu().double()
 
 

@@ -108,7 +108,7 @@ def update_gradient(
     sums, dead, marks = Sums(), torch.zeros(0, dtype=torch.bool, device=tables.device), None
     if parts:
         signals, outcome, routing = (_two_passes if two else _one_pass)(work, parts)
-        sums, dead = measure(signals, outcome) + routing, ~_alive(outcome.field)
+        sums, dead = measure(signals, outcome) + routing, ~_rows_with_gradient(outcome.field)
         marks = Marks.from_outcome(torch.cat(parts), signals, outcome) if marked else None
         if look is not None:
             look(Look(update=update, rows=torch.cat(parts), signals=signals, outcome=outcome))
@@ -212,8 +212,8 @@ def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sum
     outcome = work.evaluate(signals)
     traffic = [channels.traffic for channels in scores]
     del scores  # the joined table holds the same numbers
-    balance, measures = _balance(work, traffic, signals)
-    alive = _alive(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
+    balance, measures = _load_balance(work, traffic, signals)
+    alive = _rows_with_gradient(outcome.field).cpu() if balance is None else torch.ones(len(rows), dtype=torch.bool)
     for numbers in _refill_micro_batches(work, rows, parts, alive):
         directions = work.directions(rows[numbers])
         if directions is not None:
@@ -223,11 +223,11 @@ def _two_passes(work: _Work, parts: list[Tensor]) -> tuple[Signals, Outcome, Sum
             for piece in forward.pieces():
                 chosen = to_device(numbers[start : start + len(piece.rows)], work.tables.device)
                 start += len(piece.rows)
-                piece.backward(_narrow(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
+                piece.backward(_cut_to_width(outcome.field.rows(chosen), piece.channels.logprobs.shape[1]))
     return signals, outcome, _count_missing_routes(work, traffic) + measures
 
 
-def _balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
+def _load_balance(work: _Work, traffic: list[Traffic | None], signals: Signals) -> tuple[Balance | None, Sums]:
     """The load-balance loss of the update and its metric; None if it is off."""
     known = [each for each in traffic if each is not None]
     if not work.load_balance or not known:
@@ -271,7 +271,7 @@ def _refill_micro_batches(work: _Work, rows: Tensor, parts: list[Tensor], alive:
     return refilled
 
 
-def _narrow(field: Coefficients, width: int) -> Coefficients:
+def _cut_to_width(field: Coefficients, width: int) -> Coefficients:
     return replace(
         field,
         logprobs=field.logprobs[:, :width],
@@ -280,7 +280,7 @@ def _narrow(field: Coefficients, width: int) -> Coefficients:
     )
 
 
-def _alive(field: Coefficients) -> Tensor:
+def _rows_with_gradient(field: Coefficients) -> Tensor:
     """[rows] bool: whether any channel has a coefficient."""
     alive = (field.logprobs != 0).any(1)
     for other in (field.entropy, field.values):

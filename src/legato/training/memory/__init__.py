@@ -1,1 +1,1 @@
-"""What a step needs of memory, and whether it fits."""
+"""How many bytes training needs, and whether they fit."""

@@ -1,42 +1,45 @@
-"""How much memory training asks for, by arithmetic alone: from a configuration of transformers to bytes by item.
+"""How many bytes training needs, by item. Computed from a transformers configuration; nothing is run.
 
-What autograd keeps per token and layer, for e bytes a number, h the width of the residual stream, q = heads x width of a
-head, k = key heads x width, f the width of the SwiGLU, c experts a token of width g out of E:
+Bytes that autograd saves for each token in one layer. Symbols: e bytes per number, h hidden size, q = heads x head size,
+k = key heads x head size, f SwiGLU width; a token uses c of E experts, each of width g.
 
     plain layers (as transformers writes them)
-      2 (4h + 4 + 2eh)            each norm: its input in float32, 1/rms, the normalised copy its weight multiplies, and its
-                                  output, which the matrices after it keep
-      (4 + e)(q + k) + 4 (heads + key heads)   norms of queries and keys, where a family has them; rotary keeps nothing of
-                                  its own but cos and sin, once a pass
-      e (2q + 2k) + 4 heads       attention: q, k, v, out (which the output matrix keeps too) and the log-sum-exp; or, in the
-                                  padded tables of a pack on a CPU, e (3q + 2qs) + 4 heads: keys and values repeated for
-                                  every head and, s-fold, for every response of a prompt, and the output once more as tokens
+      2 (4h + 4 + 2eh)            each norm: its float32 input, 1/rms, the normalised copy (for the gradient of the weight)
+                                  and its output, which the next matrices save
+      (4 + e)(q + k) + 4 (heads + key heads)   norms of queries and keys, if the model has them. Rotary embeddings save only
+                                  cos and sin, once per forward
+      e (2q + 2k) + 4 heads       attention: q, k, v, the output (the output matrix saves it too) and the log-sum-exp.
+                                  In the padded tables of a pack on a CPU: e (3q + 2qs) + 4 heads. There keys and values are
+                                  repeated for every head and s-fold for the responses of a prompt, and the output exists
+                                  once more as tokens
       4ef                         SwiGLU: gate, silu(gate), up and their product
-      ec (2h + 4g) + 4E + 64c     or experts: the token c times over, gate and up, silu(gate), the product, the output that
-                                  the router's weight multiplies; the router's softmax; who goes where
-    fused layers of plain matrices (`policy/layers/layer.py`), which make again what comes from little
-      e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, what attention gave, gate and up
+      ec (2h + 4g) + 4E + 64c     or experts: c copies of the token, gate and up, silu(gate), the product, the output that
+                                  the router's weight multiplies; the router's softmax; the indices of the dispatch
+    fused layers of plain matrices (`policy/layers/layer.py`), which recompute cheap activations
+      e (2h + 2q + 2k + 2f) + 4 heads          the residual twice, queries, keys, values, the attention output, gate and up
     fused layers part by part: experts, adapters
-      2 (2eh + 4)                 each norm: its input and its output (and a float32 for good measure)
-      e (q + k) + 4 (heads + key heads)        heads made ready (norm and rotary in one): their input
+      2 (2eh + 4)                 each norm: its input and its output (and one float32 of reserve)
+      e (q + k) + 4 (heads + key heads)        norm and rotary embedding of the heads in one kernel: their input
       e (2q + 2k) + 4 heads       attention
-      3ef, ec (2h + 3g)           SwiGLU: gate and up, and the product, which the matrix after it keeps
+      3ef, ec (2h + 3g)           SwiGLU: gate, up and the product, which the next matrix saves
     adapters (LoRA) on frozen matrices of plain layers
       2 (4h + 4) + 4 (q + k) + 4 (heads + key heads), attention and experts as above, 3ef for gate, silu(gate) and up, and
-      each adapter's input: a float32 copy of its own beside 16-bit weights; and its rank numbers. Adapters of experts are
-      added to the experts' weights in a copy, 3Ehg numbers a layer, whatever the tokens
+      for each adapter its input (a float32 copy if weights have 16 bits) and `rank` numbers. Adapters of experts are
+      added to a copy of the experts' weights: 3Ehg numbers per layer, however many tokens there are
 
-Routers of M layers that are looked at hold, with b bytes for the number of an expert (1 up to 256 of them, else 2):
+Bytes of recorded routes, for M layers with routers and b bytes per expert number (1 up to 256 experts, else 2):
 
-    bMc + 4Mc a response token of a step    the old policy's choice and its log-probs; bMc more where the engine records
-    bMc + 8     a token of a step, prompts included, where routes are replayed
-    2 (bMc + 4Mc) + Mcc + 8M    a response token of an update, while it is measured
-    8Mc + ME (2e + 8)           a token of a pack, when its forward is over: choices, logits and their softmax
+    bMc + 4Mc   per response token of a step: the old policy's choices and their log-probs; bMc more if the engine records
+                its routes
+    bMc + 8     per token of a step, prompts included, if routes are replayed
+    2 (bMc + 4Mc) + Mcc + 8M    per response token of an update, while its metrics are computed
+    8Mc + ME (2e + 8)           per token of a pack at the end of its forward: choices, logits and their softmax
 
-Once a pass come indices, cos and sin. With gradient checkpointing a layer keeps its input, eh. Beside what is kept stands,
-one after the other, the head (the last norm, the states that are read, their gradient, logits of some rows) or the inside
-of one layer on the way back: gradients of its activations and, with checkpointing, the layer itself once more.
-tests/training/test_memory.py counts what autograd keeps and what an update holds at its peak, and holds this to it.
+Each forward also holds indices, cos and sin once. With gradient checkpointing a layer saves only its input, eh. On top of
+the saved activations comes the larger of two items, which are never held together: the head (last norm, the hidden states
+it reads, their gradient, logits of some rows), or the backward of one layer (gradients of its activations and, with
+checkpointing, the recomputed layer). tests/training/test_memory.py compares these formulas with the bytes that autograd
+saves and with the peak of an update.
 """
 
 from collections.abc import Iterator
@@ -45,122 +48,124 @@ from dataclasses import dataclass, replace
 from legato.training.memory.shape import Shape
 
 _SLACK = 0.06
-"""Of everything else: rounding of blocks, fragments, workspaces of matrix products."""
+"""Share of all other items: block rounding, fragmentation and matmul workspaces."""
 
 _FLOAT32 = 4
 EIGHT_BIT_MOMENT = 1 + _FLOAT32 / 256
-"""A byte, and a float32 scale for each block of 256."""
+"""Bytes per moment of 8-bit AdamW: one byte, and a float32 scale for each block of 256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run wants to hold at once."""
+    """The settings and sizes of a run that decide how much memory it needs."""
 
     shape: Shape
     size: int
-    """Bytes of a number in the weights: 2, 4 or 8."""
+    """Bytes per weight: 2, 4 or 8."""
     tokens_per_pack: int
     parameters: int | None = None
-    """Weights of the policy, adapters apart, where they were counted; None: those of the shape."""
+    """Number of the policy's weights without adapters, if they were counted; None: computed from the shape."""
     trained: int | None = None
-    """How many are trained; None: all, under LoRA all adapters."""
+    """Number of trained weights; None: all of them, or all adapters under LoRA."""
     adapter_rank: int = 0
-    """Of LoRA, on every linear layer; 0: none. Adapters are float32 or better, whatever the weights are."""
+    """LoRA rank, on every linear layer; 0: no LoRA. Adapters are float32 or wider, whatever the dtype of the weights."""
     eight_bit: bool = False
-    """Moments of a byte each."""
+    """Whether the optimizer's moments have 8 bits."""
     offload: bool = False
-    """Masters and moments in the memory of the host."""
+    """Whether masters and moments are in host memory."""
     reference: bool = False
-    """A frozen copy of the policy beside it. Under LoRA there is none: it is the policy without its adapters."""
+    """Whether there is a reference model. Under LoRA it needs no copy: it is the policy without its adapters."""
     value_head: bool = False
     head_tokens: int = 0
-    """Tokens whose logits are held at once."""
+    """Tokens whose logits exist at the same time."""
     logit_bytes: int = 0
-    """Bytes for each of those logits; 0: those of the head in plain torch, which holds five copies at its worst."""
-    stored_keys: int = 0
-    """Tokens whose keys and values the engine has room for."""
+    """Bytes per logit; 0: the head in plain torch, which holds five copies at its peak."""
+    cached_tokens: int = 0
+    """Tokens that fit into the engine's KV cache."""
     fused: bool = False
-    """Layers of fused parts."""
+    """Whether the layers use our fused kernels."""
     tables: bool = False
-    """Attention over padded tables."""
+    """Whether attention runs over padded tables."""
     scores: bool = False
-    """In tables: scores are written out (soft-capped, or with sinks), and kept for the backward."""
+    """With `tables`: whether attention scores are materialised (soft caps, sinks) and saved for the backward."""
     sharing: float = 1.0
-    """In tables: keys that are attended to for each token of a pack. A prompt's are repeated for each of its responses."""
+    """With `tables`: rows of keys per token of a pack. Those of a prompt are repeated for each of its responses."""
     longest: int = 0
-    """In tables: the longest text; the bias has so many numbers a token."""
+    """With `tables`: tokens of the longest text, which is the width of the attention bias."""
     routed: int = 0
-    """Response tokens of a step whose routes are measured; 0: routers are not looked at."""
-    routed_at_once: int = 0
-    """Those of one update."""
+    """Response tokens of a step whose routes are recorded; 0: none are."""
+    routed_per_update: int = 0
+    """Response tokens of one update whose routes are recorded."""
     engine_routes: bool = False
-    """Whether the engine's routes are kept beside the trainer's."""
+    """Whether the engine's routes are held beside the trainer's."""
     replayed: int = 0
     """Tokens of a step, prompts included, whose routes are replayed."""
 
     def memory(self, *, checkpointing: bool) -> "Memory":
-        """Bytes by item."""
+        """The bytes of each item, with or without gradient checkpointing."""
         shape, exact = self.shape, max(self.size, _FLOAT32)
         parameters = shape.parameters if self.parameters is None else self.parameters
         adapters = self.adapter_rank > 0
-        all_of_it = shape.adapters(self.adapter_rank) if adapters else parameters
-        trained = all_of_it if self.trained is None else self.trained
+        trainable = shape.adapters(self.adapter_rank) if adapters else parameters
+        trained = trainable if self.trained is None else self.trained
         trained_size = exact if adapters else self.size
         masters = trained * exact if trained_size < exact or self.offload else 0
         moments = int(2 * trained * (EIGHT_BIT_MOMENT if self.eight_bit else exact))
-        # A 16-bit gradient is a tensor of its own until it is added to the float32 one.
-        passing = shape.largest * self.size if self.size < exact and not adapters and trained else 0
-        layer = max(self.layer(sparse=sparse) for sparse in (False, True) if self._has(sparse=sparse))
+        # A 16-bit gradient is a separate tensor until it is added to the float32 one.
+        half_gradient = shape.largest * self.size if self.size < exact and not adapters and trained else 0
+        layer = max(self.layer(sparse=sparse) for sparse in (False, True) if self._has_layers(sparse=sparse))
         merged = 3 * shape.experts * shape.hidden * shape.expert_intermediate * self.size if adapters else 0
-        everything = {
+        items = {
             "weights": parameters * self.size + (trained * exact if adapters else 0),
             "reference": parameters * self.size if self.reference and not adapters else 0,
-            "gradients": trained * exact + passing,
+            "gradients": trained * exact + half_gradient,
             "masters": 0 if self.offload else masters,
             "moments": 0 if self.offload else moments,
-            "activations": self.tokens_per_pack * (self._layers() + self._once()) + shape.sparse_layers * merged,
-            "activations_checkpointed": self.tokens_per_pack * (shape.layers * self.size * shape.hidden + self._once()),
+            "activations": self.tokens_per_pack * (self._layers() + self._inputs()) + shape.sparse_layers * merged,
+            "activations_checkpointed": self.tokens_per_pack * (shape.layers * self.size * shape.hidden + self._inputs()),
             "head": self.tokens_per_pack * self.states() + self._logits(),
             "layer": self.tokens_per_pack * self._backward()
             + (self.tokens_per_pack * layer + merged if checkpointing else 0),
-            "keys_and_values": 2 * shape.layers * shape.key * self.size * self.stored_keys,
+            "kv_cache": 2 * shape.layers * shape.key * self.size * self.cached_tokens,
             "routes": self._routes() if self.routed else 0,
         }
-        found = Memory(
-            **{name: int(value) for name, value in everything.items()},
+        memory = Memory(
+            **{name: int(value) for name, value in items.items()},
             host=masters + moments + trained * exact if self.offload else 0,
             checkpointing=checkpointing,
             slack=0,
         )
-        return replace(found, slack=int(_SLACK * found.total))
+        return replace(memory, slack=int(_SLACK * memory.total))
 
     def layer(self, *, sparse: bool = False) -> float:
-        """Bytes that autograd keeps for a token in one layer, without checkpointing; the formulas are above."""
+        """Bytes that autograd saves per token in one layer without checkpointing; see the formulas above."""
         shape = self.shape
-        if self._whole and not sparse:
-            kept = 2 * (shape.hidden + shape.query + shape.key + shape.intermediate)
-            return self.size * kept + _FLOAT32 * shape.heads
+        if self._fuses_whole_layers and not sparse:
+            numbers = 2 * (shape.hidden + shape.query + shape.key + shape.intermediate)
+            return self.size * numbers + _FLOAT32 * shape.heads
         return self._norms() + self._attention() + (self._experts() if sparse else self._dense(shape.intermediate))
 
     @property
-    def _whole(self) -> bool:
-        """Whether dense layers are one function each, which makes again what comes from little."""
+    def _fuses_whole_layers(self) -> bool:
+        """Whether each dense layer is one autograd function, which recomputes cheap activations."""
         return self.fused and not self.adapter_rank
 
     def states(self) -> float:
-        """Bytes for a token behind the layers: the last norm, the states that are read, and their gradient."""
+        """Bytes per token after the layers: the last norm, the hidden states that the head reads, and their gradient."""
         norm = (2 * self.size if self.fused else _FLOAT32 + 2 * self.size) * self.shape.hidden + _FLOAT32
         return norm + 2 * self.size * self.shape.hidden
 
-    def _once(self) -> float:
-        """Bytes for a token before the layers: indices, cos and sin, and in tables the bias."""
+    def _inputs(self) -> float:
+        """Bytes per token before the layers: indices, cos and sin, and with `tables` the attention bias."""
         indices = 8 * (12 if self.tables else 8)
         return indices + 2 * self.size * self.shape.width + (self.size * self.longest if self.tables else 0)
 
-    def _has(self, *, sparse: bool) -> bool:
+    def _has_layers(self, *, sparse: bool) -> bool:
+        """Whether the model has layers with experts (`sparse`), or layers without."""
         return self.shape.sparse_layers > 0 if sparse else self.shape.sparse_layers < self.shape.layers
 
     def _layers(self) -> float:
+        """Bytes that autograd saves per token in all layers."""
         sparse = self.shape.sparse_layers
         dense = self.shape.layers - sparse
         return (dense * self.layer() if dense else 0.0) + (sparse * self.layer(sparse=True) if sparse else 0.0)
@@ -170,7 +175,7 @@ class Demand:
         statistics = _FLOAT32 * (2 + (shape.heads + shape.key_heads if shape.head_norms else 0))
         own = shape.query + shape.key if shape.head_norms else 0
         if self.fused:
-            # Heads are made ready from what the projections gave, with or without a norm.
+            # The fused kernel of norm and rotary embedding saves its input, also for models without such a norm.
             return statistics + size * (4 * shape.hidden + shape.query + shape.key)
         if self.adapter_rank:
             return statistics + _FLOAT32 * (2 * shape.hidden + own)
@@ -180,7 +185,7 @@ class Demand:
         shape, size = self.shape, self.size
         numbers = 3.0 * shape.query + 2 * shape.query * self.sharing if self.tables else 2.0 * (shape.query + shape.key)
         if self.scores:
-            # Scores, what the cap makes of them, and their softmax, each as wide as the longest text.
+            # Scores, capped scores and their softmax, each as wide as the longest text.
             numbers += 3.0 * shape.heads * self.longest
         adapters = 0.0
         if self.adapter_rank:
@@ -204,36 +209,36 @@ class Demand:
         shape, exact = self.shape, max(self.size, _FLOAT32)
         choice = shape.sparse_layers * shape.experts_per_token
         index = choice * (1 if shape.experts <= 256 else 2)
-        kept = (index * (2 if self.engine_routes else 1) + exact * choice) * self.routed + (index + 8) * self.replayed
-        measures = 2 * (index + exact * choice) + choice * shape.experts_per_token + 8 * shape.sparse_layers
+        step = (index * (2 if self.engine_routes else 1) + exact * choice) * self.routed + (index + 8) * self.replayed
+        update = 2 * (index + exact * choice) + choice * shape.experts_per_token + 8 * shape.sparse_layers
         logits = shape.sparse_layers * shape.experts * (2 * self.size + 2 * exact)
-        return kept + measures * self.routed_at_once + self.tokens_per_pack * (8 * choice + logits)
+        return step + update * self.routed_per_update + self.tokens_per_pack * (8 * choice + logits)
 
     def _adapters(self, count: int, inputs: int) -> float:
-        """Adapters that read the same numbers: each keeps a float32 copy where those have 16 bits, else they share them."""
+        """Bytes per token of `count` adapters that read one input. Each has a float32 copy of an input in 16 bits."""
         exact = max(self.size, _FLOAT32)
         copies = count if self.size < exact else 1
         return exact * (copies * inputs + count * self.adapter_rank)
 
     def _logits(self) -> float:
         exact = max(self.size, _FLOAT32)
-        each = self.logit_bytes or self.size + 4 * exact
+        per_logit = self.logit_bytes or self.size + 4 * exact
         values = exact * self.shape.hidden if self.value_head else 0
-        return self.head_tokens * (self.shape.vocabulary * each + values)
+        return self.head_tokens * (self.shape.vocabulary * per_logit + values)
 
     def _backward(self) -> float:
-        """Gradients of activations inside one layer, for a token."""
+        """Bytes per token of the gradients of activations inside one layer."""
         shape = self.shape
         widest = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate, shape.query)
-        if self._whole and self._has(sparse=False):
-            # The MLP's product or its gradient, the gradients of gate and up, and of the residual three times.
+        if self._fuses_whole_layers and self._has_layers(sparse=False):
+            # The MLP's product or its gradient, the gradients of gate and up, and three of the residual.
             return self.size * 3 * (widest + shape.hidden)
         return self.size * (2 * widest + shape.hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes by item on the device of the policy."""
+    """The bytes of each item on the policy's device."""
 
     weights: int
     reference: int
@@ -242,23 +247,23 @@ class Memory:
     """Float32 copies of 16-bit weights."""
     moments: int
     activations: int
-    """Of one pack, everything kept."""
+    """Of one pack, without checkpointing."""
     activations_checkpointed: int
     """Of one pack with gradient checkpointing."""
     head: int
-    """Logits of some rows, and the states of all."""
+    """Logits of some rows, and the last hidden states of all rows."""
     layer: int
-    """What is made inside one layer on the way back. The head's work is over by then: the larger of the two counts."""
-    keys_and_values: int
-    """The engine's store."""
+    """Bytes of the backward of one layer. The head is done by then, so only the larger of `head` and `layer` counts."""
+    kv_cache: int
+    """Keys and values of the engine."""
     routes: int
-    """Which experts tokens were sent to, and with what probability."""
+    """Recorded experts of each token and their probabilities."""
     slack: int
-    """For the allocator."""
+    """Reserve for the allocator."""
     host: int
-    """In the memory of the host, beside the total: an optimizer that is offloaded."""
+    """Host memory of an offloaded optimizer; not part of the total."""
     checkpointing: bool
-    """Which of the two activations count."""
+    """Whether `activations_checkpointed` counts instead of `activations`."""
 
     @property
     def total(self) -> int:
@@ -274,21 +279,21 @@ class Memory:
             yield "activations, checkpointed", self.activations_checkpointed
         else:
             yield "activations", self.activations
-        yield ("head", self.head) if self.head >= self.layer else ("one layer on the way back", self.layer)
-        yield "keys and values", self.keys_and_values
+        yield ("head", self.head) if self.head >= self.layer else ("backward of one layer", self.layer)
+        yield "KV cache", self.kv_cache
         yield "routes of experts", self.routes
         yield "slack", self.slack
 
     def lines(self) -> list[str]:
-        """For people: an item a line, the largest first, then the total."""
+        """Lines to print: one per item, the largest first, then the total."""
         items = sorted(self._items(), key=lambda item: -item[1])
         listed = [f"{name:<28}{gigabytes(size):>10}" for name, size in items if size]
         if self.host:
-            listed.append(f"{'beside it, on the host':<28}{gigabytes(self.host):>10}")
+            listed.append(f"{'host memory, in addition':<28}{gigabytes(self.host):>10}")
         return [*listed, f"{'total':<28}{gigabytes(self.total):>10}"]
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for people, in units of 10^9; small amounts with as many places as it takes to see them."""
+    """Bytes as text in units of 10^9, with two digits below 0.95 GB."""
     amount = size / 1e9
     return f"{amount:.1f} GB" if amount >= 0.95 else f"{amount:.2g} GB"

@@ -1,4 +1,4 @@
-"""What of a model's configuration decides its memory."""
+"""The sizes of a model that decide its memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,36 +6,37 @@ from typing import Any
 from legato.errors import InputError
 
 _WITHOUT_HEAD_NORMS = {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "phi3", "granite", "gpt2"}
-"""Families whose queries and keys have no norm of their own. An unknown one is taken to have them: too much is safer."""
+"""Families without norms on queries and keys. Unknown families count as having them: overestimating is safer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What of a model's configuration decides its memory."""
+    """The sizes of a model that decide its memory."""
 
     layers: int
     hidden: int
     heads: int
     key_heads: int
     width: int
-    """Of a head."""
+    """Numbers per head."""
     intermediate: int
-    """Of the SwiGLU of a layer without experts, and of one shared by all tokens beside them."""
+    """SwiGLU width of a layer without experts."""
     vocabulary: int
     tied: bool
     """Whether embedding and head are one matrix."""
     head_norms: bool
-    """Whether queries and keys have norms of their own."""
+    """Whether queries and keys are normalised."""
     sparse_layers: int = 0
     """How many of the layers have experts."""
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
+    """SwiGLU width of the expert that every token uses; 0: none."""
 
     @classmethod
     def from_config(cls, config: Any) -> "Shape":
-        """From a configuration of transformers; ValueError where it is not that of a decoder we know the parts of."""
+        """The sizes in a transformers configuration; InputError if it does not describe a decoder."""
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         lacking = [
             name
@@ -66,17 +67,17 @@ class Shape:
 
     @property
     def query(self) -> int:
-        """Numbers of all queries of a token."""
+        """Numbers in all queries of a token."""
         return self.heads * self.width
 
     @property
     def key(self) -> int:
-        """Numbers of all keys of a token."""
+        """Numbers in all keys of a token."""
         return self.key_heads * self.width
 
     @property
     def parameters(self) -> int:
-        """Weights of a model like Llama, Qwen3 or Qwen3-MoE; biases, where there are any, are too few to matter."""
+        """Number of weights of a model like Llama, Qwen3 or Qwen3-MoE. Biases are ignored: they are few."""
         attention = 2 * self.hidden * (self.query + self.key)
         norms = 2 * self.hidden + (2 * self.width if self.head_norms else 0)
         dense = 3 * self.hidden * self.intermediate
@@ -85,26 +86,31 @@ class Shape:
         return layers + self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     def adapters(self, rank: int) -> int:
-        """Weights of adapters on linear layers, routers and experts; an expert's gate and up share one of twice the rank."""
+        """Number of adapter weights on linear layers, routers and experts.
+
+        An expert's gate and up share one adapter of twice the rank.
+        """
         attention = 4 * self.hidden + 2 * self.query + 2 * self.key
         dense = 3 * (self.hidden + self.intermediate)
         sparse = self.hidden + self.experts + self.experts * (3 * self.hidden + 5 * self.expert_intermediate)
         if self.shared_intermediate:
             sparse += 3 * (self.hidden + self.shared_intermediate)
-        of_layers = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return rank * (self.layers * attention + of_layers)
+        linear = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
+        return rank * (self.layers * attention + linear)
 
     @property
     def largest(self) -> int:
-        """Weights of the largest matrix, whose gradient is a tensor of its own before it is added up."""
+        """Number of weights of the largest matrix, whose 16-bit gradient exists until it is added to the float32 one."""
         return self.hidden * max(self.vocabulary, self.intermediate, 2 * self.experts * self.expert_intermediate, self.query)
 
 
 def _first(config: Any, *names: str) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((int(value) for value in found if isinstance(value, int) and value > 0), 0)
+    """The first of these attributes that is a positive integer; 0 if none is."""
+    values = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _sparse_layers(config: Any) -> int:
-    every, plain = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
-    return sum((layer + 1) % every == 0 and layer not in plain for layer in range(config.num_hidden_layers))
+    """How many layers have experts."""
+    every, dense = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
+    return sum((layer + 1) % every == 0 and layer not in dense for layer in range(config.num_hidden_layers))
