@@ -9,17 +9,17 @@ import pytest
 from benchmarks import adaptive
 from legato.compare.processes import Machine
 from legato.compare.results import collect
-from tests.proof.comparisons import OPTIONS, definition, prepared, ran
+from tests.proof.comparisons import OPTIONS, definition, prepare_comparison, write_run
 
 ARMS = {"gspo": {"algorithm": "gspo"}, "gspo-auto": {"algorithm": "gspo-auto"}}
 
 
 def test_the_page_shows_bands_and_accuracies_of_a_stored_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = definition(arms=ARMS, seeds=(0, 1), options=OPTIONS)
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for name, job in jobs.items():
         band = {"clip/band_high": 3e-3 if name.startswith("gspo-auto") else 4e-4, "ratio/sequence_std": 2e-3}
-        ran(store, job, [32, 64, 96], measured={**band, "clip/sequences@0": 0.0, "clip/sequences@1": 0.25})
+        write_run(store, job, [32, 64, 96], measured={**band, "clip/sequences@0": 0.0, "clip/sequences@1": 0.25})
     results = collect(comparison, list(jobs.values()), store, Machine(), [])
     (store.path / "compare.json").write_text(json.dumps(results))
     output = tmp_path / "adaptive.json"

@@ -9,19 +9,19 @@ import pytest
 from benchmarks import moe
 from legato.compare.processes import Machine
 from legato.compare.results import collect
-from tests.proof.comparisons import OPTIONS, definition, prepared, ran
+from tests.proof.comparisons import OPTIONS, definition, prepare_comparison, write_run
 
 ARMS = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
 
 
 def test_the_page_shows_flips_and_accuracies_of_a_stored_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = definition(arms=ARMS, seeds=(0, 1), options={**OPTIONS, "policy.model": "tiny-moe"})
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for name, job in jobs.items():
         flips = 0.02 if name.startswith("grpo+R2") else 0.04
         measured = {"router/flip_mean": flips, "router/flip_mean@2": 0.01, "router/flip_mean@11": 0.125}
         measured |= {f"router/flip_layer{layer}": 0.1 * layer for layer in range(11)}
-        ran(store, job, [32, 64, 96], measured=measured)
+        write_run(store, job, [32, 64, 96], measured=measured)
     results = collect(comparison, list(jobs.values()), store, Machine(), [])
     (store.path / "compare.json").write_text(json.dumps(results))
     output = tmp_path / "moe.json"

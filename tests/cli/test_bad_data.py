@@ -10,8 +10,8 @@ import pytest
 
 from legato.core.rollout import Problem
 from legato.tasks.task import held_out
-from tests.proof.command import Command, refused
-from tests.proof.runs import small, words
+from tests.proof.command import Command, assert_refused
+from tests.proof.runs import run_small, words
 
 GOOD = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
 
@@ -54,7 +54,7 @@ BAD: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_file_is_refused_with_file_and_line(case: str, legato: Command, tmp_path: Path) -> None:
     rows, wanted = BAD[case]
-    message = refused(
+    message = assert_refused(
         legato("train", *arguments_for_file(tmp_path, write_lines(tmp_path / "bad.jsonl", rows))),
         *(w for w in wanted if w[0] != ":"),
     )
@@ -64,13 +64,13 @@ def test_a_bad_file_is_refused_with_file_and_line(case: str, legato: Command, tm
 
 
 def test_a_missing_file_is_refused(legato: Command, tmp_path: Path) -> None:
-    refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "none.jsonl")), str(tmp_path / "none.jsonl"))
+    assert_refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "none.jsonl")), str(tmp_path / "none.jsonl"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_binary_file_is_refused(legato: Command, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_bytes(bytes(range(256)))
-    refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "bad.jsonl")), "bad.jsonl")
+    assert_refused(legato("train", *arguments_for_file(tmp_path, tmp_path / "bad.jsonl")), "bad.jsonl")
     assert not (tmp_path / "runs").exists()
 
 
@@ -79,12 +79,12 @@ def test_a_too_long_prompt_ends_the_run_if_too_long_is_error(legato: Command, tm
     path = write_lines(tmp_path / "long.jsonl", rows)
     code, _, error = legato("train", *arguments_for_file(tmp_path, path, {"policy.too_long": "error"}))
     assert code == 2
-    refused((code, "", error.splitlines()[-1]), "policy.max_prompt_tokens = 16", "tokens", "policy.too_long")
+    assert_refused((code, "", error.splitlines()[-1]), "policy.max_prompt_tokens = 16", "tokens", "policy.too_long")
 
 
 def test_a_prompt_that_is_too_long_is_dropped_and_counted(tmp_path: Path) -> None:
     problems = [*GOOD, *({"prompt": f"{number}" + "1" * 400, "answer": "1"} for number in range(40))]
-    run = small(tmp_path, {"task.left_digits": 1, "training.steps": 2}, problems=problems)
+    run = run_small(tmp_path, {"task.left_digits": 1, "training.steps": 2}, problems=problems)
     records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert sum(record["prompts/too_long"] for record in records if record["kind"] == "step") > 0
 
@@ -96,7 +96,7 @@ def test_a_held_out_prompt_that_is_too_long_does_not_enter_the_model(tmp_path: P
     """max_prompt_tokens also limits held-out problems: a longer prompt may not fit the context."""
     long = [{"prompt": f"{number}" + "1" * 40, "answer": "1"} for number in range(10)]
     options = {"task.held_out_share": 0.5, "training.steps": 1, "task.held_out": 50}
-    run = small(tmp_path, options, problems=[*long, *GOOD])
+    run = run_small(tmp_path, options, problems=[*long, *GOOD])
     records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     evaluated = next(record for record in records if record["kind"] == "evaluation")["eval/problems"]
     short = [problem for problem in map(_problem, GOOD) if held_out(problem, 0.5)]
@@ -112,9 +112,9 @@ def _problem(row: dict[str, str]) -> Problem:
 
 
 def test_an_existing_run_is_never_overwritten(legato: Command, tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    run = run_small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    message = refused(legato("train", *words(tmp_path)), str(run), "never overwritten")
+    message = assert_refused(legato("train", *words(tmp_path)), str(run), "never overwritten")
     assert "legato resume" in message
     assert "output.name" in message
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
@@ -122,26 +122,26 @@ def test_an_existing_run_is_never_overwritten(legato: Command, tmp_path: Path) -
 
 def test_an_empty_folder_of_that_name_is_refused(legato: Command, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    refused(legato("train", *words(tmp_path)), "never overwritten")
+    assert_refused(legato("train", *words(tmp_path)), "never overwritten")
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_file_in_place_of_the_folder_of_runs_is_refused(legato: Command, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("mine")
-    refused(legato("train", *words(tmp_path / "runs")), str(tmp_path / "runs"))
-    refused(legato("train", *words(tmp_path / "runs" / "deeper")), str(tmp_path / "runs"))
+    assert_refused(legato("train", *words(tmp_path / "runs")), str(tmp_path / "runs"))
+    assert_refused(legato("train", *words(tmp_path / "runs" / "deeper")), str(tmp_path / "runs"))
     assert (tmp_path / "runs").read_text() == "mine"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no /proc")
 def test_an_output_folder_that_is_not_writable_is_refused(legato: Command) -> None:
     """Root writes everywhere but into the kernel's own tree."""
-    refused(legato("train", *words(Path("/proc/legato"))), "/proc/legato")
+    assert_refused(legato("train", *words(Path("/proc/legato"))), "/proc/legato")
 
 
 def test_a_run_name_that_is_a_path_is_refused(legato: Command, tmp_path: Path) -> None:
     for name in ("..", "a/b", "."):
-        refused(legato("train", *words(tmp_path / "runs", {"output.name": name})), "output.name")
+        assert_refused(legato("train", *words(tmp_path / "runs", {"output.name": name})), "output.name")
     assert not (tmp_path / "runs").exists()
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     result = legato("train", *words(tmp_path))
-    message = refused((result[0], result[1], result[2].splitlines()[-1]), "no room", "checkpoints")
+    message = assert_refused((result[0], result[1], result[2].splitlines()[-1]), "no room", "checkpoints")
     assert "resume" in message
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
@@ -161,8 +161,8 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
 
 @pytest.mark.parametrize("verb", ["resume", "report"])
 def test_a_run_that_does_not_exist_is_refused(verb: str, legato: Command, tmp_path: Path) -> None:
-    refused(legato(verb, str(tmp_path / "none")), str(tmp_path / "none"), "no such folder")
-    refused(legato(verb, str(tmp_path)), "run directory")
+    assert_refused(legato(verb, str(tmp_path / "none")), str(tmp_path / "none"), "no such folder")
+    assert_refused(legato(verb, str(tmp_path)), "run directory")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -190,7 +190,7 @@ def test_a_path_that_does_not_exist_is_refused_without_asking_the_hub(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     for name in ("runs/none", "./none", "../none", str(tmp_path / "none"), "~/none", "mine/none", "a/b/c"):
-        refused(legato(verb, name, *_EXTRA[verb]), name, "no such folder")
+        assert_refused(legato(verb, name, *_EXTRA[verb]), name, "no such folder")
     assert hub_requests == [] and [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -199,7 +199,7 @@ def test_a_hub_name_is_looked_for_on_the_hub(
     name: str, legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(legato("eval", name), f"policy.model = {name!r} (a hub name", "not on the hub")
+    assert_refused(legato("eval", name), f"policy.model = {name!r} (a hub name", "not on the hub")
     assert hub_requests == [name]
 
 
@@ -210,7 +210,7 @@ def test_a_local_folder_of_an_owner_does_not_hide_other_hub_models(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen" / "mine").mkdir(parents=True)
     (tmp_path / "Qwen" / "mine" / "config.json").write_text("{}")
-    refused(legato("eval", "Qwen/Qwen3-0.6B"), "(a hub name", "not on the hub")
+    assert_refused(legato("eval", "Qwen/Qwen3-0.6B"), "(a hub name", "not on the hub")
     assert hub_requests == ["Qwen/Qwen3-0.6B"]
 
 
@@ -218,22 +218,22 @@ def test_training_from_a_path_that_does_not_exist_is_refused(
     legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub_requests: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(legato("train", "policy.model=runs/none"), "policy.model = 'runs/none'")
+    assert_refused(legato("train", "policy.model=runs/none"), "policy.model = 'runs/none'")
     assert hub_requests == []
 
 
 def test_a_run_without_a_checkpoint_is_refused(legato: Command, tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    run = run_small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     shutil.rmtree(run / "checkpoints")
     for result in (legato("resume", str(run)), legato("eval", str(run)), legato("export", str(run), str(tmp_path / "out"))):
-        refused(result, "checkpoint")
+        assert_refused(result, "checkpoint")
     assert not (tmp_path / "out").exists()
 
 
 def test_unknown_words_of_a_command_are_refused(legato: Command, tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
-    refused(legato("resume", str(run), "training.stepps=3"), "training.stepps", "did you mean 'steps'")
-    refused(legato("eval", str(run), "nonsense"), "nonsense")
+    run = run_small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    assert_refused(legato("resume", str(run), "training.stepps=3"), "training.stepps", "did you mean 'steps'")
+    assert_refused(legato("eval", str(run), "nonsense"), "nonsense")
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, ValueError, KeyError])

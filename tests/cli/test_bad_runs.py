@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
+from tests.proof.command import Command, assert_refused
 from tests.proof.runs import words
 
 
@@ -199,7 +199,7 @@ def test_a_model_folder_that_is_not_whole_is_refused(
 ) -> None:
     damage(broken)
     result = legato("train", *words(tmp_path / "runs", {"policy.model": str(broken), "training.steps": 1}))
-    refused(result, *BROKEN[damage])
+    assert_refused(result, *BROKEN[damage])
     assert not (tmp_path / "runs").exists()
     assert not (broken / "ran").exists()
 
@@ -211,13 +211,15 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(legato: Command, broken: Pa
 
 
 def test_a_refusal_names_the_folder(legato: Command, tmp_path: Path) -> None:
-    refused(legato("train", *words(tmp_path, {"policy.model": str(tmp_path / "none")})), str(tmp_path / "none"))
+    assert_refused(legato("train", *words(tmp_path, {"policy.model": str(tmp_path / "none")})), str(tmp_path / "none"))
 
 
 def test_an_unreachable_hub_name_is_refused(legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused(legato("train", *words(tmp_path / "runs", {"policy.model": "nobody/nothing"})), "nobody/nothing", "hub name")
+    assert_refused(
+        legato("train", *words(tmp_path / "runs", {"policy.model": "nobody/nothing"})), "nobody/nothing", "hub name"
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -254,13 +256,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_an_option_that_does_not_fit_is_refused(case: str, legato: Command, tmp_path: Path) -> None:
     changes, wanted = OPTIONS[case]
     arguments = words(tmp_path / "runs", {"training.steps": 1, **changes})
-    refused(legato("train", *(word for word in arguments if not word.endswith("=null"))), *wanted)
+    assert_refused(legato("train", *(word for word in arguments if not word.endswith("=null"))), *wanted)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_recipe_is_refused(legato: Command, tmp_path: Path) -> None:
-    refused(legato("train", str(tmp_path / "none.toml")), str(tmp_path / "none.toml"), "does not exist")
+    assert_refused(legato("train", str(tmp_path / "none.toml")), str(tmp_path / "none.toml"), "does not exist")
 
 
 def test_no_recipe_at_all_is_refused(legato: Command) -> None:
-    refused(legato("train"), "recipe")
+    assert_refused(legato("train"), "recipe")

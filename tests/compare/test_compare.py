@@ -17,7 +17,7 @@ from legato.compare.processes import Machine
 from legato.pages.comparison_tables import tables
 from legato.records.directory import RunDirectory
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
+from tests.proof.command import Command, assert_refused
 from tests.proof.comparisons import OPTIONS, definition
 from tests.proof.runs import differences, outcome
 
@@ -92,7 +92,7 @@ def test_a_comparison_that_changed_is_refused(
     before = (straight / "compare.json").read_bytes()
     options = [word for word in WORDS if not word.startswith("training.lr=")] if "--sweep" in words else WORDS
     arguments = ("compare", *options, *ARMS, *words, "--out", str(straight))
-    refused(Command(monkeypatch, capsys)(*arguments), "another comparison", *fragments, "--out")
+    assert_refused(Command(monkeypatch, capsys)(*arguments), "another comparison", *fragments, "--out")
     assert (straight / "compare.json").read_bytes() == before
 
 
@@ -243,4 +243,4 @@ def test_two_comparisons_do_not_share_a_folder(
 
     with hold_lock(RunDirectory(straight)):
         result = Command(monkeypatch, capsys)("compare", *WORDS, *ARMS, "--out", str(straight))
-    refused(result, "in use")
+    assert_refused(result, "in use")

@@ -10,7 +10,7 @@ from legato.compare.definition import Definition, from_arguments, from_file
 from legato.compare.jobs import differences, jobs
 from legato.compare.processes import Machine
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
+from tests.proof.command import Command, assert_refused
 from tests.proof.comparisons import definition
 from tests.proof.pages import numbers
 
@@ -198,7 +198,7 @@ TWO = ("--arm", "grpo", "--arm", "gspo")
 def test_a_wrong_argument_is_refused_and_nothing_is_written(
     words: tuple[str, ...], fragments: list[str], command: Command, tmp_path: Path
 ) -> None:
-    refused(command("compare", "--out", "here", *words), *fragments)
+    assert_refused(command("compare", "--out", "here", *words), *fragments)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,17 +221,17 @@ def test_a_mistake_in_a_comparison_file_is_refused(
     text: str, fragments: list[str], command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "comparison.toml").write_text(text)
-    refused(command("compare", "comparison.toml", "--out", "here"), *fragments)
+    assert_refused(command("compare", "comparison.toml", "--out", "here"), *fragments)
 
 
 def test_a_file_and_options_do_not_both_name_arms(command: Command, tmp_path: Path) -> None:
     (tmp_path / "comparison.toml").write_text("[arms.a]\n[arms.b]\n")
-    refused(command("compare", "comparison.toml", *TWO), "comparison.toml", "arms")
+    assert_refused(command("compare", "comparison.toml", *TWO), "comparison.toml", "arms")
 
 
 def test_a_folder_of_something_else_is_left_alone(command: Command, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "thesis.txt").write_text("mine")
-    refused(command("compare", *TWO, "--out", "here"), "here", "no comparison")
+    assert_refused(command("compare", *TWO, "--out", "here"), "here", "no comparison")
     assert [each.name for each in (tmp_path / "here").iterdir() if each.name != ".lock"] == ["thesis.txt"]
-    refused(command("compare", *TWO, "--out", "here/thesis.txt"), "cannot create here/thesis.txt")
+    assert_refused(command("compare", *TWO, "--out", "here/thesis.txt"), "cannot create here/thesis.txt")

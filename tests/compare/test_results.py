@@ -14,7 +14,7 @@ from legato.compare.results import collect
 from legato.compare.store import Store
 from legato.pages.comparison import write_pages
 from legato.pages.comparison_tables import sentences, tables
-from tests.proof.comparisons import OPTIONS, definition, prepared, ran
+from tests.proof.comparisons import OPTIONS, definition, prepare_comparison, write_run
 from tests.proof.pages import assert_page, numbers
 
 
@@ -27,10 +27,10 @@ def collected(store: Store, jobs: dict[str, Any], comparison: Any) -> dict[str, 
 
 def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
     comparison = definition(seeds=(3, 4, 5))
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for seed, (grpo, gspo) in {3: (64, 72), 4: (32, 40), 5: (96, 96)}.items():
-        ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
-        ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
+        write_run(store, jobs[f"grpo-seed{seed}"], [30, grpo])
+        write_run(store, jobs[f"gspo-seed{seed}"], [30, gspo])
     point = collected(store, jobs, comparison)["points"][0]
     assert point["seeds"] == [3, 4, 5]
     assert point["arms"]["grpo"]["mean"] == pytest.approx(0.5)
@@ -45,19 +45,19 @@ def test_scores_are_paired_by_seed(tmp_path: Path) -> None:
 def test_changed_experts_are_a_column_for_mixtures_only(tmp_path: Path) -> None:
     arms = {"grpo": {"algorithm": "grpo"}, "grpo+R2": {"algorithm": "grpo", "training.routing_replay": "R2"}}
     comparison = definition(arms=arms, seeds=(0,), options={**OPTIONS, "policy.model": "tiny-moe"})
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     assert differences(list(jobs.values())) == []
     for number, job in enumerate(jobs.values()):
-        ran(store, job, [30, 64, 80], measured={"router/flip_mean": 0.02 * (1 + number), "router/flip_mean@3": 0.06})
+        write_run(store, job, [30, 64, 80], measured={"router/flip_mean": 0.02 * (1 + number), "router/flip_mean@3": 0.06})
     results = collected(store, jobs, comparison)
     assert [run["routing"]["router/flip_mean@3"] for run in results["runs"]] == [0.06, 0.06]
     costs = next(table for table in tables(results) if table.title == "Cost and stability")
     place = costs.headings.index("experts changed")
     assert {row[0]: row[place] for row in costs.rows} == {"grpo": "2.00%", "grpo+R2": "4.00%"}
     dense = definition(seeds=(0,))
-    store, jobs = prepared(tmp_path / "dense", dense)
+    store, jobs = prepare_comparison(tmp_path / "dense", dense)
     for job in jobs.values():
-        ran(store, job, [30, 64])
+        write_run(store, job, [30, 64])
     results = collected(store, jobs, dense)
     assert all(run["routing"] == {} for run in results["runs"])
     assert all("experts changed" not in table.headings for table in tables(results))
@@ -65,10 +65,10 @@ def test_changed_experts_are_a_column_for_mixtures_only(tmp_path: Path) -> None:
 
 def test_a_seed_counts_once_every_arm_has_it(tmp_path: Path) -> None:
     comparison = definition()
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for name in ("grpo-seed0", "gspo-seed0", "grpo-seed1"):
-        ran(store, jobs[name], [10, 20])
-    ran(store, jobs["gspo-seed1"], [10], end="stopped by SIGTERM")
+        write_run(store, jobs[name], [10, 20])
+    write_run(store, jobs["gspo-seed1"], [10], end="stopped by SIGTERM")
     results = collected(store, jobs, comparison)
     assert results["points"][0]["seeds"] == [0]
     assert results["points"][0]["arms"]["gspo"]["mean_interval"] is None
@@ -97,10 +97,10 @@ def test_an_interval_is_claimed_only_where_the_seeds_suffice_for_one(
     scores: tuple[tuple[int, int], ...], place: str, expected: list[float], tmp_path: Path
 ) -> None:
     comparison = definition(seeds=tuple(range(len(scores))))
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for seed, (grpo, gspo) in enumerate(scores):
-        ran(store, jobs[f"grpo-seed{seed}"], [30, grpo])
-        ran(store, jobs[f"gspo-seed{seed}"], [30, gspo])
+        write_run(store, jobs[f"grpo-seed{seed}"], [30, grpo])
+        write_run(store, jobs[f"gspo-seed{seed}"], [30, gspo])
     (sentence,) = sentences(collected(store, jobs, comparison))
     assert place in sentence and numbers(sentence) == expected and ("chance" in sentence) is (95 not in expected)
     assert sentence in (store.path / "compare.md").read_text()
@@ -109,7 +109,7 @@ def test_an_interval_is_claimed_only_where_the_seeds_suffice_for_one(
 
 def test_a_comparison_with_nothing_finished_has_a_page(tmp_path: Path) -> None:
     comparison = definition()
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     results = collected(store, jobs, comparison)
     assert {run["status"] for run in results["runs"]} == {"waiting"}
     assert results["points"][0]["arms"] == {}
@@ -119,11 +119,11 @@ def test_a_comparison_with_nothing_finished_has_a_page(tmp_path: Path) -> None:
 def troubled(folder: Path) -> tuple[Store, dict[str, Any]]:
     """Three runs of grpo that ended well; one of gspo that collapsed and two that failed."""
     comparison = definition(seeds=(0, 1, 2))
-    store, jobs = prepared(folder, comparison)
+    store, jobs = prepare_comparison(folder, comparison)
     for seed in range(3):
-        ran(store, jobs[f"grpo-seed{seed}"], [30, 64, 64])
-    ran(store, jobs["gspo-seed0"], [30, 90, 0])
-    ran(store, jobs["gspo-seed1"], [30, 96], end=None)
+        write_run(store, jobs[f"grpo-seed{seed}"], [30, 64, 64])
+    write_run(store, jobs["gspo-seed0"], [30, 90, 0])
+    write_run(store, jobs["gspo-seed1"], [30, 96], end=None)
     store.note_failure(jobs["gspo-seed1"], -9, "killed")
     store.note_failure(jobs["gspo-seed2"], 2, "no such model")
     return store, collected(store, jobs, comparison)
@@ -154,9 +154,9 @@ def test_a_failed_run_counts_with_its_last_accuracy_or_0_and_a_collapsed_one_wit
 
 def test_costs_are_those_of_the_steps(tmp_path: Path) -> None:
     comparison = definition()
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for job in jobs.values():
-        ran(store, job, [10, 20, 30])
+        write_run(store, job, [10, 20, 30])
     arm = collected(store, jobs, comparison)["points"][0]["arms"]["gspo"]
     assert (arm["steps"], arm["updates"], arm["tokens"], arm["seconds"]) == (2, 4, 200, 4.0)
     assert arm["clip_mean"] == 0.25
@@ -164,13 +164,13 @@ def test_costs_are_those_of_the_steps(tmp_path: Path) -> None:
 
 def test_stability_ends_at_the_first_value_that_breaks(tmp_path: Path) -> None:
     comparison = definition(sweep={"training.lr": (1e-2, 1e-4, 1e-3), "training.updates_per_step": (1, 2)})
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     broken = {("grpo", 1e-3, 1), ("gspo", 1e-2, 1), ("gspo", 1e-4, 2), ("gspo", 1e-3, 2)}
     for job in jobs.values():
         lr, updates = job.point["training.lr"], job.point["training.updates_per_step"]
         # One seed of two is enough to break.
         breaks = (job.arm, lr, updates) in broken and job.seed == 1
-        ran(store, job, [64, 96, 0] if breaks else [64, 80, 90])
+        write_run(store, job, [64, 96, 0] if breaks else [64, 80, 90])
     results = collected(store, jobs, comparison)
     assert len(results["points"]) == 6
     limits = {
@@ -190,9 +190,9 @@ def test_stability_ends_at_the_first_value_that_breaks(tmp_path: Path) -> None:
 
 def test_a_sweep_over_words_has_no_frontier(tmp_path: Path) -> None:
     comparison = definition(sweep={"training.anchor": ("recompute", "sampler")})
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for job in jobs.values():
-        ran(store, job, [10, 20])
+        write_run(store, job, [10, 20])
     results = collected(store, jobs, comparison)
     assert results["frontier"] == []
     assert len(results["points"]) == 2
@@ -201,18 +201,18 @@ def test_a_sweep_over_words_has_no_frontier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["weights", "problems"])
 def test_runs_with_other_weights_or_problems_are_refused(what: str, tmp_path: Path) -> None:
     comparison = definition()
-    store, jobs = prepared(tmp_path, comparison)
-    ran(store, jobs["grpo-seed0"], [10, 20])
-    ran(store, jobs["gspo-seed0"], [10, 20], **{what: "other"})
+    store, jobs = prepare_comparison(tmp_path, comparison)
+    write_run(store, jobs["grpo-seed0"], [10, 20])
+    write_run(store, jobs["gspo-seed0"], [10, 20], **{what: "other"})
     with pytest.raises(ValueError, match=rf"gspo-seed0.*{what}.*grpo-seed0"):
         collected(store, jobs, comparison)
 
 
 def test_a_comparison_whose_runs_are_all_there_runs_nothing(tmp_path: Path) -> None:
     comparison = definition()
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for job in jobs.values():
-        ran(store, job, [10, 20])
+        write_run(store, job, [10, 20])
     messages: list[str] = []
     compared = compare(comparison, folder=store.path, say=messages.append)
     assert isinstance(compared, Comparison) and compared.exit_code == 0
@@ -222,9 +222,9 @@ def test_a_comparison_whose_runs_are_all_there_runs_nothing(tmp_path: Path) -> N
 
 def test_the_page_shows_what_arms_are_called_and_nothing_that_runs(tmp_path: Path) -> None:
     comparison = definition(options={**definition().options, "policy.model": "tiny"})
-    store, jobs = prepared(tmp_path, comparison)
+    store, jobs = prepare_comparison(tmp_path, comparison)
     for job in jobs.values():
-        ran(store, job, [10, 20])
+        write_run(store, job, [10, 20])
     store.note_failure(jobs["gspo-seed1"], 1, "<script>alert(1)</script>|")
     collected(store, jobs, comparison)
     page = (store.path / "compare.html").read_text()

@@ -16,7 +16,7 @@ from legato.compare.registration import Study, read_study, registering_commit
 from legato.compare.study import describe, run_study
 from legato.errors import InputError
 from tests.proof.command import Command
-from tests.proof.comparisons import OPTIONS, prepared, ran
+from tests.proof.comparisons import OPTIONS, prepare_comparison, write_run
 from tests.proof.runs import differences, trained
 
 SEEDS = [200, 201, 202]
@@ -100,12 +100,12 @@ def test_a_study_that_is_not_whole_is_refused(changes: dict[str, Any], fragment:
 def measure(tmp_path: Path, survived: dict[str, list[int]], **changes: Any) -> tuple[Study, list[dict[str, Any]]]:
     """A study whose runs were written by hand: for each arm and bed, how many of the rates each seed survived."""
     study = read_study(study_file(tmp_path, **changes))
-    store, planned = prepared(tmp_path, study.definition)
+    store, planned = prepare_comparison(tmp_path, study.definition)
     rates = list(study.definition.sweep["training.lr"])
     for job in planned.values():
         stable = survived[f"{job.arm} {job.bed}"][SEEDS.index(job.seed)]
         alive = rates.index(job.point["training.lr"]) < stable
-        ran(store, job, [60, 60 if alive else 0])
+        write_run(store, job, [60, 60 if alive else 0])
     return study, [outcome(job, store) for job in planned.values()]
 
 

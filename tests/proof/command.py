@@ -14,7 +14,7 @@ Result = tuple[int, str, str]
 """Exit code, standard output, standard error."""
 
 
-def unchecked(name: str) -> Any:
+def load_unchecked(name: str) -> Any:
     """Load a module of legato without the shape checks of the tests, so that its own checks must refuse wrong inputs."""
     spec = spec_from_file_location(f"unchecked_{Path(name).stem}", Path(legato.__file__).parent / name)
     assert spec is not None and spec.loader is not None
@@ -28,7 +28,7 @@ class Command:
     """Runs `legato WORDS` in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self._main = unchecked("cli/main.py")
+        self._main = load_unchecked("cli/main.py")
         self._patch, self._capture = monkeypatch, capture
 
     def __call__(self, *arguments: str, typed: str = "") -> Result:
@@ -44,7 +44,7 @@ class Command:
         return code, written.out, written.err
 
 
-def refused(result: Result, *wanted: str) -> str:
+def assert_refused(result: Result, *wanted: str) -> str:
     """Assert exit code 2 and one line on standard error that contains all `wanted` texts; returns the line."""
     code, _, error = result
     assert code == 2, error

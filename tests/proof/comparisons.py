@@ -31,14 +31,14 @@ def definition(**changes: Any) -> Definition:
     return Definition(**{**fields, **changes})
 
 
-def prepared(folder: Path, definition: Definition) -> tuple[Store, dict[str, Job]]:
+def prepare_comparison(folder: Path, definition: Definition) -> tuple[Store, dict[str, Job]]:
     """A comparison whose runs have not started."""
     store, runs = Store(folder / "comparison"), jobs(definition, folder / "comparison")
     store.prepare(definition, runs)
     return store, {job.name: job for job in runs}
 
 
-def ran(
+def write_run(
     store: Store,
     job: Job,
     right: Sequence[int],

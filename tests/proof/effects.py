@@ -13,7 +13,7 @@ from legato.config.load import load
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
 from legato.run import wire
 from tests.proof.responses import response
-from tests.proof.runs import SMALL, small, steps
+from tests.proof.runs import SMALL, run_small, steps
 
 EFFECTS: dict[str, Callable[["Bench"], None]] = {}
 
@@ -57,7 +57,7 @@ class Bench:
         reports: list[Any] = []
         base = {"training.steps": 1, "evaluation.every_steps": 0, "output.checkpoint_every_steps": 0}
         place = self.folder / str(self.runs)
-        run = small(place, {**base, **(options or {})}, callback=reports.append, **arguments)
+        run = run_small(place, {**base, **(options or {})}, callback=reports.append, **arguments)
         return SimpleNamespace(
             run=run, folder=run.directory, reports=reports, steps=steps(run.directory), metrics=_metrics(run.directory)
         )

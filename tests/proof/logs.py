@@ -13,7 +13,7 @@ def wave(step: int) -> float:
     return 1 + 0.1 * math.sin(1.7 * step)
 
 
-def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
+def make_records(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any]]:
     """Records of a run whose reward rises. From step `sick_from` on the learning rate is 5 times higher and it collapses."""
     records = []
     for step in range(1, steps + 1):
@@ -36,7 +36,7 @@ def course(steps: int = 100, sick_from: int | None = None) -> list[dict[str, Any
     return records
 
 
-def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None = None, end: bool = True) -> Path:
+def write_run(folder: Path, records: list[dict[str, Any]], words: list[str] | None = None, end: bool = True) -> Path:
     directory = RunDirectory.create(folder, "run")
     directory.write_config(dump(load([], words or [])))
     directory.append_metrics({"kind": "start", "name": "run", "model": "tiny", "algorithm": "gspo"})
@@ -47,5 +47,5 @@ def written(folder: Path, records: list[dict[str, Any]], words: list[str] | None
     return directory.path
 
 
-def names(examined: Examination) -> list[str]:
+def finding_names(examined: Examination) -> list[str]:
     return [each.name for each in examined.found]

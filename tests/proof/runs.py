@@ -87,7 +87,7 @@ def light() -> Iterator[None]:
         yield
 
 
-def small(folder: Path, options: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
+def run_small(folder: Path, options: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
     """Run the smallest training in `folder`/run with changed options; `arguments` go to `train`."""
     return train(**arguments, **{**SMALL, "output.directory": str(folder), **(options or {})})
 
@@ -151,7 +151,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
 
 
-def cut(straight: Path, folder: Path, step: int) -> Path:
+def cut_run(straight: Path, folder: Path, step: int) -> Path:
     """A copy of a run as after a crash behind `step`: later metrics are there, later checkpoints and rollouts are not."""
     copy = folder / "run"
     shutil.copytree(straight, copy)

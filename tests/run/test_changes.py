@@ -11,8 +11,8 @@ from legato.config.document import options
 from legato.config.load import load
 from legato.errors import InputError
 from legato.run.train import resume, train
-from tests.proof.command import Command, refused
-from tests.proof.runs import SMALL, Listener, cut, differences, outcome, small
+from tests.proof.command import Command, assert_refused
+from tests.proof.runs import SMALL, Listener, cut_run, differences, outcome, run_small
 
 PATHS = [option.path for option in options()]
 
@@ -50,12 +50,12 @@ def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small(tmp_path_factory.mktemp("straight"), {"training.steps": 2}).directory
+    return run_small(tmp_path_factory.mktemp("straight"), {"training.steps": 2}).directory
 
 
 @pytest.fixture
 def run(straight: Path, tmp_path: Path) -> Path:
-    return cut(straight, tmp_path, 1)
+    return cut_run(straight, tmp_path, 1)
 
 
 def test_every_option_has_the_expected_resume_rule() -> None:
@@ -78,7 +78,7 @@ def test_steps_that_change_the_learning_rate_need_the_flag(words: list[str]) -> 
 
 
 def test_a_warm_up_longer_than_the_run_is_shortened_with_a_note(tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 1, "training.updates_per_step": 4, "training.warm_up_updates": 40})
+    run = run_small(tmp_path, {"training.steps": 1, "training.updates_per_step": 4, "training.warm_up_updates": 40})
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     (note,) = [note for note in lines[0]["notes"] if "warm_up_updates" in note]
     assert "40" in note and "3" in note
@@ -149,7 +149,7 @@ def test_all_faults_are_listed_in_one_error(legato: Command, run: Path) -> None:
 
 
 def test_the_command_line_takes_allow_changes(legato: Command, run: Path) -> None:
-    refused(legato("resume", str(run), "training.lr=1.0"), "--allow-changes")
+    assert_refused(legato("resume", str(run), "training.lr=1.0"), "--allow-changes")
     code, _, error = legato("resume", str(run), "training.lr=1.0", "--allow-changes")
     assert code == 0, error
 
@@ -161,7 +161,7 @@ def test_changed_problems_are_noticed_on_resume(tmp_path: Path) -> None:
     options = {"task.kind": "jsonl", "task.path": str(data), "training.steps": 2, "task.left_digits": None}
     chosen = {**SMALL, **options, "output.directory": str(tmp_path / "runs")}
     straight = train(**{path: value for path, value in chosen.items() if value is not None}).directory
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     data.write_text("".join(json.dumps({"prompt": f"{n}+2=", "answer": str(n + 2)}) + "\n" for n in range(30)))
     listener = Listener()
     try:

@@ -19,7 +19,7 @@ from legato.training.memory.available import available
 from legato.training.memory.model import Demand, Memory
 from legato.training.memory.shape import Shape
 from tests.proof.pages import numbers
-from tests.proof.runs import SMALL, Listener, cut, differences, outcome, records, small
+from tests.proof.runs import SMALL, Listener, cut_run, differences, outcome, records, run_small
 
 CPU = torch.device("cpu")
 
@@ -179,7 +179,7 @@ def test_a_run_prints_and_stores_the_choice_and_is_the_same_either_way(
     listener, folders = Listener(), []
     for name, size in (("off", 10**12), ("on", scarce_memory())):
         set_available_memory(monkeypatch, size)
-        folders.append(small(tmp_path / name, {"training.steps": 2}, watcher=listener).directory)
+        folders.append(run_small(tmp_path / name, {"training.steps": 2}, watcher=listener).directory)
         (start,) = [record for record in records(folders[-1]) if record["kind"] == "start"]
         (line,) = [note for note in start["notes"] if note.startswith(f"gradient checkpointing is {name}: ")]
         assert line in listener.messages
@@ -191,8 +191,8 @@ def test_a_run_prints_and_stores_the_choice_and_is_the_same_either_way(
 
 def test_a_resumed_run_chooses_anew_and_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_available_memory(monkeypatch, 10**12)
-    straight = small(tmp_path / "straight", {"training.steps": 2}).directory
-    resumed = cut(straight, tmp_path / "cut", 1)
+    straight = run_small(tmp_path / "straight", {"training.steps": 2}).directory
+    resumed = cut_run(straight, tmp_path / "cut", 1)
     set_available_memory(monkeypatch, scarce_memory())
     listener = Listener()
     assert resume(resumed, watcher=listener).exit_code == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.proof import verdicts
-from tests.proof.runs import small, steps
+from tests.proof.runs import run_small, steps
 
 MOE: dict[str, Any] = {
     "policy.model": "tiny-moe",
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
     ids=lambda options: " ".join(map(str, options.values())),
 )
 def test_router_shift_is_trained_with_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
-    logged = steps(small(tmp_path, {**MOE, **options, "training.steps": 2}).directory)
+    logged = steps(run_small(tmp_path, {**MOE, **options, "training.steps": 2}).directory)
     for record in logged:
         assert record["update/applied"] == 1.0 and math.isfinite(record["gradient/norm"])
         assert record["router/shift_mean@0"] == pytest.approx(1.0, abs=1e-6)
@@ -42,7 +42,7 @@ def test_router_shift_is_trained_with_end_to_end(options: dict[str, Any], tmp_pa
 
 
 def test_every_run_of_a_mixture_is_measured_without_an_option(tmp_path: Path) -> None:
-    (record,) = steps(small(tmp_path, {**MOE, "training.steps": 1}).directory)
+    (record,) = steps(run_small(tmp_path, {**MOE, "training.steps": 1}).directory)
     for key in ("flip_mean", "any_flip", "jaccard", "flip_layer0", "flip_layer1", "entropy", "load_max", "load_unused"):
         assert record[f"router/{key}"] is not None, key
     assert record["router/flip_mean@0"] == record["router/mismatch_flip_mean"] == 0.0 < record["router/flip_mean@3"]
@@ -64,7 +64,7 @@ def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, A
     logged = {}
     for replay in ("off", "R3"):
         settings = {**options, "training.routing_replay": replay, "training.anchor": "recompute"}
-        logged[replay] = steps(small(tmp_path / replay, settings).directory)
+        logged[replay] = steps(run_small(tmp_path / replay, settings).directory)
     # The same weights and the same engine: its first responses are the same; with its routes forced the trainer is not.
     plain, replayed = logged["off"][0], logged["R3"][0]
     assert plain["tokens/response"] == replayed["tokens/response"]
@@ -81,5 +81,5 @@ def test_the_routes_of_a_sampler_that_differs_are_replayed(mismatch: dict[str, A
 
 def test_rspo_on_a_dense_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rspo.*router-shift"):
-        small(tmp_path, {"algorithm": "rspo"})
+        run_small(tmp_path, {"algorithm": "rspo"})
     assert not list(tmp_path.iterdir())

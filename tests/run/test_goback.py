@@ -16,8 +16,8 @@ from legato.run.again import restart_advice
 from legato.run.train import resume
 from legato.training import checkpoint
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
-from tests.proof.runs import Listener, differences, outcome, records, small, state, steps
+from tests.proof.command import Command, assert_refused
+from tests.proof.runs import Listener, differences, outcome, records, run_small, state, steps
 
 OPTIONS: dict[str, Any] = {"reward.kind": f"{verdicts.__file__}:early", "training.steps": 5}
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
+    return run_small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_a_missing_checkpoint_is_refused(
     run: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = Command(monkeypatch, capfd)
-    refused(command("resume", str(run), "--step", "7"), "step 7", "1, 2, 3, 4, 5")
+    assert_refused(command("resume", str(run), "--step", "7"), "step 7", "1, 2, 3, 4, 5")
     path = run / "checkpoints" / "step-000002" / "trainer.json"
     path.write_text(path.read_text() + " ")
-    refused(command("resume", str(run), "--step", "2"), "is damaged", "trainer.json")
+    assert_refused(command("resume", str(run), "--step", "2"), "is damaged", "trainer.json")
     assert {name for name in files(run) if files(run)[name] != files(straight).get(name)} == {
         "checkpoints/step-000002/trainer.json"
     }
@@ -163,4 +163,4 @@ def test_a_recipe_may_have_an_equals_sign_in_its_path(
 ) -> None:
     recipe = tmp_path / "lr=1e-4.toml"
     recipe.write_text("[training]\nstepz = 3\n")
-    refused(Command(monkeypatch, capfd)("train", str(recipe), "training.seed=1"), f"{recipe}:2", "stepz")
+    assert_refused(Command(monkeypatch, capfd)("train", str(recipe), "training.seed=1"), f"{recipe}:2", "stepz")

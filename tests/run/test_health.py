@@ -27,7 +27,7 @@ from legato.run.train import resume
 from legato.run.wire import Given
 from tests.proof.command import Command
 from tests.proof.pages import numbers
-from tests.proof.runs import Listener, cut, differences, light, outcome, records, small, state, steps, words
+from tests.proof.runs import Listener, cut_run, differences, light, outcome, records, run_small, state, steps, words
 
 
 def early(rollout: Rollout) -> float:
@@ -74,7 +74,7 @@ RECOVER = {"health.action": "recover", "health.lr_factor": 0.25}
 
 
 def run(folder: Path, options: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    return small(folder, {**RISING, **(options or {})}, reward=early, **arguments)
+    return run_small(folder, {**RISING, **(options or {})}, reward=early, **arguments)
 
 
 def run_and_record(folder: Path, options: dict[str, Any]) -> SimpleNamespace:
@@ -178,7 +178,7 @@ def test_an_alarm_that_ended_a_run_ends_it_again_after_a_resume(tmp_path: Path) 
 def test_an_alarm_that_was_only_printed_acts_after_a_resume_with_another_action(
     tmp_path: Path, printed_alarm: SimpleNamespace
 ) -> None:
-    again = cut(printed_alarm.directory, tmp_path, 8)
+    again = cut_run(printed_alarm.directory, tmp_path, 8)
     assert resume(again, ["health.action=stop"], given=_inputs(), allow_changes=True).exit_code == 3
     assert len(steps(again)) == 9
 
@@ -368,7 +368,7 @@ def test_a_resumed_run_equals_the_straight_one(
 ) -> None:
     """Cut before, at and after the alarm; a finished recovery is not repeated."""
     straight = (printed_alarm if action == "say" else recovered).directory
-    again = cut(straight, tmp_path, step)
+    again = cut_run(straight, tmp_path, step)
     resume(again, given=_inputs())
     assert differences(outcome(straight), outcome(again)) == []
 

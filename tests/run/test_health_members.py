@@ -11,7 +11,7 @@ from legato.config.load import load
 from legato.health.tighten import clip_bounds, tighten_clip
 from legato.records.directory import RunDirectory
 from legato.run.doctor import examine
-from tests.proof.runs import light, small
+from tests.proof.runs import light, run_small
 from tests.run.test_health import early
 
 
@@ -32,7 +32,7 @@ def without_reports() -> Iterator[None]:
 )
 def test_ratios_outside_the_band_by_design_raise_no_anchor_alarm(options: dict[str, Any], tmp_path: Path) -> None:
     settings = {"training.steps": 3, "evaluation.every_steps": 0, "training.prompts_per_step": 8}
-    ended = small(tmp_path, {**settings, **options}, reward=early)
+    ended = run_small(tmp_path, {**settings, **options}, reward=early)
     findings = RunDirectory.open(ended.directory).health.read()
     assert "anchor-off" not in [each["rule"] for each in findings]
     assert "anchor-off" not in [each.name for each in examine(ended.directory).found]

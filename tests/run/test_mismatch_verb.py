@@ -14,8 +14,8 @@ from legato.pages.mismatch import draw_strips, page, short
 from legato.run.mismatch import KINDS, Sampler, compare_samplers, parse_samplers
 from legato.run.target import Target, find
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
-from tests.proof.runs import SMALL, small
+from tests.proof.command import Command, assert_refused
+from tests.proof.runs import SMALL, run_small
 
 EARLY = f"{verdicts.__file__}:early"
 
@@ -23,7 +23,7 @@ EARLY = f"{verdicts.__file__}:early"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"training.steps": 2, "reward.kind": EARLY, "rollouts.max_response_tokens": 6}
-    return small(tmp_path_factory.mktemp("run"), options).directory
+    return run_small(tmp_path_factory.mktemp("run"), options).directory
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_an_unknown_sampler_is_refused(
     words: str, message: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = Command(monkeypatch, capfd)("mismatch", str(run), "--kinds", words, "--output", str(tmp_path / "x"))
-    refused(result, message)
+    assert_refused(result, message)
 
 
 def test_a_run_whose_problems_came_from_python_asks_for_a_task(tmp_path: Path) -> None:

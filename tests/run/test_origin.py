@@ -9,12 +9,12 @@ import torch
 from legato.config.load import load
 from legato.records.directory import RunDirectory
 from legato.run import wire
-from tests.proof.runs import SMALL, light, small
+from tests.proof.runs import SMALL, light, run_small
 
 
 def origin(folder: Path, **options: Any) -> dict[str, Any]:
     with light():
-        run = small(folder, {"training.steps": 1, "evaluation.every_steps": 0, **options})
+        run = run_small(folder, {"training.steps": 1, "evaluation.every_steps": 0, **options})
     origins = [record for record in RunDirectory.open(run.directory).metrics() if record["kind"] == "origin"]
     assert len(origins) == 1
     return origins[0]

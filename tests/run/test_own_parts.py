@@ -26,7 +26,7 @@ from legato.run.train import resume
 from legato.training import checkpoint
 from tests.proof import verdicts
 from tests.proof.pages import numbers
-from tests.proof.runs import cut, differences, outcome, records, small, steps
+from tests.proof.runs import cut_run, differences, outcome, records, run_small, steps
 from tests.run.test_health import ILL, RISING
 
 pytestmark = pytest.mark.usefixtures("lightly")
@@ -67,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, **options: Any) -> Path:
-    return small(folder, {"reward.kind": EARLY, **OWN, **options}).directory
+    return run_small(folder, {"reward.kind": EARLY, **OWN, **options}).directory
 
 
 def without_parts(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -76,14 +76,14 @@ def without_parts(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_an_own_clip_trains_as_the_clip_it_equals(tmp_path: Path) -> None:
-    own, ours = run(tmp_path / "own"), small(tmp_path / "ours", {"reward.kind": EARLY}).directory
+    own, ours = run(tmp_path / "own"), run_small(tmp_path / "ours", {"reward.kind": EARLY}).directory
     assert without_parts(steps(own)) == without_parts(steps(ours))
     assert steps(own)[-1]["clip/band_high"] == pytest.approx(4e-4)
     assert outcome(own)["model/model.safetensors"] == outcome(ours)["model/model.safetensors"]
 
 
 def test_an_own_clip_is_probed_and_its_bounds_are_recorded(tmp_path: Path) -> None:
-    own, ours = run(tmp_path / "own"), small(tmp_path / "ours", {"reward.kind": EARLY}).directory
+    own, ours = run(tmp_path / "own"), run_small(tmp_path / "ours", {"reward.kind": EARLY}).directory
     probes = [next(record for record in records(each) if record["kind"] == "probe") for each in (own, ours)]
     assert "noise/engine_clipped" in probes[0]
     stripped = [{key: value for key, value in each.items() if key != "bounds"} for each in probes]
@@ -134,7 +134,7 @@ def test_the_run_records_the_file_and_its_hash(tmp_path: Path) -> None:
 
 def test_a_run_with_an_own_clip_resumes_to_the_same_result(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
-    part_of_it = cut(whole, tmp_path / "cut" / "run", 2)
+    part_of_it = cut_run(whole, tmp_path / "cut" / "run", 2)
     resume(part_of_it)
     assert differences(outcome(whole), outcome(part_of_it)) == []
 
@@ -254,12 +254,12 @@ def my_algorithm(name: str = "mine/own") -> Algorithm:
 
 def test_an_algorithm_made_in_python_runs_resumes_exports_and_evaluates(tmp_path: Path) -> None:
     options = {"reward.kind": EARLY, "output.name": None}
-    whole = small(tmp_path / "whole", options, algorithm=my_algorithm()).directory
+    whole = run_small(tmp_path / "whole", options, algorithm=my_algorithm()).directory
     assert whole.name == "arithmetic-mine-own-seed0-1"
     start = records(whole)[0]
     assert start["algorithm"] == "mine/own" and "no published form" in start["deviations"][0]
     assert load([whole / "config.toml"]).algorithm == my_algorithm()
-    part_of_it = cut(whole, tmp_path / "cut" / whole.name, 2)
+    part_of_it = cut_run(whole, tmp_path / "cut" / whole.name, 2)
     resume(part_of_it)
     assert differences(outcome(whole), outcome(part_of_it)) == []
     export(find(str(whole)), tmp_path / "exported")
@@ -341,9 +341,9 @@ def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) ->
     from legato.run.wire import Given
 
     options = {"reward.kind": EARLY, "task.held_out": 1}
-    whole = small(tmp_path / "whole", options, problems=task).directory
+    whole = run_small(tmp_path / "whole", options, problems=task).directory
     assert records(whole)[0]["given"] == ["problems"]
-    part_of_it = cut(whole, tmp_path / "cut" / "run", 2)
+    part_of_it = cut_run(whole, tmp_path / "cut" / "run", 2)
     with pytest.raises(InputError, match="problems in Python"):
         resume(part_of_it)
     resume(part_of_it, given=Given(problems=task))
@@ -352,4 +352,4 @@ def test_a_task_given_in_python_trains_and_resumes(task: Any, tmp_path: Path) ->
 
 def test_problems_that_are_neither_a_list_nor_a_task_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"problems.*\b3\b|problems.*int"):
-        small(tmp_path, {}, problems=3)
+        run_small(tmp_path, {}, problems=3)

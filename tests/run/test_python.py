@@ -19,8 +19,8 @@ from legato.records.directory import RunDirectory
 from legato.rewards.scoring import batched
 from legato.run import wire
 from legato.run.train import resume, train
-from tests.proof.command import unchecked
-from tests.proof.runs import SMALL, Listener, differences, outcome, small, steps, tensors
+from tests.proof.command import load_unchecked
+from tests.proof.runs import SMALL, Listener, differences, outcome, run_small, steps, tensors
 
 PROBLEMS: list[dict[str, Any]] = [{"prompt": f"{n}+1=", "answer": n + 1, "level": n % 3} for n in range(40)]
 ONE: dict[str, Any] = {"training.steps": 1, "evaluation.every_steps": 0}
@@ -44,7 +44,7 @@ def test_problems_may_be_mappings_whose_other_keys_are_fields(tmp_path: Path) ->
         problems.append(rollout.problem)
         return odd(rollout)
 
-    run = small(tmp_path, ONE, problems=PROBLEMS, reward=reward)
+    run = run_small(tmp_path, ONE, problems=PROBLEMS, reward=reward)
     assert run.exit_code == 0
     assert {problem.prompt for problem in problems} <= {row["prompt"] for row in PROBLEMS}
     assert all(problem.answer == str(int(problem.prompt.split("+")[0]) + 1) for problem in problems)
@@ -53,13 +53,13 @@ def test_problems_may_be_mappings_whose_other_keys_are_fields(tmp_path: Path) ->
 
 def test_problems_may_be_problems(tmp_path: Path) -> None:
     problems = [Problem(prompt=row["prompt"], answer=str(row["answer"])) for row in PROBLEMS]
-    assert small(tmp_path, ONE, problems=problems).exit_code == 0
+    assert run_small(tmp_path, ONE, problems=problems).exit_code == 0
 
 
 def train_unchecked(folder: Path, **arguments: Any) -> None:
     """Call `train` without the type checks of the tests, as a user would."""
     options = {**SMALL, **ONE, "training.prompts_per_step": 40, "output.directory": str(folder / "runs")}
-    unchecked("run/train.py").train(**arguments, **options)
+    load_unchecked("run/train.py").train(**arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ class Judge:
     "reward", [batch_reward, async_reward, async_batch_reward, Judge()], ids=["batch", "async", "both", "object"]
 )
 def test_a_reward_of_any_form_gives_the_same_run(reward: Any, tmp_path: Path) -> None:
-    plain = small(tmp_path / "plain", ONE, problems=PROBLEMS, reward=odd).directory
-    other = small(tmp_path / "other", ONE, problems=PROBLEMS, reward=reward).directory
+    plain = run_small(tmp_path / "plain", ONE, problems=PROBLEMS, reward=odd).directory
+    other = run_small(tmp_path / "other", ONE, problems=PROBLEMS, reward=reward).directory
     one, two = outcome(plain), outcome(other)
     assert one["model/model.safetensors"] == two["model/model.safetensors"]
     assert steps(plain)[0]["reward/mean"] == steps(other)[0]["reward/mean"] > 0
 
 
 def test_a_reward_in_parts_is_their_sum_and_each_part_is_shown(tmp_path: Path) -> None:
-    record = steps(small(tmp_path, ONE, reward=reward_in_parts).directory)[0]
+    record = steps(run_small(tmp_path, ONE, reward=reward_in_parts).directory)[0]
     parts = [record["reward/reward_in_parts/parity"], record["reward/reward_in_parts/length"]]
     assert record["reward/mean"] == pytest.approx(sum(parts))
 
@@ -159,7 +159,7 @@ HOWS = [
 def test_a_reward_that_fails_is_unscorable_and_never_0(how: Any, tmp_path: Path) -> None:
     listener, reports = Listener(), list[Any]()
     reward = Fails(how)
-    run = small(tmp_path, {**ONE, "task.held_out": 1}, reward=reward, watcher=listener, callback=reports.append)
+    run = run_small(tmp_path, {**ONE, "task.held_out": 1}, reward=reward, watcher=listener, callback=reports.append)
     record = steps(run.directory)[0]
     assert 0 < record["rollouts/unscorable"] < 0.5
     scored = [member for group in reports[0].groups for member in group.members]
@@ -172,7 +172,7 @@ def test_a_reward_that_fails_is_unscorable_and_never_0(how: Any, tmp_path: Path)
 
 def test_the_error_of_a_reward_is_printed_once(tmp_path: Path) -> None:
     listener = Listener()
-    small(tmp_path, {"training.steps": 3}, reward=Fails(RuntimeError("the judge is away")), watcher=listener)
+    run_small(tmp_path, {"training.steps": 3}, reward=Fails(RuntimeError("the judge is away")), watcher=listener)
     assert listener.said.count("the judge is away") == 1
 
 
@@ -180,7 +180,7 @@ def test_a_reward_that_always_fails_changes_no_weight(tmp_path: Path) -> None:
     def reward(rollout: Rollout) -> float:
         raise OSError("no network")
 
-    run = small(tmp_path, {"training.steps": 2}, reward=reward).directory
+    run = run_small(tmp_path, {"training.steps": 2}, reward=reward).directory
     record = steps(run)[0]
     assert (record["rollouts/unscorable"], record["update/applied"]) == (1, 0)
     assert record["reward/mean"] is None
@@ -199,7 +199,7 @@ def test_a_reward_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reward_may_be_named(tmp_path: Path) -> None:
-    assert "reward/exact" in steps(small(tmp_path, ONE, reward="exact").directory)[0]
+    assert "reward/exact" in steps(run_small(tmp_path, ONE, reward="exact").directory)[0]
 
 
 def test_rewards_that_reseed_global_generators_do_not_change_the_rollouts(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_rewards_that_reseed_global_generators_do_not_change_the_rollouts(tmp_pa
 
     rude.__name__ = "odd"
     polite, rudely = (
-        small(tmp_path / name, {"training.steps": 2}, reward=reward).directory
+        run_small(tmp_path / name, {"training.steps": 2}, reward=reward).directory
         for name, reward in (("polite", odd), ("rude", rude))
     )
     names = differences(outcome(polite), outcome(rudely))
@@ -224,7 +224,7 @@ def test_a_module_with_its_tokenizer_is_trained_in_place(tmp_path: Path) -> None
     tokenizer = character_tokenizer()
     module = tiny_model(TinyShape(hidden=32, layers=1, heads=2), vocabulary=len(tokenizer), seed=3)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    run = small(tmp_path, ONE, model=module, tokenizer=tokenizer, reward=odd)
+    run = run_small(tmp_path, ONE, model=module, tokenizer=tokenizer, reward=odd)
     assert any(not torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert run.model_folder is not None
     saved = load_file(run.model_folder / "model.safetensors")
@@ -234,20 +234,20 @@ def test_a_module_with_its_tokenizer_is_trained_in_place(tmp_path: Path) -> None
 def test_a_module_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     module = tiny_model(TinyShape(hidden=32, layers=1, heads=2), vocabulary=90, seed=3)
     with pytest.raises(ValueError, match="tokenizer"):
-        small(tmp_path / "runs", ONE, model=module)
+        run_small(tmp_path / "runs", ONE, model=module)
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_callback_sees_every_step(tmp_path: Path) -> None:
     reports: list[Any] = []
-    run = small(tmp_path, {"training.steps": 3}, callback=reports.append)
+    run = run_small(tmp_path, {"training.steps": 3}, callback=reports.append)
     assert [report.step for report in reports] == [1, 2, 3]
     assert all(len(report.groups) == 4 for report in reports)
     assert [report.metrics["reward/mean"] for report in reports] == [s["reward/mean"] for s in steps(run.directory)]
 
 
 def test_a_run_returns_its_paths_and_how_it_ended(tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 2}, reward=odd, algorithm="grpo")
+    run = run_small(tmp_path, {"training.steps": 2}, reward=odd, algorithm="grpo")
     assert run.directory == tmp_path / "run"
     assert run.model_folder == tmp_path / "run" / "checkpoints" / "step-000002" / "model"
     assert (run.reason, run.exit_code) == ("all steps done", 0)
@@ -258,30 +258,30 @@ def test_a_run_returns_its_paths_and_how_it_ended(tmp_path: Path) -> None:
 
 def test_an_algorithm_may_be_a_value(tmp_path: Path) -> None:
     value = legato.algorithm("gspo", {"objective.trust.clip.low": 0.5})
-    run = small(tmp_path, ONE, algorithm=value)
+    run = run_small(tmp_path, ONE, algorithm=value)
     assert load([run.directory / "config.toml"]).algorithm == value
 
 
 def test_two_runs_without_a_name_have_two_names(tmp_path: Path) -> None:
-    one, other = (small(tmp_path, {**ONE, "output.name": None}).directory for _ in range(2))
+    one, other = (run_small(tmp_path, {**ONE, "output.name": None}).directory for _ in range(2))
     assert one != other
 
 
 def test_the_environment_file_holds_no_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_mine")
-    run = small(tmp_path, ONE).directory
+    run = run_small(tmp_path, ONE).directory
     assert not [path for path in run.rglob("*") if path.is_file() and b"hf_secret_of_mine" in path.read_bytes()]
 
 
 def test_a_run_from_python_resumes_with_the_same_inputs(tmp_path: Path) -> None:
-    straight = small(tmp_path / "straight", {"training.steps": 3}, problems=PROBLEMS, reward=odd).directory
+    straight = run_small(tmp_path / "straight", {"training.steps": 3}, problems=PROBLEMS, reward=odd).directory
 
     def stop(report: Any) -> None:
         if report.step == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        small(tmp_path / "cut", {"training.steps": 3}, problems=PROBLEMS, reward=odd, callback=stop)
+        run_small(tmp_path / "cut", {"training.steps": 3}, problems=PROBLEMS, reward=odd, callback=stop)
     listed = [Problem(prompt=p["prompt"], answer=str(p["answer"]), fields={"level": p["level"]}) for p in PROBLEMS]
     resume(tmp_path / "cut" / "run", given=wire.Given(problems=listed, reward=odd))
     assert differences(outcome(straight), outcome(tmp_path / "cut" / "run")) == []
@@ -295,6 +295,6 @@ def test_a_run_from_python_does_not_resume_without_its_inputs(missing: str, tmp_
     arguments: dict[str, Any] = {"problems": {"problems": PROBLEMS}, "reward": {"reward": odd}, "model": {}}[missing]
     if missing == "model":
         arguments = {"model": module, "tokenizer": tokenizer, "algorithm": "grpo", "problems": None}
-    run = small(tmp_path, {**ONE, "algorithm.objective.penalties.kl.beta": 0.1}, **arguments).directory
+    run = run_small(tmp_path, {**ONE, "algorithm.objective.penalties.kl.beta": 0.1}, **arguments).directory
     with pytest.raises(ValueError, match=missing):
         resume(run, ["training.steps=2"])

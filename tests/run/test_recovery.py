@@ -19,7 +19,7 @@ from legato.run.train import resume
 from legato.run.wire import Given
 from legato.training.report import StepReport
 from legato.training.step import Trainer
-from tests.proof.runs import cut, differences, light, outcome, state
+from tests.proof.runs import cut_run, differences, light, outcome, state
 from tests.run.test_health import ILL, RECOVER, early, of_kind, record_state_before_recovery, run
 from tests.run.test_signals import send_signals_at
 
@@ -154,7 +154,7 @@ def test_a_state_that_cannot_be_saved_keeps_the_exit_code(
 
 def test_the_evidence_of_a_resumed_run_has_the_steps_before_it(tmp_path: Path) -> None:
     ended = run(tmp_path / "straight", {})
-    again = cut(ended.directory, tmp_path, 5)
+    again = cut_run(ended.directory, tmp_path, 5)
     resume(again, given=GIVEN)
     files = [folder / "evidence" / "step-000007" / "metrics.jsonl" for folder in (ended.directory, again)]
     steps = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in files]

@@ -15,7 +15,18 @@ from safetensors.torch import load_file
 from legato.records.directory import RunDirectory
 from legato.run.train import resume, train
 from tests.proof import verdicts
-from tests.proof.runs import Listener, alter_state, alter_tensors, cut, differences, outcome, records, small, state, steps
+from tests.proof.runs import (
+    Listener,
+    alter_state,
+    alter_tensors,
+    cut_run,
+    differences,
+    outcome,
+    records,
+    run_small,
+    state,
+    steps,
+)
 
 ODD = f"{verdicts.__file__}:odd"
 EARLY = f"{verdicts.__file__}:early"
@@ -105,7 +116,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def run_kind(kind: str) -> Path:
-        return small(tmp_path_factory.mktemp(kind), KINDS[kind]).directory
+        return run_small(tmp_path_factory.mktemp(kind), KINDS[kind]).directory
 
     return run_kind
 
@@ -124,12 +135,12 @@ def test_the_same_seed_twice_is_equal_to_the_bit(straight: Callable[[str], Path]
     torch.manual_seed(99)
     random.seed(99)
     numpy.random.seed(99)
-    again = small(tmp_path, KINDS[kind]).directory
+    again = run_small(tmp_path, KINDS[kind]).directory
     assert differences(first, outcome(again)) == []
 
 
 def test_another_seed_draws_other_adapters(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    other = small(tmp_path, {**KINDS["lora"], "training.seed": 1, "training.steps": 1}).directory
+    other = run_small(tmp_path, {**KINDS["lora"], "training.seed": 1, "training.steps": 1}).directory
     first, second = (
         load_file(run / "checkpoints/step-000001/model/adapter_model.safetensors") for run in (straight("lora"), other)
     )
@@ -138,7 +149,7 @@ def test_another_seed_draws_other_adapters(straight: Callable[[str], Path], tmp_
 
 
 def test_another_seed_is_another_run(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    other = small(tmp_path, {**KINDS["gspo"], "training.seed": 1}).directory
+    other = run_small(tmp_path, {**KINDS["gspo"], "training.seed": 1}).directory
     differs = differences(outcome(straight("gspo")), outcome(other))
     assert {"metrics", "rollouts", "model/model.safetensors", "optimizer.safetensors"} <= set(differs)
 
@@ -150,7 +161,7 @@ def test_the_stored_recipe_repeats_the_run(straight: Callable[[str], Path], tmp_
 
 def test_the_intervals_of_evaluations_and_records_change_no_weight(straight: Callable[[str], Path], tmp_path: Path) -> None:
     rarely = {"evaluation.every_steps": 0, "output.checkpoint_every_steps": 0, "output.rollouts_every_steps": 0}
-    other = small(tmp_path, {**KINDS["gspo"], **rarely}).directory
+    other = run_small(tmp_path, {**KINDS["gspo"], **rarely}).directory
     one, two = outcome(straight("gspo")), outcome(other)
     assert one["model/model.safetensors"] == two["model/model.safetensors"]
     assert one["optimizer.safetensors"] == two["optimizer.safetensors"]
@@ -181,14 +192,14 @@ def test_every_kind_of_run_changes_its_weights(straight: Callable[[str], Path]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_equals_the_straight_one(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight(kind), tmp_path, 2)
+    run = cut_run(straight(kind), tmp_path, 2)
     resume(run)
     assert differences(outcome(straight(kind)), outcome(run)) == []
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5])
 def test_a_run_can_be_resumed_at_any_step(step: int, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight("gspo"), tmp_path, step)
+    run = cut_run(straight("gspo"), tmp_path, step)
     listener = Listener()
     ended = resume(run, watcher=listener)
     assert listener.titles == [f"run: resumed at step {step} from step-{step:06d}"]
@@ -199,14 +210,14 @@ def test_a_run_can_be_resumed_at_any_step(step: int, straight: Callable[[str], P
 
 def test_a_run_can_be_resumed_at_a_random_step(straight: Callable[[str], Path], tmp_path: Path) -> None:
     kind, step = random.Random().choice(["dapo", "srpo", "ppo"]), random.Random().randrange(1, 5)
-    run = cut(straight(kind), tmp_path, step)
+    run = cut_run(straight(kind), tmp_path, step)
     resume(run)
     assert differences(outcome(straight(kind)), outcome(run)) == [], (kind, step)
 
 
 @pytest.mark.parametrize("kind", ["gspo", "srpo", "adaptive"])
 def test_a_run_can_be_resumed_several_times(kind: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight(kind), tmp_path, 1)
+    run = cut_run(straight(kind), tmp_path, 1)
     for step in (1, 1, 2, 3):
         end_after = step + 1
 
@@ -222,7 +233,7 @@ def test_a_run_can_be_resumed_several_times(kind: str, straight: Callable[[str],
 
 
 def test_a_resume_that_dies_before_its_first_step_changes_nothing(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight("gspo"), tmp_path, 2)
+    run = cut_run(straight("gspo"), tmp_path, 2)
 
     class Dies(Listener):
         def start(self, title: str, notes: Any) -> None:
@@ -236,7 +247,7 @@ def test_a_resume_that_dies_before_its_first_step_changes_nothing(straight: Call
 
 
 def test_a_run_may_be_moved_before_it_is_resumed(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight("gspo"), tmp_path, 3)
+    run = cut_run(straight("gspo"), tmp_path, 3)
     moved = tmp_path / "another place" / "übung\n2"
     shutil.copytree(run, moved)
     resume(moved)
@@ -246,8 +257,8 @@ def test_a_run_may_be_moved_before_it_is_resumed(straight: Callable[[str], Path]
 
 def test_more_steps_than_planned_equal_a_run_planned_so(tmp_path: Path) -> None:
     options = {"reward.kind": EARLY}
-    short = small(tmp_path / "short", {**options, "training.steps": 3}).directory
-    long = small(tmp_path / "long", {**options, "training.steps": 5}).directory
+    short = run_small(tmp_path / "short", {**options, "training.steps": 3}).directory
+    long = run_small(tmp_path / "long", {**options, "training.steps": 5}).directory
     resume(short, ["training.steps=5"])
     one, two = outcome(long), outcome(short)
     assert one["model/model.safetensors"] == two["model/model.safetensors"]
@@ -257,13 +268,13 @@ def test_more_steps_than_planned_equal_a_run_planned_so(tmp_path: Path) -> None:
 
 def test_a_finished_run_that_is_resumed_knows_its_accuracy(straight: Callable[[str], Path], tmp_path: Path) -> None:
     last = [record for record in records(straight("gspo")) if record["kind"] == "evaluation"][-1]
-    again = resume(cut(straight("gspo"), tmp_path, 5))
+    again = resume(cut_run(straight("gspo"), tmp_path, 5))
     assert (again.accuracy, again.accuracy_greedy) == (last["eval/accuracy_sampled"], last["eval/accuracy_greedy"])
     assert again.exit_code == 0
 
 
 def test_metrics_torn_by_a_crash_are_written_again(straight: Callable[[str], Path], tmp_path: Path) -> None:
-    run = cut(straight("gspo"), tmp_path, 2)
+    run = cut_run(straight("gspo"), tmp_path, 2)
     data = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(data[:-20])
     resume(run)
@@ -350,7 +361,7 @@ def test_the_comparison_notices_every_lost_component(
     component: str, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
     kind, lose = CONTROLS[component]
-    run = cut(straight(kind), tmp_path, 2)
+    run = cut_run(straight(kind), tmp_path, 2)
     lose(run / "checkpoints/step-000002")
     try:
         resume(run)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.proof import verdicts
-from tests.proof.runs import small, steps
+from tests.proof.runs import run_small, steps
 
 MIXTURE: dict[str, Any] = {
     "algorithm": "grpo",
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
 
 
 def measured(folder: Path, **options: Any) -> dict[str, Any]:
-    (record,) = steps(small(folder, {**MIXTURE, **options}).directory)
+    (record,) = steps(run_small(folder, {**MIXTURE, **options}).directory)
     return record
 
 
@@ -57,4 +57,4 @@ def test_replay_takes_the_experts_of_the_old_pass_in_spite_of_noise(tmp_path: Pa
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="router_noise"):
-        small(tmp_path, {**MIXTURE, "policy.model": "tiny", "training.router_noise": 0.1})
+        run_small(tmp_path, {**MIXTURE, "policy.model": "tiny", "training.router_noise": 0.1})

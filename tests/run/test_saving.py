@@ -18,7 +18,7 @@ from legato.run.train import resume
 from legato.training import checkpoint
 from legato.training.step import Trainer
 from tests.proof import verdicts
-from tests.proof.runs import Listener, cut, differences, outcome, records, small, state
+from tests.proof.runs import Listener, cut_run, differences, outcome, records, run_small, state
 
 EARLY = f"{verdicts.__file__}:early"
 
@@ -34,7 +34,7 @@ def disk_full(*_: Any) -> OSError:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"training.steps": 3, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
-    return small(tmp_path_factory.mktemp("straight"), options).directory
+    return run_small(tmp_path_factory.mktemp("straight"), options).directory
 
 
 Patch = Callable[[pytest.MonkeyPatch, BaseException], None]
@@ -112,7 +112,7 @@ def resume_with_failing_save(run: Path, place: Patch, error: BaseException) -> I
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight: Path, tmp_path: Path) -> None:
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     with pytest.raises(Crash), resume_with_failing_save(run, place, Crash()):
         pass
     assert RunDirectory.open(run).checkpoint_steps() == [1]
@@ -125,7 +125,7 @@ def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_full_disk_while_saving_keeps_the_last_checkpoint(place: Patch, straight: Path, tmp_path: Path) -> None:
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     with pytest.raises(ValueError, match="No space left") as raised, resume_with_failing_save(run, place, disk_full()):
         pass
     assert "\n" not in str(raised.value)
@@ -136,7 +136,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(place: Patch, straig
 
 
 def test_a_full_disk_for_metrics_is_an_error(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     opened = Path.open
 
     def fails(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_full_disk_for_metrics_is_an_error(straight: Path, tmp_path: Path, mon
 def test_too_little_disk_space_is_refused_before_a_checkpoint_is_written(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     with pytest.raises(ValueError, match="no room") as raised:
@@ -206,7 +206,7 @@ def test_the_last_evaluation_leaves_the_rollouts_of_the_last_step(tmp_path: Path
     """Whether the evaluation belongs to the step or comes after it, at the end only."""
     rollouts = {}
     for every in (0, 2):
-        run = small(tmp_path / str(every), {"training.steps": 2, "reward.kind": EARLY, "evaluation.every_steps": every})
+        run = run_small(tmp_path / str(every), {"training.steps": 2, "reward.kind": EARLY, "evaluation.every_steps": every})
         rollouts[every] = RunDirectory.open(run.directory).read_rollouts(2)
     assert rollouts[0] == rollouts[2]
     trained = [each for each in rollouts[0] if not each.get("held_out")]
@@ -243,7 +243,7 @@ def poison_moment(trainer: Trainer) -> None:
 def test_a_state_that_is_not_finite_is_not_saved(
     poison: Callable[[Trainer], None], straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     poison_after_step_2(monkeypatch, poison)
     with pytest.raises(ValueError, match="not finite"):
         resume(run, ["training.steps=2", "evaluation.every_steps=0"])
@@ -255,7 +255,7 @@ def test_a_state_that_is_not_finite_is_not_saved(
 
 def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
     options = {"training.steps": 6, "reward.kind": EARLY, "evaluation.every_steps": 1, "output.keep_last": 2}
-    run = small(tmp_path, {**options, "training.lr": 3e-2}).directory
+    run = run_small(tmp_path, {**options, "training.lr": 3e-2}).directory
     accuracy = {r["step"]: r["eval/accuracy_sampled"] for r in records(run) if r["kind"] == "evaluation" and r["step"]}
     best = max(accuracy, key=lambda step: (accuracy[step], -step))
     assert RunDirectory.open(run).checkpoint_steps() == sorted({best, 5, 6})
@@ -269,7 +269,7 @@ def test_the_best_is_kept_while_it_is_old(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("legato.run.execute.accuracy_metrics", fake_accuracy)
     options = {"training.steps": 6, "evaluation.every_steps": 1, "evaluation.greedy": False, "output.keep_last": 1}
-    run = small(tmp_path, options).directory
+    run = run_small(tmp_path, options).directory
     assert RunDirectory.open(run).checkpoint_steps() == [2, 6]
     accuracies = iter([0.4, 0.95, 0.5])
     resume(run, ["training.steps=9"])
@@ -283,7 +283,7 @@ def test_one_whole_checkpoint_exists_at_any_time(tmp_path: Path) -> None:
         if report.step > 1:
             names.append(checkpoint.latest(tmp_path / "run" / "checkpoints")[0].name)
 
-    small(tmp_path, {"output.keep_last": 1, "evaluation.every_steps": 0}, callback=record_newest)
+    run_small(tmp_path, {"output.keep_last": 1, "evaluation.every_steps": 0}, callback=record_newest)
     assert names == ["step-000001", "step-000002", "step-000003"]
 
 
@@ -292,14 +292,14 @@ def test_a_checkpoint_deleted_by_someone_else_stops_nothing(tmp_path: Path) -> N
         if report.step == 3:
             shutil.rmtree(tmp_path / "run" / "checkpoints")
 
-    run = small(tmp_path, {"evaluation.every_steps": 0}, callback=delete)
+    run = run_small(tmp_path, {"evaluation.every_steps": 0}, callback=delete)
     assert run.exit_code == 0
     assert RunDirectory.open(run.directory).checkpoint_steps() == [3, 4]
 
 
 def test_damaged_checkpoints_do_not_push_out_whole_ones(straight: Path, tmp_path: Path) -> None:
     """Two newer checkpoints are damaged; the next saved checkpoint must not be deleted instead of them."""
-    run = cut(straight, tmp_path, 1)
+    run = cut_run(straight, tmp_path, 1)
     for step in (8, 9):
         shutil.copytree(run / "checkpoints" / "step-000001", run / "checkpoints" / f"step-{step:06d}")
         (run / "checkpoints" / f"step-{step:06d}" / "trainer.json").unlink()
@@ -317,13 +317,13 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(straight: Path, tmp_path
 
 
 def test_checkpoint_every_steps_0_writes_only_the_last_checkpoint(tmp_path: Path) -> None:
-    run = small(tmp_path, {"output.checkpoint_every_steps": 0, "evaluation.every_steps": 0}).directory
+    run = run_small(tmp_path, {"output.checkpoint_every_steps": 0, "evaluation.every_steps": 0}).directory
     assert RunDirectory.open(run).checkpoint_steps() == [4]
 
 
 def test_a_checkpoint_equals_that_of_a_run_which_ends_at_its_step(straight: Path, tmp_path: Path) -> None:
     options = {"training.steps": 2, "reward.kind": EARLY, "output.rollouts_every_steps": 0}
-    ended = small(tmp_path, options).directory
+    ended = run_small(tmp_path, options).directory
     one, other = (state(run / "checkpoints" / "step-000002") for run in (straight, ended))
     assert one["model/model.safetensors"] == other["model/model.safetensors"]
     assert one["optimizer.safetensors"] == other["optimizer.safetensors"]

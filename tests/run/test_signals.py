@@ -18,7 +18,7 @@ from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.train import resume, start
 from tests.proof import verdicts
-from tests.proof.runs import Listener, differences, outcome, small, words
+from tests.proof.runs import Listener, differences, outcome, run_small, words
 
 SLOW = f"{verdicts.__file__}:slow"
 OPTIONS = {
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("lightly")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEGATO_TEST_SLEEP", "0")
-        return small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
+        return run_small(tmp_path_factory.mktemp("straight"), OPTIONS).directory
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
 ) -> None:
     listener = Listener()
     before = signal.getsignal(number)
-    run = small(tmp_path, OPTIONS, callback=send_signals_at(step, number), watcher=listener)
+    run = run_small(tmp_path, OPTIONS, callback=send_signals_at(step, number), watcher=listener)
     assert run.exit_code == code
     assert number.name in run.reason
     assert any(message.startswith(number.name) for message in listener.messages)
@@ -91,9 +91,9 @@ def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
         return verdicts.slow(rollout)
 
     options = {path: value for path, value in OPTIONS.items() if path != "reward.kind"}
-    uncut = small(tmp_path / "uncut", options, reward=verdicts.slow).directory
+    uncut = run_small(tmp_path / "uncut", options, reward=verdicts.slow).directory
     reward.__name__ = "slow"
-    run = small(tmp_path, options, reward=reward)
+    run = run_small(tmp_path, options, reward=reward)
     assert run.exit_code == 143
     assert RunDirectory.open(run.directory).checkpoint_steps() == [0]
     resume(run.directory, given=wire.Given(reward=reward))
@@ -113,7 +113,7 @@ def test_a_second_signal_stops_at_once(
 ) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as raised:
-        small(tmp_path, OPTIONS, callback=send_signals_at(3, *signals))
+        run_small(tmp_path, OPTIONS, callback=send_signals_at(3, *signals))
     assert raised.value.code == code
     assert RunDirectory.open(tmp_path / "run").checkpoint_steps() == [2]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -122,7 +122,7 @@ def test_a_second_signal_stops_at_once(
 
 
 def test_a_run_that_is_interrupted_many_times_ends_the_same(straight: Path, tmp_path: Path) -> None:
-    run = small(tmp_path, OPTIONS, callback=send_signals_at(1, signal.SIGINT)).directory
+    run = run_small(tmp_path, OPTIONS, callback=send_signals_at(1, signal.SIGINT)).directory
     for step in (2, 3, 5, 6):
         assert resume(run, callback=send_signals_at(step, signal.SIGINT)).exit_code == 130
     resume(run)
@@ -135,7 +135,7 @@ def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
 
 
 def test_a_leftover_lock_file_does_not_lock(tmp_path: Path) -> None:
-    run = small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
+    run = run_small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     (run / ".lock").write_text("99999999\n")
     assert resume(run, ["training.steps=2"]).exit_code == 0
 
@@ -276,7 +276,7 @@ def test_a_run_from_python_without_a_checkpoint_is_begun_again_from_python(tmp_p
             os.kill(os.getpid(), signal.SIGINT)
 
     options = {path: value for path, value in OPTIONS.items() if path != "reward.kind"}
-    run = small(tmp_path, {**options, "policy.warm_up.steps": 2}, reward=verdicts.slow, watcher=Impatient())
+    run = run_small(tmp_path, {**options, "policy.warm_up.steps": 2}, reward=verdicts.slow, watcher=Impatient())
     assert run.exit_code == 130 and "from Python" in run.reason and "legato train" not in run.reason
     with pytest.raises(ValueError, match=r"from Python.*reward"):
         resume(run.directory)
@@ -288,4 +288,4 @@ def test_a_keyboard_interrupt_without_a_signal_is_raised(tmp_path: Path) -> None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        small(tmp_path, {**OPTIONS, "policy.warm_up.steps": 2}, watcher=Impatient())
+        run_small(tmp_path, {**OPTIONS, "policy.warm_up.steps": 2}, watcher=Impatient())

@@ -17,7 +17,7 @@ from legato.run.evaluate import evaluate
 from legato.run.export import export
 from legato.run.target import find
 from tests.proof.pages import numbers
-from tests.proof.runs import Listener, light, records, small, steps
+from tests.proof.runs import Listener, light, records, run_small, steps
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ OPTIONS = {
 def test_a_dense_folder_becomes_a_mixture_that_learns(llama: Path, tmp_path: Path) -> None:
     listener = Listener()
     with light():
-        run = small(tmp_path, {**OPTIONS, "policy.model": str(llama)}, reward=early, watcher=listener)
+        run = run_small(tmp_path, {**OPTIONS, "policy.model": str(llama)}, reward=early, watcher=listener)
     (note,) = (line for line in listener.said.splitlines() if "LlamaForCausalLM" in line)
     assert "MixtralForCausalLM" in note and numbers(note)[:2] == [4, 2]  # experts a layer, experts a token
     notes = [message for message in listener.messages if "the warm-up experts are" in message]
@@ -81,7 +81,7 @@ def test_an_upcycled_mixture_trains_by_rspo_with_replayed_routes(llama: Path, tm
     options = {**OPTIONS, "policy.model": str(llama), "algorithm": "rspo", "training.routing_replay": "R2"}
     with light():
         more = {"training.updates_per_step": 4, "training.lr": 1e-2, "training.skip_silent_rows": False}
-        run = small(tmp_path, {**options, **more}, reward=early)
+        run = run_small(tmp_path, {**options, **more}, reward=early)
     for record in steps(run.directory):
         assert record["update/applied"] == 1.0 and record["router/replay_missing"] == 0.0
         assert record["router/shift_mean@0"] == 1.0 > record["router/shift_mean@3"] > 0.0
@@ -90,7 +90,7 @@ def test_an_upcycled_mixture_trains_by_rspo_with_replayed_routes(llama: Path, tm
 
 def test_a_trained_mixture_is_evaluated_and_exported_as_it_is(llama: Path, tmp_path: Path) -> None:
     with light():
-        run = small(tmp_path, {**OPTIONS, "policy.model": str(llama), "reward.kind": "number"})
+        run = run_small(tmp_path, {**OPTIONS, "policy.model": str(llama), "reward.kind": "number"})
     target = find(str(run.directory))
     evaluate(target, samples=2)
     export(target, tmp_path / "exported")
@@ -116,7 +116,7 @@ def test_the_mixture_of_a_recipe_is_exported_before_it_is_trained(llama: Path, t
 def test_a_run_without_upcycling_shows_no_note_about_experts(tmp_path: Path) -> None:
     listener = Listener()
     with light():
-        small(tmp_path, {"policy.warm_up": OPTIONS["policy.warm_up"], "training.steps": 1}, watcher=listener)
+        run_small(tmp_path, {"policy.warm_up": OPTIONS["policy.warm_up"], "training.steps": 1}, watcher=listener)
     assert "experts" not in listener.said
 
 

@@ -14,8 +14,8 @@ from legato.run.sample import sample
 from legato.run.target import find
 from legato.training import checkpoint
 from tests.proof import verdicts
-from tests.proof.command import Command, refused
-from tests.proof.runs import records, small, words
+from tests.proof.command import Command, assert_refused
+from tests.proof.runs import records, run_small, words
 
 EARLY = f"{verdicts.__file__}:early"
 
@@ -29,13 +29,13 @@ def legato(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"training.steps": 2, "reward.kind": EARLY, "task.held_out": 6, "training.lr": 1e-2}
-    return small(tmp_path_factory.mktemp("run"), options).directory
+    return run_small(tmp_path_factory.mktemp("run"), options).directory
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"training.steps": 2, "reward.kind": EARLY, "policy.lora.rank": 2, "training.lr": 3e-2}
-    return small(tmp_path_factory.mktemp("adapted"), options).directory
+    return run_small(tmp_path_factory.mktemp("adapted"), options).directory
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +156,11 @@ def test_sample_keeps_to_max_response_tokens(run: Path) -> None:
 
 
 def test_a_prompt_file_that_does_not_exist_is_refused(legato: Command, run: Path, tmp_path: Path) -> None:
-    refused(legato("sample", str(run), "--file", str(tmp_path / "none")), str(tmp_path / "none"))
+    assert_refused(legato("sample", str(run), "--file", str(tmp_path / "none")), str(tmp_path / "none"))
 
 
 def test_an_empty_prompt_is_refused(legato: Command, run: Path) -> None:
-    refused(legato("sample", str(run), ""), "prompt")
+    assert_refused(legato("sample", str(run), ""), "prompt")
 
 
 # export
@@ -215,15 +215,15 @@ def test_an_earlier_checkpoint_can_be_exported(legato: Command, run: Path, tmp_p
     assert code == 0, error
     assert str(tmp_path / "first") in out
     assert torch.equal(logits(tmp_path / "first"), logits(run / "checkpoints" / "step-000001" / "model"))
-    refused(legato("export", str(run), str(tmp_path / "none"), "--step", "7"), "step 7", "1, 2")
+    assert_refused(legato("export", str(run), str(tmp_path / "none"), "--step", "7"), "step 7", "1, 2")
     assert not (tmp_path / "none").exists()
 
 
 def test_export_refuses_a_folder_with_content(legato: Command, run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    refused(legato("export", str(run), str(tmp_path / "mine")), str(tmp_path / "mine"), "never overwritten")
-    refused(legato("export", str(run), str(tmp_path / "mine" / "thesis.txt")), "never overwritten")
+    assert_refused(legato("export", str(run), str(tmp_path / "mine")), str(tmp_path / "mine"), "never overwritten")
+    assert_refused(legato("export", str(run), str(tmp_path / "mine" / "thesis.txt")), "never overwritten")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     (tmp_path / "empty").mkdir()
     assert legato("export", str(run), str(tmp_path / "empty"))[0] == 0
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_not_exported_by_name(legato: Command, adapted: 
     copy = tmp_path / "run"
     shutil.copytree(adapted, copy)
     (copy / "checkpoints" / "step-000001" / "random.safetensors").unlink()
-    refused(legato("export", str(copy), str(tmp_path / "out"), "--step", "1"), "damaged", "random.safetensors")
+    assert_refused(legato("export", str(copy), str(tmp_path / "out"), "--step", "1"), "damaged", "random.safetensors")
     assert not (tmp_path / "out").exists()
     assert checkpoint.latest(copy / "checkpoints")[0].name == "step-000002"
 

@@ -16,7 +16,7 @@ from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.train import resume
 from legato.training import checkpoint
-from tests.proof.runs import Listener, alter_tensors, cut, differences, outcome, rewrite_manifest, small
+from tests.proof.runs import Listener, alter_tensors, cut_run, differences, outcome, rewrite_manifest, run_small
 
 TORN = 1 / 2
 
@@ -25,13 +25,13 @@ TORN = 1 / 2
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a value head, so that every kind of file is there."""
     options = {"algorithm": "ppo", "training.steps": 3, "evaluation.every_steps": 0}
-    return small(tmp_path_factory.mktemp("straight"), options).directory
+    return run_small(tmp_path_factory.mktemp("straight"), options).directory
 
 
 @pytest.fixture
 def run(straight: Path, tmp_path: Path) -> Path:
     """A copy of the run to damage, with complete checkpoints of steps 1, 2 and 3."""
-    return cut(straight, tmp_path, 3)
+    return cut_run(straight, tmp_path, 3)
 
 
 def files(folder: Path) -> list[str]:

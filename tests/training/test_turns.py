@@ -23,7 +23,7 @@ from legato.training.step import StepReport, Trainer
 from legato.training.tables import Tables
 from legato.training.update import Look
 from tests.proof import turns
-from tests.proof.runs import SMALL, cut, differences, light, outcome, records, small, steps
+from tests.proof.runs import SMALL, cut_run, differences, light, outcome, records, run_small, steps
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "second_guess.py"
 OPTIONS: dict[str, Any] = {
@@ -48,7 +48,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepR
     folder = tmp_path_factory.mktemp("turns")
     with light(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.proof.runs.SMALL", {})
-        run = small(folder, OPTIONS, callback=reports.append)
+        run = run_small(folder, OPTIONS, callback=reports.append)
     return run.directory, reports
 
 
@@ -87,7 +87,7 @@ def test_the_tables_record_who_wrote_each_token(straight: tuple[Path, list[StepR
 
 def test_a_resumed_run_equals_the_straight_one(straight: tuple[Path, list[StepReport]], tmp_path: Path) -> None:
     with light():
-        copy = cut(straight[0], tmp_path, 2)
+        copy = cut_run(straight[0], tmp_path, 2)
         resume(copy)
     assert differences(outcome(straight[0]), outcome(copy)) == []
 
