@@ -3,15 +3,19 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.proof.command import Command
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(?:\w*)\n(.*?)```", re.DOTALL)
 SMALL = [
     *("training.steps=1", "training.prompts_per_step=4", "training.updates_per_step=2", "training.warm_up_updates=0"),
-    *("policy.tiny.hidden=32", "policy.warm_up.steps=2", "evaluation.every_steps=1", "task.held_out=4"),
+    *("policy.tiny.hidden=32", "policy.tiny.layers=2", "policy.warm_up.steps=2", "rollouts.max_response_tokens=24"),
+    *("evaluation.every_steps=1", "task.held_out=4"),
 ]
 NEEDS_A_HUB = ("qwen3-", "smollm2")
 """Their recipes are loaded and resolved here; what they name is not on every machine."""
@@ -22,7 +26,7 @@ def commands() -> list[str]:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for block in BLOCK.findall(page.read_text()):
             lines += [line.split("  #")[0].strip() for line in block.splitlines()]
-    for recipe in sorted((ROOT / "recipes").rglob("*.toml")):
+    for recipe in [*sorted((ROOT / "recipes").rglob("*.toml")), *sorted((ROOT / "studies").glob("*.toml"))]:
         lines += re.findall(r"^# Command: (.*)$", recipe.read_text(), re.MULTILINE)
     pieces = [piece.strip() for line in lines for piece in line.split("&&")]
     return sorted({piece for piece in pieces if re.match(r"(\.venv/bin/)?legato |make ", piece)})
@@ -34,18 +38,11 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run for the verbs that need one."""
+    """A finished run for the verbs that need one, made by a process as a user would."""
     folder = tmp_path_factory.mktemp("commands")
-    subprocess.run(
-        legato("train", "recipes/tiny.toml", *SMALL, f"output.directory={folder}", "output.name=NAME"), check=True
-    )
+    words = ["train", "recipes/tiny.toml", *SMALL, f"output.directory={folder}", "output.name=NAME"]
+    subprocess.run([sys.executable, "-m", "legato.cli.main", *words], check=True, cwd=ROOT)
     return folder / "NAME"
-
-
-def legato(*words: str) -> list[str]:
-    import sys
-
-    return [sys.executable, "-m", "legato.cli.main", *words]
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if c.startswith("make ")])
@@ -55,7 +52,9 @@ def test_every_make_target_exists(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if not c.startswith("make ")])
-def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_legato_command_runs(
+    command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)[1:]
     words = [str(run) if word == "runs/NAME" else str(tmp_path / word) if word == "my-model" else word for word in words]
@@ -74,7 +73,13 @@ def test_every_legato_command_runs(command: str, run: Path, tmp_path: Path, monk
             assert differences(jobs(from_file(Path(words[1]), {}), tmp_path)) == []
             return
         words += [*SMALL, "--seeds", "0", "--out", str(tmp_path)]
+    if words[0] == "study":
+        from legato.compare.jobs import differences, jobs
+        from legato.compare.registration import read_study
+
+        assert differences(jobs(read_study(Path(words[1])).definition, tmp_path)) == []
+        return
     if words[0] == "lab":
         words += ["--no-png", "--out", str(tmp_path)]
-    process = subprocess.run(legato(*words), capture_output=True, text=True, cwd=ROOT, check=False)
-    assert process.returncode == 0, process.stderr
+    code, _, error = Command(monkeypatch, capsys)(*words)
+    assert code == 0, error
