@@ -155,8 +155,14 @@ def test_greedy_equals_generate() -> None:
         assert row[0].tokens.tolist() == plain[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
-@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"fused": False}, {"rows_at_once": 7}])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        *(("tiny", options) for options in ({}, {"graphs": False}, {"fused": False}, {"rows_at_once": 7})),
+        # torch's grouped product in float32 copies from the host, which no graph can capture.
+        *(("tiny-moe", {"graphs": False, **options}) for options in ({}, {"fused": False}, {"rows_at_once": 7})),
+    ],
+)
 def test_slots_and_graphs_write_what_the_plain_engine_does(model: str, options: dict[str, int]) -> None:
     from legato.rollouts.gpu.engine import GraphedEngine
 
