@@ -175,7 +175,7 @@ TWO = ("--arm", "grpo", "--arm", "gspo")
         ),
         (("--arm", "gspo", "--arm", "x training.lrr=1"), ["arm x", "training.lrr"]),
         (("--arm", "gspo", "--arm", "x 'open"), ["'open"]),
-        (("--arm", "gspo", "--arm", "x word"), ["'word'", "option"]),
+        (("--arm", "gspo", "--arm", "x word"), ["'word'", "path=value"]),
         ((*TWO, "--seeds", "a"), ["--seeds", "'a'", "ranges"]),
         ((*TWO, "--seeds", "3-1"), ["--seeds", "'3-1'"]),
         ((*TWO, "--seeds", "1,1"), ["seeds", "[1, 1]", "twice"]),

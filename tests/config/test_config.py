@@ -31,7 +31,7 @@ def file(folder: Path, text: str, name: str = "a.toml") -> Path:
     return path
 
 
-OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32}
+OTHER_UPDATES = {"smollm2": 2, "tiny-moe-long": 32, "tiny-dense-long": 32}
 """The only way in which recipes deviate from GSPO as published."""
 
 

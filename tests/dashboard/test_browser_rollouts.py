@@ -106,7 +106,7 @@ def test_rollouts_deleted_while_the_page_is_open_are_reported(page: Browser, fol
     here = RunDirectory(folder / "<img src=x onerror='window.hacked=5'>").rollouts_path(8)
     here.rename(tmp_path / "kept")
     page.press("j")
-    page.wait("document.querySelector('#detail .bad')?.textContent.includes('is not there')")
+    page.wait("document.querySelector('#detail .bad')?.textContent.includes('does not exist')")
     (tmp_path / "kept").rename(here)
     assert [each for each in page.complaints() if "status of 400" not in each] == []
     page.events.clear()

@@ -90,7 +90,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     assert set(run_within(10, lambda: rows_by_name(folder))) == {"whole", "odd"}
     result = run_within(10, lambda: curves(folder, ["whole", "odd"], ["reward/mean"], 300, False))
     assert [each["run"] for each in result["curves"]] == ["whole"]
-    assert "is not there" in run_within(10, lambda: list_rollouts(odd, [1], Filter()))["damaged"][0]
+    assert "does not exist" in run_within(10, lambda: list_rollouts(odd, [1], Filter()))["damaged"][0]
     odd.config_path.unlink()
     os.mkfifo(odd.config_path)
     assert run_within(10, lambda: configs(folder, ["odd"]))["same"] == []

@@ -84,5 +84,5 @@ def test_rollouts_steps_and_folders_that_do_not_exist_are_refused(run: Path, tmp
         walk_run(run, step=None, rollout=64, words=[], say=ignore)
     with pytest.raises(ValueError, match=r"expected --step from 1 to 5, got 500 \(.* has 4 steps\)"):
         walk_run(run, step=500, rollout=None, words=[], say=ignore)
-    with pytest.raises(ValueError, match="not a run directory"):
+    with pytest.raises(ValueError, match="expected a run directory"):
         walk_run(tmp_path, step=None, rollout=None, words=[], say=ignore)

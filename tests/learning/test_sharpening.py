@@ -114,14 +114,17 @@ def accuracy_before_and_after(seed: int, shuffled: bool) -> tuple[float, float]:
     return accuracy(start), accuracy(policy)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rl_raises_the_accuracy_of_the_tiny_model(seed: int) -> None:
     before, after = accuracy_before_and_after(seed, shuffled=False)
     assert 0.3 < before < 0.65
     assert after > before + 0.25 and after > 0.75
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_shuffled_rewards_do_not_raise_the_accuracy(seed: int) -> None:
     before, after = accuracy_before_and_after(seed, shuffled=True)
     assert after < before + 0.06

@@ -59,8 +59,15 @@ def all_directions(policy: Policy) -> dict[str, Directions]:
     }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        ("qwen3-moe", False),
+        ("mixtral", True),
+        pytest.param("qwen3-moe", True, marks=pytest.mark.slow),
+        pytest.param("mixtral", False, marks=pytest.mark.slow),
+    ],
+)
 def test_fused_layers_record_force_and_balance_routes_as_the_models_own_layers_do(
     name: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,10 +236,29 @@ def test_attention_over_prompts_stored_once_matches_a_masked_table(owner: list[i
     assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
+QUICK = [
+    ("tiny", False, True, True),
+    ("tiny", True, False, True),
+    ("tiny", False, True, False),
+    ("tiny-moe", False, True, True),
+    ("tiny-moe", True, True, False),
+]
+"""Every value of every option at least once; `make slow` runs all combinations."""
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has its own test of the fused body, in 16 bits")
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("shared", "whole"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("model", "checkpointing", "shared", "whole"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in (
+            (model, checkpointing, *layout)
+            for model in ("tiny", "tiny-moe")
+            for checkpointing in (False, True)
+            for layout in ((True, True), (False, True), (True, False))
+        )
+    ],
+)
 def test_a_pack_through_fused_parts_trains_as_the_model_itself(
     model: str, checkpointing: bool, shared: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

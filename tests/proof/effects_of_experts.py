@@ -38,6 +38,14 @@ def the_routes_of_the_past(bench: Bench) -> None:
         bench.run({**MOE, "training.routing_replay": "R3", "rollouts.record_routes": False})
 
 
+@effect("training.router_noise")
+def the_noise_of_the_routers(bench: Bench) -> None:
+    still, noisy = (bench.run({**MOE, "training.router_noise": scale}).steps[0] for scale in (0.0, 1.0))
+    assert still["router/flip_mean@0"] == 0.0 < noisy["router/flip_mean@0"]
+    with pytest.raises(ValueError, match=r"training\.router_noise = 0\.1 needs a mixture of experts"):
+        bench.run({"training.router_noise": 0.1})
+
+
 @effect("training.load_balance")
 def the_loss_of_the_routers(bench: Bench) -> None:
     options = {**MOE, "training.steps": 8}

@@ -302,6 +302,21 @@ def the_size_of_a_tiny_model(bench: Bench) -> None:
     assert (config.num_experts, config.num_experts_per_tok) == (5, 3)
 
 
+@effect("policy.tiny.feed_forward")
+def the_width_of_the_feed_forward_layers(bench: Bench) -> None:
+    config = bench.build_run({"policy.tiny.feed_forward": 5}).policy.body.config
+    assert config.intermediate_size == 5 * config.hidden_size
+
+
+@effect("policy.warm_up.cache")
+def a_warm_up_that_is_kept(bench: Bench) -> None:
+    stage = {"policy.warm_up.steps": 10, "policy.warm_up.examples_per_step": 4}
+    for _ in range(2):
+        run = bench.run({**stage, "policy.warm_up.cache": str(bench.folder / "cache")})
+    assert len(list((bench.folder / "cache").glob("*.safetensors"))) == 1
+    assert not any(record["kind"] == "warm-up" for record in run.metrics)
+
+
 @effect("policy.upcycle", "policy.upcycle.experts", "policy.upcycle.experts_per_token", "policy.upcycle.noise")
 def a_mixture_made_of_a_dense_model(bench: Bench) -> None:
     def weights(**sizes: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def test_every_legato_command_runs(
         from legato.compare.jobs import differences, jobs
         from legato.compare.registration import read_study
 
-        assert differences(jobs(read_study(Path(words[1])).definition, tmp_path)) == []
+        definition = read_study(Path(words[1])).definition
+        assert differences(jobs(replace(definition, seeds=definition.seeds[:1]), tmp_path)) == []
         return
     if words[0] == "lab":
         words += ["--no-png", "--out", str(tmp_path)]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from legato.compare.definition import Definition
+from legato.compare.definition import Bed, Definition
 from legato.config.load import load
 from legato.config.messages import show_value
 from legato.config.resolved import Resolved
@@ -55,7 +55,7 @@ class Job:
 def jobs(definition: Definition, folder: Path) -> list[Job]:
     """Return all runs, seed by seed, so that early results can be compared. InputError if a configuration is wrong."""
     planned = []
-    beds = definition.all_beds
+    beds, warm = definition.all_beds, dict[str, dict[str, Any]]()
     for seed, place, point, arm in itertools.product(definition.seeds, beds, points(definition), definition.arms):
         bed = beds[place]
         if bed.arms is not None and arm not in bed.arms:
@@ -73,7 +73,9 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
         }
         try:
             options = {**definition.options, **bed.options, **definition.arms[arm], **point, **ours}
-            resolved = load(bed.recipes, (), _with_warm_cache(bed.recipes, options, folder))
+            if place not in warm:
+                warm[place] = _warm_up_options(bed, options, folder)
+            resolved = load(bed.recipes, (), {**warm[place], **options})
         except InputError as error:
             raise InputError("\n".join(f"arm {arm}: {line}" for line in str(error).splitlines())) from None
         planned.append(Job(name=name, bed=place, arm=arm, seed=seed, point=point, resolved=resolved))
@@ -83,12 +85,10 @@ def jobs(definition: Definition, folder: Path) -> list[Job]:
     return planned
 
 
-def _with_warm_cache(recipes: Sequence[Path], options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The options with a cache for the warm-up, if there is one: the arms of a seed start from the same weights."""
-    stage = load(recipes, (), options).config.policy.warm_up
-    if stage is None or stage.cache is not None:
-        return dict(options)
-    return {**options, "policy.warm_up.cache": str(folder / "warm")}
+def _warm_up_options(bed: Bed, options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A cache for the warm-up of a bed, if it has one: the arms of a seed start from the same weights."""
+    stage = load(bed.recipes, (), options).config.policy.warm_up
+    return {} if stage is None or stage.cache is not None else {"policy.warm_up.cache": str(folder / "warm")}
 
 
 def points(definition: Definition) -> list[dict[str, Any]]:

@@ -176,7 +176,9 @@ def run_all(
                 if waiting and interrupt.received is None and (slot not in workers or workers[slot].task is None):
                     task = waiting.pop(0)
                     begun(task)
-                    if slot not in workers or not workers[slot].alive:
+                    if slot in workers and not workers[slot].alive:
+                        workers.pop(slot).close()
+                    if slot not in workers:
                         workers[slot] = _Worker(machine.environment(slot))
                     workers[slot].give(task)
             for worker in workers.values():

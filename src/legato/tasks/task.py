@@ -43,12 +43,17 @@ class Split:
         """`count` distinct held-out problems; they depend only on the seed."""
         drawn: dict[str, Problem] = {}
         source = random.Random(f"held out {seed}")
+        in_vain = 0
         for _ in range(count * attempts_per_problem):
             problem = self.task.problem(source)
-            if held_out(problem, self.share):
-                drawn.setdefault(problem.key, problem)
+            in_vain += 1
+            if held_out(problem, self.share) and problem.key not in drawn:
+                drawn[problem.key], in_vain = problem, 0
             if len(drawn) == count:
                 return list(drawn.values())
+            # If one problem were left to find, it would come once in (drawn + 1) / share draws.
+            if in_vain * self.share > 20 * (len(drawn) + 50):
+                break
         raise InputError(
             f"held_out = {count} is more than the task has: {len(drawn)} different held-out problems were found;"
             " hold out fewer, or make the task larger"

@@ -29,7 +29,6 @@ class WarmUp:
         says="A folder for the weights after the stage: runs that begin with the same weights, examples and stage take them"
         " from there. `legato compare` and `legato study` set one.",
         optional=True,
-        resume="free",
     )
     stop_loss: float | None = number(
         default=None,
