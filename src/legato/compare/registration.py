@@ -47,7 +47,7 @@ ENDPOINTS = {
 }
 FINDINGS = ("above", "below", "equivalent")
 _STUDY_KEYS = ("title", "question", "confirmed", "refuted", "pilot_seeds", "beds", "endpoint", "comparisons")
-_COMPARISON_KEYS = ("name", "terms", "margin", "detects", "spread", "confirms_if", "refutes_if")
+_COMPARISON_KEYS = ("name", "terms", "margin", "detects", "spread", "at_least", "confirms_if", "refutes_if")
 _TERM_KEYS = ("arm", "bed", "at", "weight")
 
 
@@ -79,6 +79,8 @@ class Comparison:
     margin: float
     detects: float
     spread: float
+    at_least: float
+    """The mean difference that `confirms_if` asks for beside the verdict; `detects` unless the file says otherwise."""
     confirms_if: str | None = None
     refutes_if: str | None = None
 
@@ -232,6 +234,7 @@ def _comparison(path: Path, number: int, table: Any) -> Comparison:
         margin=float(table["margin"]),
         detects=float(table["detects"]),
         spread=float(table["spread"]),
+        at_least=float(table.get("at_least", table["detects"])),
         confirms_if=table.get("confirms_if"),
         refutes_if=table.get("refutes_if"),
     )
