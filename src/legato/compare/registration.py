@@ -24,6 +24,7 @@ terms = [{ arm = "gspo", bed = "mixture", weight = 1 }, { arm = "grpo", bed = "m
 margin = 0.5                               # smaller differences do not matter
 detects = 1.0                              # the difference the number of seeds is chosen for ...
 spread = 0.6                               # ... at this standard deviation between seeds
+at_least = 1.0                             # the mean difference that confirms; without it: detects
 confirms_if = "above"                      # "above", "below" or "equivalent"
 refutes_if = "equivalent"
 """
@@ -234,7 +235,7 @@ def _comparison(path: Path, number: int, table: Any) -> Comparison:
         margin=float(table["margin"]),
         detects=float(table["detects"]),
         spread=float(table["spread"]),
-        at_least=float(table.get("at_least", table["detects"])),
+        at_least=float(table["at_least"] if "at_least" in table else table["detects"]),
         confirms_if=table.get("confirms_if"),
         refutes_if=table.get("refutes_if"),
     )
