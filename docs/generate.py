@@ -15,6 +15,7 @@ from benchmarks.peers.page import document, load_results
 from benchmarks.routing import routing_section
 from benchmarks.step.page import engine_section, step_section
 from benchmarks.step.page import load_results as measured
+from benchmarks.trust.page import trust_page
 from legato import parts
 from legato.algorithms.catalogue import algorithm_names, entry
 from legato.algorithms.cautions import cautions
@@ -47,6 +48,7 @@ def pages() -> dict[str, str]:
         "docs/experiments/adaptive-clip.md": adaptive.experiment_page(adaptive.load_results()),
         "docs/parts.md": parts_page(),
         "docs/peers.md": document(load_results()),
+        "docs/trust.md": trust_page(),
         "README.md": _with_table((ROOT / "README.md").read_text()),
         **moe.figures(moe.load_results()),
         **figures((gpu_page.load_results() or {"sections": {}})["sections"]),

@@ -1,0 +1,178 @@
+"""Crash states of a save: every prefix of its operations, with and without what was not yet flushed to the disk.
+
+The operations of one save are recorded. A crash after operation n leaves the first n of them; a file whose last write was
+not followed by an fsync may be whole, empty or cut. In every such state the newest sound checkpoint must be found, be one of
+the two that there may be, and hold exactly what was written.
+"""
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trust.damage import finished_run
+from benchmarks.trust.trial import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One change of the disk: what, where, where to, and the content of a file after it."""
+
+    what: str
+    path: str
+    target: str = ""
+    content: bytes = b""
+
+
+def crash_states(source: random.Random) -> Iterator[Case]:
+    """Every prefix of the operations of a save, unflushed data kept, cut or lost: the newest sound checkpoint is found.
+
+    It holds exactly what was written.
+    """
+    while True:
+        order = list(range(400))
+        source.shuffle(order)
+        for number in order:
+            loss = source.choice(["kept", "empty", "cut"])
+            yield Case(
+                name=f"after operation {number}, unflushed data {loss}", check=_checker(number, loss, source.random())
+            )
+
+
+_RECORDED: list[Operation] = []
+
+
+def _checker(number: int, loss: str, seed: float) -> Callable[[Path], str | None]:
+    def check(folder: Path) -> str | None:
+        from legato.training import checkpoint
+
+        run = finished_run("plain", folder)
+        if not _RECORDED:
+            _record(run, folder / "recorded")
+        count = number % (len(_RECORDED) + 1)
+        place = folder / "state"
+        _start(run, place)
+        _replay(_RECORDED[:count], place, loss, random.Random(seed))
+        older, newest = _names(run)
+        try:
+            checkpoint.put_back(place)
+            found, _ = checkpoint.latest(place)
+        except Exception as error:
+            return f"after {count} of {len(_RECORDED)} operations: {type(error).__name__}: {error}"
+        if found.name not in (older, newest):
+            return f"after {count} operations {found.name} was taken"
+        expected = run / "checkpoints" / found.name
+        for path in sorted(expected.rglob("*")):
+            if path.is_file() and (found / path.relative_to(expected)).read_bytes() != path.read_bytes():
+                return f"{found.name} differs from what was written in {path.relative_to(expected)}"
+        return None
+
+    return check
+
+
+def _names(run: Path) -> tuple[str, str]:
+    older, newest = sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-2:]
+    return older, newest
+
+
+def _start(run: Path, place: Path) -> None:
+    """The checkpoints before the save: the older one alone."""
+    place.mkdir()
+    shutil.copytree(run / "checkpoints" / _names(run)[0], place / _names(run)[0])
+
+
+def _record(run: Path, place: Path) -> None:
+    """Save the newest checkpoint once more with the product's own function, and record what it does to the disk."""
+    from legato.training import checkpoint
+
+    _start(run, place)
+    _, newest = _names(run)
+    written: list[Operation] = []
+    with _Recording(place, written):
+        checkpoint.save_files(place / newest, lambda folder: _copy_files(run / "checkpoints" / newest, folder))
+    _RECORDED.extend(written)
+
+
+def _copy_files(source: Path, folder: Path) -> None:
+    for path in sorted(source.rglob("*")):
+        target = folder / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+
+
+class _Recording:
+    """Inside, operations of this process below a folder are recorded."""
+
+    def __init__(self, place: Path, written: list[Operation]) -> None:
+        self.place, self.written = place, written
+        self.originals: dict[str, Any] = {}
+
+    def _inside(self, path: Any) -> str | None:
+        absolute = (
+            Path(os.fsdecode(path)).absolute() if not isinstance(path, int) else Path(os.readlink(f"/proc/self/fd/{path}"))
+        )
+        return str(absolute.relative_to(self.place)) if absolute.is_relative_to(self.place) else None
+
+    def __enter__(self) -> None:
+        for name in ("replace", "rename", "mkdir", "unlink", "rmdir", "fsync"):
+            original = self.originals[name] = getattr(os, name)
+
+            def patched(path: Any, *rest: Any, _name: str = name, _original: Any = original, **more: Any) -> Any:
+                inside = None if more.get("dir_fd") is not None else self._inside(path)
+                result = _original(path, *rest, **more)
+                if inside is not None:
+                    target = self._inside(rest[0]) or "" if _name in ("replace", "rename") else ""
+                    self.written.append(Operation(_name, inside, target))
+                return result
+
+            setattr(os, name, patched)
+        write = self.originals["write"] = Path.write_bytes
+
+        def write_bytes(path: Path, data: Any) -> int:
+            count = write(path, data)
+            inside = self._inside(path)
+            if inside is not None:
+                self.written.append(Operation("write", inside, content=bytes(data)))
+            return count
+
+        Path.write_bytes = write_bytes  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        Path.write_bytes = self.originals.pop("write")  # type: ignore[method-assign]
+        for name, original in self.originals.items():
+            setattr(os, name, original)
+
+
+def _replay(operations: list[Operation], place: Path, loss: str, source: random.Random) -> None:
+    """Do the operations again, then lose what was not flushed."""
+    unflushed: set[str] = set()
+    for operation in operations:
+        path = place / operation.path
+        if operation.what == "mkdir":
+            path.mkdir(parents=True, exist_ok=True)
+        elif operation.what == "write":
+            path.write_bytes(operation.content)
+            unflushed.add(operation.path)
+        elif operation.what in ("replace", "rename"):
+            path.rename(place / operation.target)
+            unflushed = {
+                operation.target + name.removeprefix(operation.path) if name.startswith(operation.path) else name
+                for name in unflushed
+            }
+        elif operation.what == "fsync":
+            unflushed.discard(operation.path)
+        elif operation.what == "unlink":
+            path.unlink(missing_ok=True)
+        elif operation.what == "rmdir":
+            shutil.rmtree(path, ignore_errors=True)
+    for name in sorted(unflushed):
+        path = place / name
+        if loss != "kept" and path.is_file():
+            content = path.read_bytes()
+            path.write_bytes(b"" if loss == "empty" else content[: source.randrange(len(content) + 1)])

@@ -1,0 +1,70 @@
+"""Hostile rewards: none may end the run as a success, hang it, harm the training or be blamed on us."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.trust.trial import Case, legato, train_words
+
+REWARDS = {
+    "bool": ("return True", True),
+    "numpy scalar": ("import numpy; return numpy.float32(0.5)", True),
+    "torch scalar": ("import torch; return torch.tensor(0.5)", True),
+    "None": ("return None", False),
+    "text": ("return 'good'", False),
+    "NaN": ("return float('nan')", False),
+    "infinite": ("return float('inf')", False),
+    "1e308": ("return 1e308", None),
+    "10**400": ("return 10**400", False),
+    "complex": ("return 1j", False),
+    "a list": ("return [1.0]", False),
+    "broken repr": ("class A:\n        def __repr__(self): raise ValueError('x')\n    return A()", False),
+    "always raises": ("raise ValueError('no')", False),
+    "raises 5 MB": ("raise ValueError('x' * 5_000_000)", False),
+    "SystemExit": ("import sys; sys.exit(0)", False),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", False),
+    "GeneratorExit": ("raise GeneratorExit", False),
+    "BaseException": ("raise BaseException('odd')", False),
+    "closes stdout": ("import sys; sys.stdout.close(); return 1.0", True),
+    "grad off": ("import torch; torch.set_grad_enabled(False); return float(rollout.tokens.sum() % 2)", True),
+    "alters tensors": ("rollout.tokens.zero_(); return 1.0", None),
+    "changes directory": ("import os; os.chdir('/'); return float(rollout.tokens.sum() % 2)", True),
+    "forks": ("import os\n    pid = os.fork()\n    if pid: os.waitpid(pid, 0)\n    return 1.0", None),
+    "prints a lot": ("print('x' * 100_000); return float(rollout.tokens.sum() % 2)", True),
+    "warns": ("import warnings; warnings.warn('odd'); return float(rollout.tokens.sum() % 2)", True),
+    "logs": ("import logging; logging.error('odd'); return float(rollout.tokens.sum() % 2)", True),
+    "seeds": ("import torch; torch.manual_seed(0); return float(rollout.tokens.sum() % 2)", True),
+    "threads": (
+        "import threading; threading.Thread(target=lambda: None).start(); return float(rollout.tokens.sum() % 2)",
+        True,
+    ),
+}
+"""The body of `score(rollout)`, and whether the run should work: None where a refusal is as right."""
+
+
+def hostile_rewards(source: random.Random) -> Iterator[Case]:
+    """Rewards that return, raise, exit, fork or alter what they should not: never a fault, never a silent success."""
+    while True:
+        names = list(REWARDS)
+        source.shuffle(names)
+        for name in names:
+            yield Case(name=name, check=_checker(*REWARDS[name]))
+
+
+def _checker(body: str, works: bool | None) -> Callable[[Path], str | None]:
+    def check(folder: Path) -> str | None:
+        file = folder / "reward.py"
+        file.write_text(f"def score(rollout):\n    {body}\n")
+        options = {"reward.kind": f"{file}:score", "training.steps": 2, "evaluation.every_steps": 0}
+        ended = legato(*train_words(folder, options), seconds=120)
+        if ended.is_fault:
+            return ended.describe()
+        if len(ended.error) + len(ended.output) > 2_000_000 + 100_000 * 64:
+            return "its message was printed whole"
+        if works is True and ended.code:
+            return f"expected the run to work, got {ended.describe()}"
+        if works is False and ended.code == 0:
+            return "expected an error, got a run that ended as a success"
+        return None if ended.code in (0, 2) else f"unexpected {ended.describe()}"
+
+    return check
