@@ -19,7 +19,9 @@ from legato.errors import InputError
 from legato.pages.comparison import write_pages
 from legato.pages.report import duration
 from legato.records.directory import RunDirectory
+from legato.records.lines import Lines
 from legato.records.lock import hold_lock
+from legato.run.watcher import Guard
 
 _REPORT_SECONDS = 60.0
 """Shortest time between two reports while runs are going on: a page of many runs takes seconds to make."""
@@ -33,6 +35,20 @@ class Comparison:
     results: dict[str, Any]
     """What compare.json holds."""
     exit_code: int
+
+
+class GuardedSay:
+    """Prints with another function until that one raises, which is noted in notes.jsonl of the folder."""
+
+    def __init__(self, say: Callable[[str], None], folder: Path) -> None:
+        self._say, self._guard, self._noted = say, Guard(), False
+        self._notes, self._begun = Lines(folder / "notes.jsonl"), folder / "definition.json"
+
+    def __call__(self, text: str) -> None:
+        self._guard.attempt(lambda: self._say(text))
+        if self._guard.note is not None and not self._noted and self._begun.exists():
+            self._noted = True
+            self._notes.append({"kind": "note", "text": self._guard.note})
 
 
 def compare(
@@ -49,6 +65,7 @@ def compare(
     """
     machine = machine or Machine()
     store, planned = plan_runs(definition, folder or _folder(definition))
+    say = GuardedSay(say, store.path)
     unequal = differences(planned)
     if unequal and not definition.unequal:
         raise InputError(

@@ -210,12 +210,19 @@ def _end_with_parent() -> None:
 
 def _progress_words(log: Path) -> str | None:
     """Return the last step a run printed, as "step 3 of 100"; None before the first."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL))
-        steps = _STEP.findall(file.read())
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL))
+            steps = _STEP.findall(file.read())
+    except OSError:
+        return None  # a log that somebody deleted ends no run
     return None if not steps else "{} {} of {}".format(*(word.decode() for word in steps[-1]))
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"its log cannot be read: {error.strerror}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("legato: ") if lines else "it printed nothing"

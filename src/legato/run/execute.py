@@ -19,7 +19,7 @@ from legato.records.rollouts import rollout_record, rollout_records
 from legato.rollouts.sampling import Sampling
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
-from legato.run.watcher import Watcher
+from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
 from legato.training.evaluate import Evaluator, accuracy_metrics
 from legato.training.probe import Floor, UnsafeAnchorError
@@ -44,7 +44,7 @@ class Execution:
     trainer: Trainer
     evaluator: Evaluator
     held_out: Sequence[Problem]
-    watcher: Watcher
+    watcher: GuardedWatcher
     health: Health = field(init=False)
     loggers: Sequence[Logger] = ()
     callback: Callable[[StepReport], None] | None = None
@@ -62,6 +62,8 @@ class Execution:
     """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
     shown_reasons: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that have been shown."""
+    noted_printing: bool = False
+    """Whether the records say that printing stopped."""
 
     def __post_init__(self) -> None:
         config = self.resolved.config
@@ -184,6 +186,7 @@ class Execution:
         self.steps_run += 1
         left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
+        self._note_printing()
         if self.callback is not None:
             self.callback(report)
         return alarm
@@ -202,6 +205,13 @@ class Execution:
             self.watcher.message(note)
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
         self.notes_shown = len(self.policy.notes)
+
+    def _note_printing(self) -> None:
+        """Record once that nothing is printed any more, and why."""
+        note = self.watcher.guard.note
+        if note is not None and not self.noted_printing:
+            self.noted_printing = True
+            self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
 
     def _show_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:

@@ -32,7 +32,7 @@ from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
-from legato.run.watcher import Silent, Watcher
+from legato.run.watcher import GuardedWatcher, Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
 from legato.training.report import StepReport
@@ -126,6 +126,7 @@ def start(
     resolved: Resolved, given: wire.Given, watcher: Watcher, callback: Callable[[StepReport], None] | None = None
 ) -> Run:
     """Start a new run. All input is checked before the run directory is created."""
+    watcher = GuardedWatcher(watcher)
     config = resolved.config
     seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
@@ -226,7 +227,7 @@ def resume(
 
     With `step`, continue from the checkpoint of that step; later records move to given-up/ in the run directory.
     """
-    watcher = watcher or Silent()
+    watcher = GuardedWatcher(watcher or Silent())
     given = given or wire.Given()
     directory = RunDirectory.open(path)
     _check_files(directory)
