@@ -315,6 +315,8 @@ def main() -> None:
 def _main() -> None:
     # A shell starts background jobs with SIGINT ignored; `kill -INT` should still end a command.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # SIGUSR2 asks a run to save. Without a handler it kills, also a run that is still loading its model.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         app()
     except SystemExit as ending:

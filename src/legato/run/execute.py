@@ -88,6 +88,8 @@ class Execution:
                     break
                 if interrupt.reached_any(self.trainer.world):
                     break
+                if interrupt.take_save_request(self.trainer.world):
+                    self._save_on_request()
                 try:
                     stopped = self._act(self._agree_on(self._step(started)), interrupt)
                     if stopped is not None:
@@ -126,6 +128,14 @@ class Execution:
         end = {"kind": "end", "reason": reason, "step": self.trainer.steps_done}
         self.directory.append_metrics({**end, **(more or {})}, sync=True)
         return f"{reason}; {saved}"
+
+    def _save_on_request(self) -> None:
+        """Save as SIGUSR2 asks; the best checkpoint stays the one that a run without the signal would have."""
+        try:
+            self._save(may_be_best=False)
+            self.watcher.message(f"saved step {self.trainer.steps_done}; going on")
+        except checkpoint.NotFiniteError as refusal:
+            self.watcher.message(str(refusal))
 
     def _agree_on(self, alarm: Finding | None) -> Finding | None:
         """The alarm of the first rank that has one, so that all ranks act on it together."""

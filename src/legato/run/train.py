@@ -163,7 +163,7 @@ def start(
             }
         )
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
-        with ImmediateInterrupt() as interrupt:
+        with ImmediateInterrupt(watcher.message) as interrupt:
             try:
                 reference = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
