@@ -24,6 +24,7 @@ from legato.health.goback import find_checkpoint, give_up, positions_at
 from legato.pages.report import write_report
 from legato.policy.model.reference import Reference
 from legato.records.directory import RunDirectory, unused_name
+from legato.records.lines import RunDirectoryError
 from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.again import restart_advice
@@ -359,7 +360,10 @@ def _finish(execution: Execution) -> Run:
         watcher.close()
         for logger in execution.loggers:
             logger.close()
-    write_report(directory)
+    try:
+        write_report(directory)
+    except RunDirectoryError as error:
+        reason = f"{reason}; {error}"  # the run is complete without its report, which `legato report` writes again
     latest = execution.latest or {}
     return Run(
         directory=directory.path,
