@@ -22,6 +22,7 @@ from legato import __version__
 from legato.cli.laboratory import lab
 from legato.cli.output import lost_output, safe_output
 from legato.errors import InputError
+from legato.records.room import is_of_the_disk, os_error_of, reason
 
 _PRINTING = (None, "explain", "eval", "sample", "doctor")
 """Verbs whose result is what they print (None: --help and --version); the others write files."""
@@ -327,6 +328,11 @@ def _main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        cause = os_error_of(error)
+        if cause is not None and is_of_the_disk(cause):
+            where = "a file" if cause.filename is None else cause.filename
+            _print_error(f"cannot read or write {where}: {reason(cause)}", error)
+            sys.exit(2)
         path = _crash_report()
         _print_error(f"a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
         sys.exit(1)

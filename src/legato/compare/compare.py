@@ -21,6 +21,7 @@ from legato.pages.report import duration
 from legato.records.directory import RunDirectory
 from legato.records.lines import Lines
 from legato.records.lock import hold_lock
+from legato.records.room import reason
 from legato.run.watcher import Guard
 
 _REPORT_SECONDS = 60.0
@@ -128,8 +129,16 @@ def run_jobs(
 
     def ended(end: EndedRun) -> None:
         job = by_name[end.name]
-        if end.code and not end.interrupted:
-            store.note_failure(job, end.code, end.reason)
+        try:
+            if end.code and not end.interrupted:
+                store.note_failure(job, end.code, end.reason)
+            if time.monotonic() - reported[-1] > _REPORT_SECONDS:
+                reported.append(time.monotonic())
+                report()
+        except OSError as error:
+            # The other runs go on: the report is written again at the end, and a run without a note of its failure is
+            # tried again by the next command.
+            say(f"cannot write {error.filename or store.path}: {reason(error)}")
         run = outcome(job, store)
         lines = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
@@ -137,9 +146,6 @@ def run_jobs(
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
         say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
-        if time.monotonic() - reported[-1] > _REPORT_SECONDS:
-            report()
-            reported.append(time.monotonic())
 
     return run_all(tasks, machine, begun=begun, ended=ended, say=say)
 
