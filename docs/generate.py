@@ -35,6 +35,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/metrics.md": metrics.document() + run_metrics.document() + "\n",
         "docs/configuration.md": configuration.document(),
+        "src/legato/config/names.py": configuration.names_module(),
         "docs/resume.md": resume_page(),
         "docs/algorithms.md": algorithms_page(),
         "docs/performance.md": performance(),
