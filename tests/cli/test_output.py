@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from legato.records.directory import RunDirectory
 from legato.records.lines import Lines
 from legato.run.train import resume
 from legato.run.watcher import GuardedWatcher
-from tests.proof.command import load_unchecked
+from tests.proof.command import Command, assert_refused, load_unchecked
 from tests.proof.runs import Listener, run_small, words
 
 pytestmark = pytest.mark.usefixtures("lightly")
@@ -108,12 +108,6 @@ def test_a_comparison_whose_output_is_lost_notes_it_once(tmp_path: Path) -> None
     assert [record["kind"] for record in Lines(tmp_path / "comparison" / "notes.jsonl").read()] == ["note"]
 
 
-def run_python(code: str, environment: Mapping[str, str] | None = None, **streams: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, text=True, env={**os.environ, **(environment or {})}, **streams
-    )
-
-
 def test_a_closed_descriptor_is_not_given_to_the_next_file(tmp_path: Path) -> None:
     """Without a standard output the next file would get its number, and what is printed would be written into it."""
     code = f"""
@@ -179,3 +173,33 @@ def test_a_broken_pipe_within_a_verb_is_reported(
         load_unchecked("cli/main.py").main()
     signal.signal(signal.SIGINT, before)
     assert ending.value.code == 1 and "Broken pipe" in capsys.readouterr().err
+
+
+# Encodings
+
+
+def test_a_locale_that_is_not_utf8_starts_python_again_in_its_utf8_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = load_unchecked("cli/main.py")
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(main, "run_command", lambda: None)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "legato.cli.main", "sample", "run", "1+\udcc3\udca9"])
+    monkeypatch.delenv("PYTHONUTF8", raising=False)
+    main.main()
+    assert started == []
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    main.main()
+    main.main()
+    assert started == [[sys.executable, "-m", "legato.cli.main", "sample", "run", "1+\udcc3\udca9"]], (
+        "once, or it never ends"
+    )
+    assert os.environ["PYTHONUTF8"] == "1"
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_small(tmp_path, {**OPTIONS, "training.steps": 1}).directory
+    command = Command(monkeypatch, capsys)
+    assert_refused(command("sample", str(run), "1+\udcff"), "UTF-8", "1+\\udcff")
+    assert command("sample", str(run), typed="1+é\n")[0] == 0

@@ -101,6 +101,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model: legato train recipes/tiny.toml training.seed=1"""
+    _refuse_unknown_options(arguments)
     from legato.cli.commands import train_command
 
     raise typer.Exit(train_command(arguments or []))
@@ -118,6 +119,7 @@ def resume(
     ] = None,
 ) -> None:
     """Continue a run from its newest whole checkpoint, or from an earlier one."""
+    _refuse_unknown_options(words)
     from legato.cli.commands import resume_command
 
     raise typer.Exit(resume_command(run, words or [], allow_changes, step))
@@ -147,6 +149,8 @@ def compare(
 
     The same command again goes on where it was stopped.
     """
+    # A file may be that of a comparison, which has other tables.
+    _refuse_unknown_options([word for word in arguments or [] if "=" in word and not word.endswith(".toml")])
     from legato.cli.comparison import compare_command
 
     code = compare_command(
@@ -197,6 +201,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Measure accuracy: greedy, avg@n and pass@k with 95 % intervals."""
+    _refuse_unknown_options(words)
     from legato.cli.commands import eval_command
 
     eval_command(
@@ -244,6 +249,7 @@ def mismatch(
     output: Annotated[Path, typer.Option(help="The folder for mismatch.json and mismatch.html.")] = Path("mismatch"),
 ) -> None:
     """Measure samplers that differ from the trainer: the gap, its noise beside the clip, what each correction does."""
+    _refuse_unknown_options(words)
     from legato.cli.mismatch import mismatch_command
 
     mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
@@ -307,13 +313,36 @@ def report(
     report_command(runs, output)
 
 
+def _refuse_unknown_options(words: list[str] | None) -> None:
+    """Refuse misspelt options before the import of torch, which takes seconds."""
+    from legato.config.unknown import refuse_unknown_options
+
+    refuse_unknown_options(words or [])
+
+
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2, our own fault a report file and exit code 1."""
+    _use_utf8()
+    run_command()
+
+
+def _use_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has another encoding, such as ASCII.
+
+    Else names of files, prompts and words that are not ASCII cannot be read, or come as fragments that no tokenizer takes.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def run_command() -> None:
+    """Run the command that sys.argv holds, in this process."""
     with safe_output():
-        _main()
+        _run()
 
 
-def _main() -> None:
+def _run() -> None:
     # A shell starts background jobs with SIGINT ignored; `kill -INT` should still end a command.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGUSR2 asks a run to save. Without a handler it kills, also a run that is still loading its model.
