@@ -66,7 +66,7 @@ def test_a_watcher_that_raises_is_not_called_again(tmp_path: Path) -> None:
 
     watcher = Broken()
     assert run_small(tmp_path, OPTIONS, watcher=watcher).exit_code == 0
-    assert watcher.steps == [1] and watcher.closed == 0
+    assert watcher.steps == [1] and watcher.closed == 1
     assert any("closed file" in note for note in notes(tmp_path / "run"))
 
 

@@ -1,6 +1,7 @@
 """The interface that shows the progress of a run: on a terminal, in a notebook, or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 
@@ -96,4 +97,9 @@ class GuardedWatcher(Watcher):
         self.guard.attempt(lambda: self._watcher.message(text))
 
     def close(self) -> None:
-        self.guard.attempt(self._watcher.close)
+        """Close the other watcher even if it has raised: a live panel must give the terminal back."""
+        if self.guard.failure is None:
+            self.guard.attempt(self._watcher.close)
+        else:
+            with suppress(Exception):
+                self._watcher.close()
