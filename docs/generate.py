@@ -36,6 +36,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/metrics.md": metrics.document() + run_metrics.document() + "\n",
         "docs/configuration.md": configuration.document(),
+        "src/legato/config/names.py": configuration.names_module(),
         "docs/resume.md": resume_page(),
         "docs/algorithms.md": algorithms_page(),
         "docs/performance.md": performance(),
@@ -228,7 +229,7 @@ def resume_page() -> str:
         "checkpoint that does not match is reported and the one before it is used. On a CPU the result equals the",
         "uninterrupted run to the bit: weights, optimizer, rollouts, and all metrics except times. A run that was",
         "interrupted during its warm-up has no checkpoint yet: `legato resume` says so and prints the command that starts",
-        "it again.",
+        "it again. [endings.md](endings.md) lists the signals that save, the exit codes, and what errors and full disks do.",
         "",
         "`legato resume RUN --step N` goes back to the checkpoint of step N, of those that are kept (`output.keep_last` and",
         "the best; where an alarm acts, also the newest healthy one). Metrics, findings, rollouts, checkpoints and evidence",

@@ -1,7 +1,10 @@
 """What is asked for, and every way to ask for it wrongly: one sentence, exit code 2, nothing written."""
 
 import os
+import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +12,7 @@ from legato.compare import processes
 from legato.compare.definition import Definition, from_arguments, from_file
 from legato.compare.jobs import differences, jobs
 from legato.compare.processes import Machine
+from legato.run.interrupt import ENDING
 from tests.proof import verdicts
 from tests.proof.command import Command, assert_refused
 from tests.proof.comparisons import definition
@@ -125,12 +129,12 @@ def test_threads_that_were_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_step_of_a_running_run_is_reported_now_and_then(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A worker that logs a step as a run does, and answers once that was reported."""
-    signal = tmp_path / "signal"
+    reported = tmp_path / "reported"
     script = (
         "import json, pathlib, sys, time\n"
         "log = pathlib.Path(json.loads(sys.stdin.readline())['log'])\n"
         "log.write_text('step  7/20  reward 0.5  left 3 s\\n')\n"
-        f"while not pathlib.Path({str(signal)!r}).exists(): time.sleep(0.02)\n"
+        f"while not pathlib.Path({str(reported)!r}).exists(): time.sleep(0.02)\n"
         "print(0, flush=True)\n"
     )
     popen = processes.subprocess.Popen
@@ -140,12 +144,49 @@ def test_the_step_of_a_running_run_is_reported_now_and_then(monkeypatch: pytest.
 
     def say(text: str) -> None:
         messages.append(text)
-        signal.touch()
+        reported.touch()
 
     task = processes.Task(name="one", words=("train",), log=tmp_path / "log")
     code = processes.run_all([task], Machine(), begun=lambda task: None, ended=lambda end: None, say=say)
     (progress,) = messages
     assert code == 0 and "one: " in progress and numbers(progress) == [7, 20]
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_signals_are_passed_on_to_the_runs(number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker that ignores SIGUSR2 until its run begins, notes it then, and ends as a run does at a signal."""
+    script = (
+        "import os, signal, sys, time\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "line = sys.stdin.readline()\n"
+        f"saved = open({str(tmp_path / 'saved')!r}, 'w')\n"
+        "signal.signal(signal.SIGUSR2, lambda number, frame: print('saved', file=saved, flush=True))\n"
+        "def end(number, frame):\n"
+        "    print(128 + number, flush=True)\n"
+        "    sys.exit()\n"
+        f"for number in {[int(each) for each in ENDING]}: signal.signal(number, end)\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close()\n"
+        "while True: time.sleep(0.02)\n"
+    )
+    popen = processes.subprocess.Popen
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **rest: popen([words[0], "-c", script], **rest))
+    sent: list[signal.Signals] = []
+
+    def send_in_turn(seconds: float) -> None:
+        time.sleep(0.01)
+        if not sent and (tmp_path / "ready").exists():
+            sent.append(signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR2)
+        elif len(sent) == 1 and (tmp_path / "saved").read_text() == "saved\n":
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=send_in_turn, monotonic=time.monotonic))
+    ended: list[processes.EndedRun] = []
+    tasks = [processes.Task(name=name, words=("train",), log=tmp_path / "log") for name in ("one", "two")]
+    code = processes.run_all(tasks, Machine(), begun=lambda task: None, ended=ended.append, say=lambda text: None)
+    assert code == 128 + number
+    assert [(end.name, end.code, end.interrupted) for end in ended] == [("one", 128 + number, True)]
 
 
 def test_cores_and_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:

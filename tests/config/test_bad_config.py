@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from legato.algorithms.catalogue import algorithm_names
 from legato.config.document import options
 from legato.config.load import dump, load
-from legato.config.validate import NAMES_OF_TRL
+from legato.config.unknown import NAMES_OF_TRL
 
 ROOT = Path(__file__).parents[2]
 PATHS = [option.path for option in options() if not option.path.endswith(("PATH", "OPTION"))]

@@ -3,8 +3,10 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from legato.config.load import load
 from legato.records.directory import RunDirectory
 from legato.run import wire
-from legato.run.train import resume
+from legato.run.train import Run, resume
 from legato.training import checkpoint
 from legato.training.step import Trainer
 from tests.proof import verdicts
@@ -98,8 +100,33 @@ def in_the_numbers(patch: pytest.MonkeyPatch, error: BaseException) -> None:
 PLACES: list[Patch] = [in_save_file, in_the_model, in_rename, in_fsync, in_the_manifest, in_the_numbers]
 
 
+class OnPause(Listener):
+    """Does something when the run says that it waits for room on the disk."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def message(self, text: str) -> None:
+        super().message(text)
+        if text.startswith("paused: "):
+            self.action()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that waits for room tries again at once."""
+    monkeypatch.setattr("legato.run.room._RETRY_SECONDS", 0.0)
+
+
 @contextmanager
-def resume_with_failing_save(run: Path, place: Patch, error: BaseException) -> Iterator[None]:
+def resume_with_failing_save(
+    run: Path, place: Patch, error: BaseException, watcher: Listener | None = None
+) -> Iterator[Run]:
     """Resume until the save after step 2, which fails."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -107,7 +134,7 @@ def resume_with_failing_save(run: Path, place: Patch, error: BaseException) -> I
             if report.step == 2:
                 place(patch, error)
 
-        yield resume(run, callback=arm)
+        yield resume(run, callback=arm, watcher=watcher)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
@@ -124,18 +151,61 @@ def test_a_crash_while_saving_loses_nothing_but_that_save(place: Patch, straight
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-def test_a_full_disk_while_saving_keeps_the_last_checkpoint(place: Patch, straight: Path, tmp_path: Path) -> None:
+def test_a_signal_while_the_disk_is_full_ends_the_run_and_keeps_the_last_checkpoint(
+    place: Patch, straight: Path, tmp_path: Path
+) -> None:
     run = cut_run(straight, tmp_path, 1)
-    with pytest.raises(ValueError, match="No space left") as raised, resume_with_failing_save(run, place, disk_full()):
-        pass
-    assert "\n" not in str(raised.value)
-    assert "step-000002" in str(raised.value)
+    listener = OnPause(terminate)
+    with resume_with_failing_save(run, place, disk_full(), listener) as ended:
+        assert ended.exit_code == 143
+    paused = next(line for line in listener.messages if line.startswith("paused: "))
+    assert "step-000002" in paused and "disk is full" in paused
+    assert "\n" not in ended.reason and "the state after step 1 is saved" in ended.reason
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
     resume(run)
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_a_full_disk_for_metrics_is_an_error(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("place", [in_save_file, in_rename])
+def test_a_full_disk_pauses_the_run_until_there_is_room(place: Patch, straight: Path, tmp_path: Path) -> None:
+    run = cut_run(straight, tmp_path, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        listener = OnPause(patch.undo)
+        ended = resume(run, callback=lambda report: place(patch, disk_full()), watcher=listener)
+    assert ended.exit_code == 0
+    assert sum(line.startswith("there is room again") for line in listener.messages) == 2
+    assert differences(outcome(straight), outcome(run)) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_is_really_full_pauses_the_run(tmp_path: Path) -> None:
+    """Records, rollouts, checkpoints and evidence on a disk that another file fills after the first step."""
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    filler = disk / "filler"
+
+    def fill(report: Any) -> None:
+        if report.step == 1:
+            with filler.open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 12))
+
+    try:
+        listener = OnPause(lambda: filler.unlink(missing_ok=True))
+        options = {"training.steps": 2, "reward.kind": EARLY, "output.keep_last": 1}
+        assert run_small(disk, options, callback=fill, watcher=listener).exit_code == 0
+        assert len([line for line in listener.messages if line.startswith("paused: ")]) == 1
+        checkpoint.verify(disk / "run" / "checkpoints" / "step-000002")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_signal_while_there_is_no_room_for_metrics_ends_the_run(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = cut_run(straight, tmp_path, 1)
     opened = Path.open
 
@@ -145,25 +215,28 @@ def test_a_full_disk_for_metrics_is_an_error(straight: Path, tmp_path: Path, mon
         return opened(path, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", fails)
-    with pytest.raises(ValueError, match="the disk is full"):
-        resume(run)
+    ended = resume(run, watcher=OnPause(terminate))
+    assert ended.exit_code == 143 and "the disk is full" in ended.reason
     monkeypatch.undo()
     resume(run)
     assert differences(outcome(straight), outcome(run)) == []
 
 
-def test_too_little_disk_space_is_refused_before_a_checkpoint_is_written(
+@pytest.mark.usefixtures("impatient")
+def test_too_little_disk_space_pauses_before_a_checkpoint_is_written(
     straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = cut_run(straight, tmp_path, 1)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    with pytest.raises(ValueError, match="no room") as raised:
-        resume(run)
-    assert "\n" not in str(raised.value)
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
-    monkeypatch.undo()
-    resume(run)
+
+    def make_room() -> None:
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000001"]
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    listener = OnPause(make_room)
+    assert resume(run, watcher=listener).exit_code == 0
+    assert any("no room for a checkpoint" in line for line in listener.messages)
     assert differences(outcome(straight), outcome(run)) == []
 
 

@@ -16,6 +16,7 @@ from legato.config.load import load
 from legato.records.directory import RunDirectory
 from legato.records.lock import hold_lock
 from legato.run import wire
+from legato.run.interrupt import ENDING
 from legato.run.train import resume, start
 from tests.proof import verdicts
 from tests.proof.runs import Listener, differences, outcome, run_small, words
@@ -64,8 +65,14 @@ def send_signals_at(step: int, *signals: signal.Signals) -> Callable[[Any], None
     return send
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("step", [1, 4, 6])
+@pytest.mark.parametrize(
+    ("number", "code", "step"),
+    [
+        *((number, code, step) for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)) for step in (1, 4, 6)),
+        (signal.SIGHUP, 129, 3),
+        (signal.SIGUSR1, 138, 3),
+    ],
+)
 def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
     number: signal.Signals, code: int, step: int, straight: Path, tmp_path: Path
 ) -> None:
@@ -80,6 +87,51 @@ def test_a_signal_ends_the_run_after_the_step_with_the_state_saved(
     assert signal.getsignal(number) == before
     assert resume(run.directory).exit_code == 0
     assert differences_beyond_saves(straight, run.directory) == []
+
+
+def test_sigusr2_saves_and_the_run_goes_on(straight: Path, tmp_path: Path) -> None:
+    listener = Listener()
+    before = signal.getsignal(signal.SIGUSR2)
+    run = run_small(tmp_path, OPTIONS, callback=send_signals_at(3, signal.SIGUSR2, signal.SIGUSR2), watcher=listener)
+    assert run.exit_code == 0 and signal.getsignal(signal.SIGUSR2) == before
+    assert "saved step 3; going on" in listener.messages
+    assert {3, 6} <= {*RunDirectory.open(run.directory).checkpoint_steps()}
+    assert differences_beyond_saves(straight, run.directory) == []
+
+
+def test_sigusr2_before_the_first_step_ends_nothing(tmp_path: Path) -> None:
+    class Impatient(Listener):
+        def warm_up(self, step: int, steps: int, loss: float) -> None:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    listener = Impatient()
+    options = {**OPTIONS, "policy.warm_up.steps": 1, "training.steps": 1}
+    assert run_small(tmp_path, options, watcher=listener).exit_code == 0
+    assert any("no state to save" in message for message in listener.messages)
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGHUP, signal.SIGHUP), 129),
+        ((signal.SIGUSR1, signal.SIGTERM), 143),
+        ((signal.SIGTERM, signal.SIGHUP), 143),
+    ],
+)
+def test_terminals_and_batch_systems_that_send_two_signals_do_not_stop_the_save(
+    signals: tuple[signal.Signals, ...], code: int, tmp_path: Path
+) -> None:
+    run = run_small(tmp_path, OPTIONS, callback=send_signals_at(1, *signals))
+    assert run.exit_code == code and RunDirectory.open(run.directory).checkpoint_steps() == [1]
+
+
+def test_a_run_under_nohup_ignores_sighup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        options = {**OPTIONS, "training.steps": 2}
+        assert run_small(tmp_path, options, callback=send_signals_at(1, signal.SIGHUP)).exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
@@ -111,12 +163,12 @@ def test_a_signal_before_the_first_step_saves_step_0(tmp_path: Path) -> None:
 def test_a_second_signal_stops_at_once(
     signals: tuple[signal.Signals, ...], code: int, straight: Path, tmp_path: Path
 ) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (*ENDING, signal.SIGUSR2)]
     with pytest.raises(SystemExit) as raised:
         run_small(tmp_path, OPTIONS, callback=send_signals_at(3, *signals))
     assert raised.value.code == code
     assert RunDirectory.open(tmp_path / "run").checkpoint_steps() == [2]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in (*ENDING, signal.SIGUSR2)] == before
     resume(tmp_path / "run")
     assert differences_beyond_saves(straight, tmp_path / "run") == []
 

@@ -1,5 +1,6 @@
 """The commands that need a model, with their output. Imported only when such a command runs."""
 
+import io
 import json
 import shlex
 import sys
@@ -117,7 +118,7 @@ def sample_command(
     console = Console(highlight=False)
     answers = sample(
         run_target,
-        _prompts(prompts, file),
+        map(_check_unicode, _prompts(prompts, file)),
         samples=number_of_samples,
         temperature=temperature,
         max_response_tokens=max_response_tokens,
@@ -126,6 +127,15 @@ def sample_command(
         console.print(Text(legible(each.prompt), style="dim"))
         for response in each.responses:
             console.print(Text(f"  {legible(response.text)}"), Text(f"  ({response.stop.value})", style="dim"))
+
+
+def _check_unicode(prompt: str) -> str:
+    """The prompt; InputError if it holds bytes that are not UTF-8, which Python keeps as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"expected a prompt in UTF-8, got {prompt!r}; convert it, as with iconv") from None
+    return prompt
 
 
 def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
@@ -139,6 +149,8 @@ def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
     if not prompts and file is None:
         if sys.stdin.isatty():
             print("Type a prompt, an empty line ends.", file=sys.stderr)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         for line in sys.stdin:
             if not line.strip():
                 return

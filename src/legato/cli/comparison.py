@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from legato.cli.output import say_on
 from legato.cli.tables import show_table
 from legato.compare.compare import compare
 from legato.compare.definition import from_arguments
@@ -35,7 +36,7 @@ def compare_command(
         folder=out,
         machine=chosen_machine(parallel, gpus),
         retry_failed=retry_failed,
-        say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
+        say=say_on(console),
     )
     for each in tables(comparison.results):
         console.print()

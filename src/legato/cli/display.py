@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from legato.cli.ending import end_screen
+from legato.cli.output import lost_output
 from legato.pages.legible import legible
 from legato.pages.report import duration
 from legato.run.watcher import Watcher
@@ -82,6 +83,13 @@ def plain(text: str) -> str:
     return legible(text, one_line=True)
 
 
+def _check(stream: object) -> None:
+    """Raise the error after which a stream of the command line takes no more text."""
+    error = lost_output(stream)
+    if error is not None:
+        raise error
+
+
 class _Clock:
     """Estimates the time left from recent steps if the caller has no estimate."""
 
@@ -143,6 +151,7 @@ class PlainDisplay:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
+        _check(self._stream)
 
 
 class LiveDisplay:
@@ -176,9 +185,11 @@ class LiveDisplay:
         self._accuracy.append(metrics.get("accuracy/mean", math.nan))
         left = self._clock.seconds_left(steps - step, metrics, seconds_left)
         self._end = None if left is None else time.monotonic() + left
+        _check(self._console.file)  # the thread that draws the panel may have lost it
 
     def message(self, text: str) -> None:
         self._console.print(Text(plain(text)))
+        _check(self._console.file)
 
     def close(self) -> None:
         self._live.stop()

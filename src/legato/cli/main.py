@@ -1,9 +1,11 @@
 """The command line `legato`.
 
-Exit codes: 0 done, 1 our own fault, 2 bad input (one message, no traceback), 3 stopped by the health watch, 130 and 143
-after SIGINT and SIGTERM with the state saved.
+Exit codes: 0 done, 1 our own fault, 2 bad input or a disk that cannot be written (one message, no traceback), 3 stopped by
+the health watch. A signal ends a run with its state saved: 129 SIGHUP, 130 SIGINT, 138 SIGUSR1, 143 SIGTERM. SIGUSR2 saves
+and the run goes on. A log that is closed or full changes no exit code of a verb that trains or writes files.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -11,16 +13,34 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from legato import __version__
 from legato.cli.laboratory import lab
+from legato.cli.output import lost_output, safe_output
 from legato.errors import InputError
+from legato.records.room import is_of_the_disk, os_error_of, reason
+
+_PRINTING = (None, "explain", "eval", "sample", "doctor")
+"""Verbs whose result is what they print (None: --help and --version); the others write files."""
+
+
+class _Verbs(TyperGroup):
+    """The verbs. Typer takes every BrokenPipeError for one of the standard output and ends with exit code 1 in silence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise RuntimeError(f"BrokenPipeError: {error}") from error
+
 
 app = typer.Typer(
     name="legato",
+    cls=_Verbs,
     help="Reinforcement learning for language models with ratio, clip and credit over the whole response.",
     no_args_is_help=True,
     add_completion=False,
@@ -81,6 +101,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model: legato train recipes/tiny.toml training.seed=1"""
+    _refuse_unknown_options(arguments)
     from legato.cli.commands import train_command
 
     raise typer.Exit(train_command(arguments or []))
@@ -98,6 +119,7 @@ def resume(
     ] = None,
 ) -> None:
     """Continue a run from its newest whole checkpoint, or from an earlier one."""
+    _refuse_unknown_options(words)
     from legato.cli.commands import resume_command
 
     raise typer.Exit(resume_command(run, words or [], allow_changes, step))
@@ -127,6 +149,8 @@ def compare(
 
     The same command again goes on where it was stopped.
     """
+    # A file may be that of a comparison, which has other tables.
+    _refuse_unknown_options([word for word in arguments or [] if "=" in word and not word.endswith(".toml")])
     from legato.cli.comparison import compare_command
 
     code = compare_command(
@@ -177,6 +201,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Measure accuracy: greedy, avg@n and pass@k with 95 % intervals."""
+    _refuse_unknown_options(words)
     from legato.cli.commands import eval_command
 
     eval_command(
@@ -224,6 +249,7 @@ def mismatch(
     output: Annotated[Path, typer.Option(help="The folder for mismatch.json and mismatch.html.")] = Path("mismatch"),
 ) -> None:
     """Measure samplers that differ from the trainer: the gap, its noise beside the clip, what each correction does."""
+    _refuse_unknown_options(words)
     from legato.cli.mismatch import mismatch_command
 
     mismatch_command(target, words or [], kinds=kinds, prompts=prompts, output=output)
@@ -287,21 +313,74 @@ def report(
     report_command(runs, output)
 
 
+def _refuse_unknown_options(words: list[str] | None) -> None:
+    """Refuse misspelt options before the import of torch, which takes seconds."""
+    from legato.config.unknown import refuse_unknown_options
+
+    refuse_unknown_options(words or [])
+
+
 def main() -> None:
     """Run the command line; bad input is one line and exit code 2, our own fault a report file and exit code 1."""
+    _use_utf8()
+    run_command()
+
+
+def _use_utf8() -> None:
+    """Start again in Python's UTF-8 mode where the locale has another encoding, such as ASCII.
+
+    Else names of files, prompts and words that are not ASCII cannot be read, or come as fragments that no tokenizer takes.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1" and sys.executable:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def run_command() -> None:
+    """Run the command that sys.argv holds, in this process."""
+    with safe_output():
+        _run()
+
+
+def _run() -> None:
     # A shell starts background jobs with SIGINT ignored; `kill -INT` should still end a command.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # SIGUSR2 asks a run to save. Without a handler it kills, also a run that is still loading its model.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         app()
+    except SystemExit as ending:
+        sys.exit(_exit_code(ending.code))
     except InputError as error:
-        typer.echo(f"legato: {error}", err=True)
+        _print_error(str(error), error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        cause = os_error_of(error)
+        if cause is not None and is_of_the_disk(cause):
+            where = "a file" if cause.filename is None else cause.filename
+            _print_error(f"cannot read or write {where}: {reason(cause)}", error)
+            sys.exit(2)
         path = _crash_report()
-        typer.echo(f"legato: a fault of ours, {type(error).__name__}: {error}; please send us {path}", err=True)
+        _print_error(f"a fault of ours, {type(error).__name__}: {error}; please send us {path}", error)
         sys.exit(1)
+
+
+def _exit_code(code: Any) -> Any:
+    """The exit code of a command that came to its end; 2 if its result is what it prints and that could not be written."""
+    sys.stdout.flush()
+    lost = lost_output(sys.stdout)
+    verb = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+    if code or lost is None or lost.errno == errno.EPIPE or verb not in _PRINTING:
+        return code
+    _print_error(f"cannot write to the standard output: {lost.strerror}")
+    return 2
+
+
+def _print_error(text: str, error: Exception | None = None) -> None:
+    """Print a message and the notes that were added to its error."""
+    print("; ".join([f"legato: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
 def _crash_report() -> Path:
@@ -312,11 +391,11 @@ def _crash_report() -> Path:
     name = f"legato-fault-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
         try:
-            (folder / name).write_text(text)
+            (folder / name).write_text(text, encoding="utf-8", errors="backslashreplace")
             return folder / name
         except OSError:
             continue
-    typer.echo(text, err=True)
+    print(text, file=sys.stderr)
     return Path("(nowhere: no folder is writable)")
 
 

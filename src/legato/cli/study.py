@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.text import Text
 
 from legato.cli.comparison import chosen_machine
+from legato.cli.output import say_on
 from legato.cli.tables import show_table
 from legato.compare.registration import read_study
 from legato.compare.study import run_study
-from legato.pages.legible import legible
 from legato.pages.study import tables
 
 
@@ -24,7 +24,7 @@ def study_command(
         pilot=pilot,
         only=only,
         retry_failed=retry_failed,
-        say=lambda text: console.print(Text(legible(text, one_line=True)), soft_wrap=True),
+        say=say_on(console),
     )
     for table in tables(result.results):
         console.print()

@@ -27,7 +27,7 @@ def _run(words: list[str], log: str) -> int:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    from legato.cli.main import main as run_command
+    from legato.cli.main import run_command
 
     sys.argv = ["legato", *words]
     code = 0

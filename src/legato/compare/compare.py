@@ -19,7 +19,10 @@ from legato.errors import InputError
 from legato.pages.comparison import write_pages
 from legato.pages.report import duration
 from legato.records.directory import RunDirectory
+from legato.records.lines import Lines
 from legato.records.lock import hold_lock
+from legato.records.room import reason
+from legato.run.watcher import Guard
 
 _REPORT_SECONDS = 60.0
 """Shortest time between two reports while runs are going on: a page of many runs takes seconds to make."""
@@ -33,6 +36,20 @@ class Comparison:
     results: dict[str, Any]
     """What compare.json holds."""
     exit_code: int
+
+
+class GuardedSay:
+    """Prints with another function until that one raises, which is noted in notes.jsonl of the folder."""
+
+    def __init__(self, say: Callable[[str], None], folder: Path) -> None:
+        self._say, self._guard, self._noted = say, Guard(), False
+        self._notes, self._begun = Lines(folder / "notes.jsonl"), folder / "definition.json"
+
+    def __call__(self, text: str) -> None:
+        self._guard.attempt(lambda: self._say(text))
+        if self._guard.note is not None and not self._noted and self._begun.exists():
+            self._noted = True
+            self._notes.append({"kind": "note", "text": self._guard.note})
 
 
 def compare(
@@ -49,6 +66,7 @@ def compare(
     """
     machine = machine or Machine()
     store, planned = plan_runs(definition, folder or _folder(definition))
+    say = GuardedSay(say, store.path)
     unequal = differences(planned)
     if unequal and not definition.unequal:
         raise InputError(
@@ -111,8 +129,16 @@ def run_jobs(
 
     def ended(end: EndedRun) -> None:
         job = by_name[end.name]
-        if end.code and not end.interrupted:
-            store.note_failure(job, end.code, end.reason)
+        try:
+            if end.code and not end.interrupted:
+                store.note_failure(job, end.code, end.reason)
+            if time.monotonic() - reported[-1] > _REPORT_SECONDS:
+                reported.append(time.monotonic())
+                report()
+        except OSError as error:
+            # The other runs go on: the report is written again at the end, and a run without a note of its failure is
+            # tried again by the next command.
+            say(f"cannot write {error.filename or store.path}: {reason(error)}")
         run = outcome(job, store)
         lines = {
             "done": f"done     {end.name}: {_share(run['score'])} in {duration(run['seconds'])}",
@@ -120,9 +146,6 @@ def run_jobs(
             "failed": f"failed   {end.name}: {run['reason']} ({store.log_path(job)})",
         }
         say(lines.get(run["status"], f"stopped  {end.name} at step {run['steps']}"))
-        if time.monotonic() - reported[-1] > _REPORT_SECONDS:
-            report()
-            reported.append(time.monotonic())
 
     return run_all(tasks, machine, begun=begun, ended=ended, say=say)
 

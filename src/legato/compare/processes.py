@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from legato.run.interrupt import Interrupt
+from legato.run.interrupt import ENDING, Interrupt
 
 _POLL_SECONDS = 0.1
 _PROGRESS_SECONDS = 20.0
@@ -24,7 +24,7 @@ _PROGRESS_SECONDS = 20.0
 _TAIL = 4096
 _STEP = re.compile(rb"^(step|warm-up) +(\d+)/(\d+)", re.MULTILINE)
 """How the plain display begins the line of a step."""
-_INTERRUPTED = {128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM}
+_INTERRUPTED = {128 + number for number in ENDING} | {-number for number in ENDING}
 """Exit codes of a run that was asked to stop, after its state was saved or before there was any."""
 _PARENT_DEATH = 1
 """PR_SET_PDEATHSIG of Linux."""
@@ -159,7 +159,8 @@ def run_all(
 ) -> int:
     """Run the tasks in order, as many at once as the machine allows; the exit code is 0, or that of a signal we got.
 
-    A signal stops the runs after their step, with their state saved; no further one is begun. A second one kills them.
+    A signal is passed on. One that ends the runs after their step, with their state saved, lets no further one begin; a
+    second SIGINT or SIGTERM kills them. At SIGUSR2 the runs save and go on.
     """
     waiting, stopping = list(tasks), False
     progress = _Progress(say)
@@ -171,7 +172,10 @@ def run_all(
             if interrupt.received is not None and not stopping:
                 stopping = True
                 for worker in workers.values():
-                    worker.send(signal.SIGTERM)
+                    worker.send(interrupt.received)
+            if interrupt.take_save_request():
+                for worker in workers.values():
+                    worker.send(signal.SIGUSR2)
             for slot in range(machine.parallel):
                 if waiting and interrupt.received is None and (slot not in workers or workers[slot].task is None):
                     task = waiting.pop(0)
@@ -206,18 +210,27 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def _end_with_parent() -> None:
     """Between fork and exec: if we are killed, the run is asked to stop and saves, in place of going on unseen."""
+    # SIGUSR2 would kill a worker that has not begun its run; a run replaces this by its own handler.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert _LIBRARY is not None
     _LIBRARY.prctl(_PARENT_DEATH, int(signal.SIGTERM))
 
 
 def _progress_words(log: Path) -> str | None:
     """Return the last step a run printed, as "step 3 of 100"; None before the first."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL))
-        steps = _STEP.findall(file.read())
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL))
+            steps = _STEP.findall(file.read())
+    except OSError:
+        return None  # a log that somebody deleted ends no run
     return None if not steps else "{} {} of {}".format(*(word.decode() for word in steps[-1]))
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"its log cannot be read: {error.strerror}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("legato: ") if lines else "it printed nothing"

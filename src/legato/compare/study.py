@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from legato.compare.analysis import analyse, describe_power, is_complete
-from legato.compare.compare import plan_runs, preparing, run_jobs
+from legato.compare.compare import GuardedSay, plan_runs, preparing, run_jobs
 from legato.compare.jobs import differences
 from legato.compare.outcomes import check_origins, outcome
 from legato.compare.processes import Machine
@@ -51,6 +51,7 @@ def run_study(
             raise InputError(f"expected pilot_seeds, got none ({study.file}); a pilot needs seeds that are not reported")
         definition = replace(definition, seeds=study.pilot_seeds)
     store, planned = plan_runs(definition, folder or Path("runs") / f"study-{study.file.stem}{'-pilot' if pilot else ''}")
+    say = GuardedSay(say, store.path)
     unequal = differences(planned)
     if unequal and not definition.unequal:
         raise InputError(f"the arms of a bed do not share problems, weights and budget: {'; '.join(unequal)}")

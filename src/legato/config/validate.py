@@ -10,33 +10,11 @@ from legato.config.locate import Path
 from legato.config.messages import refusal
 from legato.config.schema import Component, Config, Reward, SecondTask, Task
 from legato.config.sources import Layer, unstorable_values
+from legato.config.unknown import unknown_option
 from legato.core.fields import LARGEST, Rule
 from legato.core.parts import nearest
 from legato.core.settings import Table
 from legato.errors import InputError
-
-NAMES_OF_TRL = {
-    "adam_epsilon": "training.epsilon",
-    "beta": "algorithm.objective.penalties.kl.beta",
-    "epsilon": "algorithm.objective.trust.clip.low",
-    "epsilon_high": "algorithm.objective.trust.clip.high",
-    "eval_steps": "evaluation.every_steps",
-    "learning_rate": "training.lr",
-    "lr_scheduler_type": "training.schedule",
-    "max_completion_length": "rollouts.max_response_tokens",
-    "max_grad_norm": "training.gradient_clip",
-    "max_prompt_length": "policy.max_prompt_tokens",
-    "max_steps": "training.steps",
-    "model_name_or_path": "policy.model",
-    "num_generations": "rollouts.samples_per_prompt",
-    "num_iterations": "training.epochs_per_step",
-    "output_dir": "output.directory",
-    "run_name": "output.name",
-    "save_steps": "output.checkpoint_every_steps",
-    "save_total_limit": "output.keep_last",
-    "warmup_steps": "training.warm_up_updates",
-}
-"""Option name in TRL -> path here, for suggestions."""
 
 
 def tables_with_kind(tree: Mapping[str, Any]) -> Iterator[tuple[Path, type]]:
@@ -96,10 +74,7 @@ def _build(section: type, tree: Mapping[str, Any], path: Path, layer: Layer, fau
     if "kind" in known and "options" in cast(Any, section).__dataclass_fields__:
         values["options"] = _options(section, tree.get("kind", _default_kind(section)), others, path, layer, faults)
     else:
-        faults.extend(
-            f"{_path_and_origin(layer, (*path, key))} does not exist; {_nearest_option((*path, key), section)}"
-            for key in others
-        )
+        faults.extend(unknown_option((*path, key), layer.origin((*path, key)), known) for key in others)
     for field in dataclasses.fields(cast(Any, section)):
         needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if needed and field.name not in tree:
@@ -193,18 +168,3 @@ def _options(
 
 def _path_and_origin(layer: Layer, path: Path) -> str:
     return f"{'.'.join(path)} ({layer.origin(path)})"
-
-
-def _nearest_option(path: Path, section: type) -> str:
-    """A suggestion for an unknown option: its TRL name, the same name in another section, or the nearest sibling."""
-    name = path[-1]
-    elsewhere = [
-        f"{outer}.{name}"
-        for outer in field_names(Config)
-        if name in field_names(cast(Any, cast(Table, rule_of(Config, outer)).section))
-    ]
-    if name in NAMES_OF_TRL:
-        elsewhere = [NAMES_OF_TRL[name].removeprefix("".join(f"{word}." for word in path[:-1]))]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]!r}? Known here: {', '.join(field_names(section))}"
-    return nearest(name, field_names(section))

@@ -21,8 +21,9 @@ from torch import Tensor
 from legato.core.rollout import Group
 from legato.health.rule import Finding
 from legato.records.directory import RunDirectory
-from legato.records.lines import RunDirectoryError, parse_line, write_records
+from legato.records.lines import explain_os_errors, parse_line, write_records
 from legato.records.rollouts import rollout_records
+from legato.records.room import until_room
 from legato.training.report import StepReport
 
 METRICS_KEPT = 60
@@ -57,7 +58,11 @@ class Evidence:
         """Write the held steps and return the folder; None if evidence is off or the run has enough folders."""
         if not self._steps.maxlen or (not folder.exists() and _count_entries(folder.parent) >= MOST):
             return None
-        try:
+        until_room(lambda: self._write(folder, findings))
+        return folder
+
+    def _write(self, folder: Path, findings: Sequence[Finding]) -> None:
+        with explain_os_errors(folder, "write"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "finding.json").write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
@@ -66,9 +71,6 @@ class Evidence:
                 write_records(folder / f"rollouts-{held.step:06d}.jsonl.gz", rollout_records(held.groups))
                 tensors = {name: tensor.contiguous().clone() for name, tensor in held.tensors.items()}
                 save_file(tensors, folder / f"tensors-{held.step:06d}.safetensors")
-        except OSError as error:
-            raise RunDirectoryError(f"cannot write {folder}: {error.strerror or error}") from error
-        return folder
 
     def _last_step_lines(self) -> list[bytes]:
         """Return the lines of the last steps in metrics.jsonl, including steps before the run was resumed."""

@@ -79,7 +79,7 @@ def train_arms(
     definition = define_comparison(words, listed, folder=folder, seeds=seeds, steps=steps, say=say)
     compared = compare(definition, folder=folder / "sweep", machine=Machine(parallel=parallel), say=say)
     if compared.exit_code:
-        raise KeyboardInterrupt
+        raise SystemExit(compared.exit_code)  # that of the signal which stopped the runs
     return compared.results
 
 

@@ -62,9 +62,9 @@ from legato.records.lines import (
     explain_os_errors,
     finite,
     parse_line,
-    reason,
     write_records,
 )
+from legato.records.room import reason, until_room
 
 FORMAT = 1
 """Version of this format. Increased when a reader of the old format would misread the new one."""
@@ -255,8 +255,11 @@ class RunDirectory:
         return environment
 
     def _write(self, path: Path, text: str) -> None:
-        with explain_os_errors(path, "write"), atomic_replace(path) as partial:
-            partial.write_text(text, encoding="utf-8")
+        def write() -> None:
+            with explain_os_errors(path, "write"), atomic_replace(path) as partial:
+                partial.write_text(text, encoding="utf-8")
+
+        until_room(write)
 
 
 def _steps(folder: Path, ending: str) -> list[int]:

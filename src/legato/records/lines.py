@@ -4,7 +4,6 @@ Numbers that are not finite are stored as null, since JSON has no NaN. A line co
 crash is ignored.
 """
 
-import errno
 import gzip
 import json
 import math
@@ -16,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from legato.errors import InputError
+from legato.records.room import DiskFullError, is_full, os_error_of, reason, until_room
 
 
 class RunDirectoryError(OSError, InputError):
     """The run directory cannot be written or read. Also an InputError, so that the command line prints one line."""
+
+
+class RunDirectoryFullError(RunDirectoryError, DiskFullError):
+    """The disk of the run directory has no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,9 @@ class Lines:
     def append(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """Append one record as a line. With `sync` the line is on disk when this returns."""
         line = json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        until_room(lambda: self._append(line, sync))
+
+    def _append(self, line: bytes, sync: bool) -> None:
         with explain_os_errors(self.path, "write"), self.path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             if end and not _ends_a_line(file, end):
@@ -82,10 +89,14 @@ class Lines:
 
 def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """Write records to a gzip file of JSON lines, atomically. The same records give the same bytes."""
-    with explain_os_errors(path, "write"), atomic_replace(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
-        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
-            for record in records:
-                file.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+    lines = [json.dumps(finite(record), allow_nan=False).encode() + b"\n" for record in records]
+
+    def write() -> None:
+        with explain_os_errors(path, "write"), atomic_replace(path) as partial, partial.open("wb") as raw:  # noqa: SIM117
+            with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
+                file.writelines(lines)
+
+    until_room(write)
     return path
 
 
@@ -111,22 +122,17 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def explain_os_errors(path: Path, verb: str) -> Iterator[None]:
-    """Raise OSErrors of the block as RunDirectoryError: `cannot <verb> <path>: <reason>`."""
+    """Raise errors of the disk as RunDirectoryError: `cannot <verb> <path>: <reason>`."""
     try:
         yield
     except RunDirectoryError:
         raise
-    except OSError as error:
-        raise RunDirectoryError(f"cannot {verb} {path}: {reason(error)}") from error
-
-
-def reason(error: OSError) -> str:
-    """Return why the operating system refused, in words."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full; what was written before is whole, and after making room the run can be resumed"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "the folder is not writable or not readable for this user"
-    return error.strerror or str(error)
+    except Exception as error:
+        cause = os_error_of(error)
+        if cause is None:
+            raise
+        kind = RunDirectoryFullError if is_full(cause) else RunDirectoryError
+        raise kind(f"cannot {verb} {path}: {reason(cause)}") from error
 
 
 @contextmanager

@@ -6,13 +6,16 @@ from contextlib import contextmanager
 
 from legato.errors import InputError
 from legato.records.directory import RunDirectory
+from legato.records.lines import explain_os_errors
 
 
 @contextmanager
 def hold_lock(directory: RunDirectory) -> Iterator[None]:
     """Hold the lock of a run directory during the block. The kernel frees it when the process ends, however it ends."""
     path = directory.path / ".lock"
-    with path.open("w") as file:
+    with explain_os_errors(path, "write"):
+        file = path.open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from legato.config.resolved import Resolved
+from legato.core.generators import remember_generators
 from legato.core.rollout import Problem
+from legato.errors import InputError
 from legato.health.actions import Health
 from legato.health.explain import STOPPED
 from legato.health.recovery import NoRecoveryError, recover
@@ -16,10 +19,13 @@ from legato.health.tighten import tighten_clip
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
 from legato.records.rollouts import rollout_record, rollout_records
+from legato.records.room import DiskFullError, until_room, waiting_for_room
 from legato.rollouts.sampling import Sampling
+from legato.run.again import restart_advice
 from legato.run.interrupt import Interrupt
 from legato.run.loggers import Logger
-from legato.run.watcher import Watcher
+from legato.run.room import Pause
+from legato.run.watcher import GuardedWatcher
 from legato.training import checkpoint
 from legato.training.evaluate import Evaluator, accuracy_metrics
 from legato.training.probe import Floor, UnsafeAnchorError
@@ -34,6 +40,18 @@ _STORED_ANSWERS = 16
 """Held-out answers stored with the first and the last rollouts, so that a report can show before and after."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeStep:
+    """What a step changes before its first update: the trainer's numbers and the random generators."""
+
+    trainer: dict[str, Any]
+    restore_generators: Callable[[], None]
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.trainer["steps_done"])
+
+
 @dataclass(slots=True, kw_only=True)
 class Execution:
     """The state of a run beside its trainer."""
@@ -44,7 +62,7 @@ class Execution:
     trainer: Trainer
     evaluator: Evaluator
     held_out: Sequence[Problem]
-    watcher: Watcher
+    watcher: GuardedWatcher
     health: Health = field(init=False)
     loggers: Sequence[Logger] = ()
     callback: Callable[[StepReport], None] | None = None
@@ -62,6 +80,10 @@ class Execution:
     """Steps done by this process, including those that a recovery discarded; for the estimate of time left."""
     shown_reasons: set[str] = field(default_factory=set)
     """Reasons of unscorable rollouts that have been shown."""
+    before_step: "BeforeStep | None" = None
+    """The state before the last step that was begun."""
+    noted_printing: bool = False
+    """Whether the records say that printing stopped."""
 
     def __post_init__(self) -> None:
         config = self.resolved.config
@@ -70,39 +92,54 @@ class Execution:
         )
 
     def go(self) -> tuple[str, int]:
-        """Train to the end; returns (why the run ended, exit code)."""
-        steps = self.resolved.config.training.steps
-        started = time.perf_counter()
+        """Train to the end; returns (why the run ended, exit code). An error saves what can be saved before it is raised."""
         with Interrupt(self.watcher.message) as interrupt:
-            if self.trainer.steps_done == 0 and self.latest is None:
-                self._evaluate(keep=True)
-                if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
-                    # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
-                    self._save()
-            reason = "all steps done"
-            while self.trainer.steps_done < steps:
-                if self._target_reached():
-                    reason = "the target was reached"
-                    break
-                if interrupt.reached_any(self.trainer.world):
-                    break
+            pause = Pause(self.watcher.message, lambda: interrupt.received is not None)
+            with waiting_for_room(pause):
                 try:
-                    stopped = self._act(self._agree_on(self._step(started)), interrupt)
-                    if stopped is not None:
-                        return self._end_early(stopped, {"healthy": self._healthiest()}), STOPPED_BY_WATCH
-                except ExhaustedError as end:
-                    reason = str(end)
-                    break
+                    return self._train(interrupt)
+                except DiskFullError as error:
+                    if interrupt.received is None:
+                        raise
+                    return self._end_on_full_disk(f"stopped by {interrupt.received.name}", error), interrupt.exit_code
                 except UnsafeAnchorError as refusal:
                     step = self.trainer.steps_done
                     self._show_floor(refusal.floor, step, "sampler")
                     self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
                     raise
-            if interrupt.reached_any(self.trainer.world) and interrupt.received is not None:
-                return self._end_early(f"stopped by {interrupt.received.name}"), interrupt.exit_code
-            if self.evaluated_at != self.trainer.steps_done:
-                self._evaluate(keep=True)
-            self._save()
+                except Exception as error:
+                    error.add_note(self._end_by_error(error))
+                    raise
+
+    def _train(self, interrupt: Interrupt) -> tuple[str, int]:
+        steps = self.resolved.config.training.steps
+        started = time.perf_counter()
+        if self.trainer.steps_done == 0 and self.latest is None:
+            self._evaluate(keep=True)
+            if self.resolved.config.policy.warm_up is not None or self.health.options.action == "recover":
+                # A resumed run does not repeat the warm-up, and a recovery needs a checkpoint to go back to.
+                self._save()
+        reason = "all steps done"
+        while self.trainer.steps_done < steps:
+            if self._target_reached():
+                reason = "the target was reached"
+                break
+            if interrupt.reached_any(self.trainer.world):
+                break
+            if interrupt.take_save_request(self.trainer.world):
+                self._save_on_request()
+            try:
+                stopped = self._act(self._agree_on(self._step(started)), interrupt)
+            except ExhaustedError as end:
+                reason = str(end)
+                break
+            if stopped is not None:
+                return self._end_early(stopped, {"healthy": self._healthiest()}), STOPPED_BY_WATCH
+        if interrupt.reached_any(self.trainer.world) and interrupt.received is not None:
+            return self._end_early(f"stopped by {interrupt.received.name}"), interrupt.exit_code
+        if self.evaluated_at != self.trainer.steps_done:
+            self._evaluate(keep=True)
+        self._save()
         seconds = time.perf_counter() - started
         self.directory.append_metrics(
             {"kind": "end", "reason": reason, "step": self.trainer.steps_done, "seconds": seconds}, sync=True
@@ -125,6 +162,56 @@ class Execution:
         self.directory.append_metrics({**end, **(more or {})}, sync=True)
         return f"{reason}; {saved}"
 
+    def _end_on_full_disk(self, reason: str, error: DiskFullError) -> str:
+        """The reason of a run that a signal ended while its disk was full. The state may fit although a record did not."""
+        try:
+            return self._end_early(reason)
+        except DiskFullError:
+            return f"{reason} while the disk was full ({error}); {self._newest_checkpoint_words()}"
+
+    def _end_by_error(self, error: Exception) -> str:
+        """Save the state of the last finished step, record the end, and return what to do next."""
+        failure = self._save_after_error(error)
+        with suppress(OSError, InputError):  # the disk may be the cause of it all
+            end = {"kind": "end", "reason": f"stopped by an error: {error}", "step": self.trainer.steps_done}
+            self.directory.append_metrics(end, sync=True)
+        return self._newest_checkpoint_words() if failure is None else f"{failure}; {self._newest_checkpoint_words()}"
+
+    def _save_after_error(self, error: Exception) -> str | None:
+        """Save the last finished step; returns why that was impossible, or None."""
+        step = self.trainer.steps_done
+        if step == 0 and self.resolved.config.policy.warm_up is None:
+            return None  # a new run gets here in no time
+        if not self.trainer.between_updates:
+            return f"the state after step {step} is not saved: the error came while it was being changed"
+        before = self.before_step if self.before_step is not None and self.before_step.steps_done == step else None
+        if before is not None:
+            before.restore_generators()
+        try:
+            self._save(may_be_best=False, trainer=None if before is None else before.trainer)
+        except Exception as refusal:  # the error that ends the run is the one to tell
+            why = "" if str(refusal) == str(error) else f": {refusal}"
+            return f"the state after step {step} is not saved{why}"
+        return None
+
+    def _newest_checkpoint_words(self) -> str:
+        """The newest checkpoint and how to go on from it, or that there is none."""
+        steps = self.directory.checkpoint_steps()
+        given = list(self.made_of.get("given", ()))
+        if not steps:
+            again = restart_advice(self.directory.path, self.resolved, given)
+            return f"there is no checkpoint to resume from; {again}"
+        how = f"from Python with the same {' and '.join(given)}" if given else f"with legato resume {self.directory.path}"
+        return f"the state after step {steps[-1]} is saved: resume {how}"
+
+    def _save_on_request(self) -> None:
+        """Save as SIGUSR2 asks; the best checkpoint stays the one that a run without the signal would have."""
+        try:
+            self._save(may_be_best=False)
+            self.watcher.message(f"saved step {self.trainer.steps_done}; going on")
+        except checkpoint.NotFiniteError as refusal:
+            self.watcher.message(str(refusal))
+
     def _agree_on(self, alarm: Finding | None) -> Finding | None:
         """The alarm of the first rank that has one, so that all ranks act on it together."""
         alarms = self.trainer.world.gather(None if alarm is None else asdict(alarm))
@@ -135,10 +222,12 @@ class Execution:
         """Act on an alarm, then save a checkpoint if due; returns why the run must end, or None."""
         action = self.health.options.action
         if alarm is not None and action == "recover":
+            self.trainer.between_updates = False  # until all of the checkpoint is loaded
             try:
                 recover(self, alarm)
             except NoRecoveryError as reason:
                 return f"{STOPPED}: {reason}"
+            self.trainer.between_updates = True
             return None
         if alarm is not None and action == "stop":
             return f"{STOPPED}: {alarm.words}"
@@ -164,6 +253,7 @@ class Execution:
         step = self.trainer.steps_done + 1
         last = step == config.training.steps
         due = bool(every) and (step % every == 0 or last)
+        self.before_step = BeforeStep(trainer=self.trainer.state_dict(), restore_generators=remember_generators())
         report = self.trainer.step(config.output.rollout_tokens if due else None)
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
@@ -184,6 +274,7 @@ class Execution:
         self.steps_run += 1
         left = (time.perf_counter() - started) / self.steps_run * (config.training.steps - step)
         self.watcher.step(step, config.training.steps, report.metrics, self.latest, left)
+        self._note_printing()
         if self.callback is not None:
             self.callback(report)
         return alarm
@@ -202,6 +293,13 @@ class Execution:
             self.watcher.message(note)
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
         self.notes_shown = len(self.policy.notes)
+
+    def _note_printing(self) -> None:
+        """Record once that nothing is printed any more, and why."""
+        note = self.watcher.guard.note
+        if note is not None and not self.noted_printing:
+            self.noted_printing = True
+            self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
 
     def _show_unscorable(self, report: StepReport) -> None:
         for reason in report.unscorable:
@@ -248,8 +346,11 @@ class Execution:
         latest = self.latest or {}
         return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
-    def _save(self, *, may_be_best: bool = True) -> None:
-        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one."""
+    def _save(self, *, may_be_best: bool = True, trainer: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one.
+
+        `trainer` is the trainer's state if the trainer itself is in the middle of a step.
+        """
         step = self.trainer.steps_done
         if self.saved_at == step:
             return
@@ -264,7 +365,8 @@ class Execution:
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state())
+        state, sampler = self.state(trainer), self.trainer.sampler_state()
+        until_room(lambda: checkpoint.save(folder, self.policy, self.trainer.optimizer, state, sampler))
         self.saved_at = step
         healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
         protected = [checkpoint.name_of(each) for each in healthy]
@@ -285,10 +387,10 @@ class Execution:
         self.health.clip_scale = scale
         self.trainer.algorithm = tighten_clip(self.resolved.algorithm, scale)
 
-    def state(self) -> dict[str, Any]:
-        """The state of a checkpoint beside weights, optimizer and generators."""
+    def state(self, trainer: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The state of a checkpoint beside weights, optimizer and generators; `trainer` in place of the trainer's own."""
         return {
-            "trainer": self.trainer.state_dict(),
+            "trainer": self.trainer.state_dict() if trainer is None else dict(trainer),
             "best": self.best,
             "latest": self.latest,
             "evaluated_at": self.evaluated_at,

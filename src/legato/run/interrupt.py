@@ -1,6 +1,8 @@
-"""SIGINT and SIGTERM: the first signal ends the run after the current step and a checkpoint; the second stops at once.
+"""Signals: SIGHUP, SIGINT, SIGTERM and SIGUSR1 end the run after the current step and a checkpoint; SIGUSR2 only saves.
 
-Before the first step there is no state to save, so the first signal already stops at once.
+A second SIGINT or SIGTERM stops at once. A terminal that closes sends SIGHUP more than once, and batch systems send SIGTERM
+some time after SIGUSR1: neither stops a run that is about to save. Before the first step there is no state to save, so the
+first signal already stops at once.
 """
 
 import signal
@@ -9,7 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from legato.core.world import World
+from legato.core.world import OneProcess, World
+
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that end a run with its state saved and exit code 128 + number."""
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which a second one stops at once."""
 
 
 class Interrupt:
@@ -18,12 +25,16 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: signal.Signals | None = None
         self._say = say
+        self._save_requested = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in ENDING:
+                # `nohup` ignores SIGHUP so that a run outlives its terminal.
+                if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+            self._before[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._note_save_request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -31,10 +42,18 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        urgent = number in _URGENT
+        if urgent and self.received in _URGENT:
             raise SystemExit(128 + number)
+        if self.received is not None and not urgent:
+            return
         self.received = signal.Signals(number)
-        self._say(f"{self.received.name}: finishing this step, then saving; once more stops at once without saving")
+        again = "once more" if urgent else "SIGINT twice"
+        self._say(f"{self.received.name}: finishing this step, then saving; {again} stops at once without saving")
+
+    def _note_save_request(self, number: int, frame: FrameType | None) -> None:
+        self._save_requested = True
+        self._say("SIGUSR2: finishing this step, then saving and going on")
 
     def reached_any(self, world: World) -> bool:
         """Whether a signal reached any rank: all of them end after the same step, as if each had received it."""
@@ -42,6 +61,11 @@ class Interrupt:
         if number and self.received is None:
             self.received = signal.Signals(number)
         return number != 0
+
+    def take_save_request(self, world: World | None = None) -> bool:
+        """Whether SIGUSR2 reached any rank since this was last asked."""
+        requested, self._save_requested = self._save_requested, False
+        return bool((world or OneProcess()).agree(int(requested)))
 
     @property
     def exit_code(self) -> int:
@@ -51,9 +75,9 @@ class Interrupt:
 class ImmediateInterrupt(Interrupt):
     """A context in which a signal raises KeyboardInterrupt. `received` is the signal, or None."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda text: None)
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         raise KeyboardInterrupt
+
+    def _note_save_request(self, number: int, frame: FrameType | None) -> None:
+        self._say("SIGUSR2: there is no state to save before the first step")

@@ -24,6 +24,7 @@ from legato.health.goback import find_checkpoint, give_up, positions_at
 from legato.pages.report import write_report
 from legato.policy.model.reference import Reference
 from legato.records.directory import RunDirectory, unused_name
+from legato.records.lines import RunDirectoryError
 from legato.records.lock import hold_lock
 from legato.run import wire
 from legato.run.again import restart_advice
@@ -32,7 +33,7 @@ from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
-from legato.run.watcher import Silent, Watcher
+from legato.run.watcher import GuardedWatcher, Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
 from legato.training.report import StepReport
@@ -126,6 +127,7 @@ def start(
     resolved: Resolved, given: wire.Given, watcher: Watcher, callback: Callable[[StepReport], None] | None = None
 ) -> Run:
     """Start a new run. All input is checked before the run directory is created."""
+    watcher = GuardedWatcher(watcher)
     config = resolved.config
     seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
@@ -162,7 +164,7 @@ def start(
             }
         )
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
-        with ImmediateInterrupt() as interrupt:
+        with ImmediateInterrupt(watcher.message) as interrupt:
             try:
                 reference = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
@@ -226,7 +228,7 @@ def resume(
 
     With `step`, continue from the checkpoint of that step; later records move to given-up/ in the run directory.
     """
-    watcher = watcher or Silent()
+    watcher = GuardedWatcher(watcher or Silent())
     given = given or wire.Given()
     directory = RunDirectory.open(path)
     _check_files(directory)
@@ -358,7 +360,10 @@ def _finish(execution: Execution) -> Run:
         watcher.close()
         for logger in execution.loggers:
             logger.close()
-    write_report(directory)
+    try:
+        write_report(directory)
+    except RunDirectoryError as error:
+        reason = f"{reason}; {error}"  # the run is complete without its report, which `legato report` writes again
     latest = execution.latest or {}
     return Run(
         directory=directory.path,

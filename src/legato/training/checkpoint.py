@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from legato.errors import InputError
 from legato.policy.policy import Policy
+from legato.records.room import DiskFullError, is_full, os_error_of, reason
 from legato.training.optimizer import Optimizer
 
 FORMAT = 1
@@ -55,7 +55,7 @@ def save(
     state: Mapping[str, Any],
     sampler: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint, or raise ValueError (state not finite, no room on the disk) and leave nothing behind."""
+    """Write a checkpoint, or raise InputError (state not finite; DiskFullError: no room) and leave nothing behind."""
     tensors, numbers = optimizer.state()
     sampler = sampler or {}
     _check_finite(policy, tensors)
@@ -65,9 +65,9 @@ def save(
     )
     free = shutil.disk_usage(folder.parent).free
     if free < 2 * expected:
-        raise InputError(
+        raise DiskFullError(
             f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
-            " wanted (twice its size); free some space and resume from the last checkpoint"
+            " wanted (twice its size)"
         )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -85,9 +85,12 @@ def save(
         partial.rename(folder)
         _flush(folder.parent)
         shutil.rmtree(before, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"the checkpoint {folder} could not be written: {reason}") from None
+    except Exception as error:
+        cause = os_error_of(error)
+        if cause is None:
+            raise
+        kind = DiskFullError if is_full(cause) else InputError
+        raise kind(f"the checkpoint {folder} could not be written: {reason(cause)}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -277,6 +280,4 @@ def _check_finite(policy: Policy, state: Mapping[str, Tensor]) -> None:
     for what, tensors in (("weights of", policy.parameters()), ("optimizer state", state)):
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise NotFiniteError(
-                    f"the {what} {name} are not finite; such a state is not saved, the last checkpoint stays"
-                )
+                raise NotFiniteError(f"the {what} {name} are not finite; such a state is not saved")

@@ -148,6 +148,8 @@ class Trainer:
         for option in routing_options(algorithm, settings):
             policy.require_routers(option)
         self.steps_done = 0
+        self.between_updates = True
+        """Whether weights, optimizer and sampler are those of the last finished step: an error has not torn an update."""
         self.state: State = algorithm.initial()
         self.anchor_choice = settings.anchor if settings.anchor != "auto" else None
         self.probed = False
@@ -182,6 +184,7 @@ class Trainer:
         self._note_savable(updates, numbers)
         self.source.on_publish(self.source.version + 1)
         self.steps_done += 1
+        self.between_updates = True
         own = [self.world.sum_metrics(sums) for sums in fetch([report.sums for report, _ in done])]
         clock.end("update")
         sums = sum(own, start=Sums())
@@ -289,6 +292,7 @@ class Trainer:
             marked=marked,
             look=self.look,
         )
+        self.between_updates = False
         self.source.before_update()
         norm, _ = self.optimizer.step()
         # An update whose rows were all silent has no sums.
