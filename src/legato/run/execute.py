@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.config.resolved import Resolved
+import torch
+
+from legato.config.resolved import Resolved, dump
 from legato.core.rollout import Problem
 from legato.health.actions import Health
 from legato.health.explain import STOPPED
@@ -56,6 +58,8 @@ class Execution:
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
+    start_record: Mapping[str, Any] = field(default_factory=lambda: {"kind": "start"})
+    """The first record of metrics.jsonl, to write again if the file is damaged or deleted."""
     notes_shown: int = 0
     """How many of the policy's notes have been shown. Later notes are shown when they are added."""
     steps_run: int = 0
@@ -264,7 +268,8 @@ class Execution:
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
         self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state())
+        config = dump(self.resolved)
+        checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state(), config)
         self.saved_at = step
         healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
         protected = [checkpoint.name_of(each) for each in healthy]
@@ -294,6 +299,7 @@ class Execution:
             "evaluated_at": self.evaluated_at,
             "metrics_position": self.directory.metrics_file.position(),
             "made_of": dict(self.made_of),
+            "threads": torch.get_num_threads() if self.policy.device.type == "cpu" else None,
             "health": self.health.state(),
         }
 
