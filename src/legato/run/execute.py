@@ -252,8 +252,11 @@ class Execution:
         latest = self.latest or {}
         return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
-    def _save(self, *, may_be_best: bool = True) -> None:
-        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one."""
+    def _save(self, *, may_be_best: bool = True, record: bool = True) -> None:
+        """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one.
+
+        With `record` False, metrics.jsonl already ends with the record of this checkpoint.
+        """
         step = self.trainer.steps_done
         if self.saved_at == step:
             return
@@ -267,7 +270,8 @@ class Execution:
         ):
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
-        self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
+        if record:
+            self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
         config = dump(self.resolved)
         checkpoint.save(folder, self.policy, self.trainer.optimizer, self.state(), self.trainer.sampler_state(), config)
         self.saved_at = step
@@ -276,10 +280,10 @@ class Execution:
         protected += [] if self.best is None else [self.best[1]]
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, protected)
 
-    def save_again(self) -> None:
-        """Overwrite the checkpoint of the current step."""
+    def save_again(self, *, record: bool = True) -> None:
+        """Overwrite the checkpoint of the current step. `record`: as for `_save`."""
         self.saved_at = -1
-        self._save(may_be_best=False)
+        self._save(may_be_best=False, record=record)
 
     @property
     def trust_remote_code(self) -> bool:

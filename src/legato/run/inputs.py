@@ -100,15 +100,16 @@ def reads_base(resolved: Resolved, directory: RunDirectory) -> bool:
     return wire.wants_reference(resolved) and not (directory.path / "reference").exists()
 
 
-def check_files(before: Mapping[str, str], now: Mapping[str, str], allowed: bool) -> list[str]:
+def check_files(before: Mapping[str, str], now: Mapping[str, str], resolved: Resolved, allowed: bool) -> list[str]:
     """One sentence per file of an option that changed since the checkpoint; InputError without --allow-changes."""
-    changed = [option for option, sha256 in now.items() if before.get(option, sha256) != sha256]
+    options = [option for option, sha256 in now.items() if before.get(option, sha256) != sha256]
+    changed = [f"{resolved.values[option]} ({option})" for option in options]
     if changed and not allowed:
         raise InputError(
-            f"expected the files of the run as they were, got a changed file at {' and '.join(changed)} (SHA-256 differs);"
-            " put the old file back, or --allow-changes to go on with the new one"
+            f"expected the files of the run as they were, got a changed {' and '.join(changed)}; put the old file back, or"
+            " --allow-changes to go on with the new one"
         )
-    return [f"changed: the file at {option}" for option in changed]
+    return [f"changed: the file {each}" for each in changed]
 
 
 def check_base(before: Mapping[str, Any] | None, now: Mapping[str, Any], model: str, allowed: bool) -> list[str]:

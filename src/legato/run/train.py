@@ -253,7 +253,7 @@ def resume(
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(resolved, given, source)
         changed += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
-        changed += inputs.check_files(state["made_of"].get("files", {}), made_of["files"], allow_changes)
+        changed += inputs.check_files(state["made_of"].get("files", {}), made_of["files"], resolved, allow_changes)
         if made_of["problems"] != state["made_of"]["problems"]:
             if not allow_changes:
                 raise InputError(
@@ -313,7 +313,7 @@ def resume(
             directory.write_config(dump(resolved))
         if lost or (allow_changes and changed):
             # Killed before its next checkpoint, the run must not ask for the same permission or repair again.
-            execution.save_again()
+            execution.save_again(record=bool(lost))
         for note in threads:
             directory.append_metrics({"kind": "note", "step": trainer.steps_done, "text": note})
         notes = [*restored, *changed, *unchecked, *threads, *moved, *lost, *policy.notes]
