@@ -1,12 +1,15 @@
 """Damaged or deleted records do not keep a run from its sound checkpoints: they are repaired, and the loss is named."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from legato.compare.jobs import jobs
+from legato.compare.store import Store
 from legato.pages.report import write_report
 from legato.records.directory import RunDirectory
 from legato.run.evaluate import evaluate
@@ -14,6 +17,7 @@ from legato.run.target import find
 from legato.run.train import resume
 from tests.proof import verdicts
 from tests.proof.command import Command
+from tests.proof.comparisons import definition
 from tests.proof.runs import Listener, alter_state, cut_run, differences, outcome, records, run_small, words
 
 OPTIONS: dict[str, Any] = {
@@ -113,6 +117,14 @@ def test_verbs_that_need_only_weights_work_without_records(straight: Path, tmp_p
     resume(run, watcher=listener)
     assert "environment.json was missing or damaged" in listener.said
     assert RunDirectory.open(run).environment()["seed"] == 0
+
+
+def test_a_comparison_does_not_delete_a_run_whose_records_are_damaged(straight: Path, tmp_path: Path) -> None:
+    """A run that can only start again is deleted; one with a checkpoint is resumed."""
+    store, job = Store(tmp_path), jobs(definition(seeds=(0,)), tmp_path)[0]
+    shutil.copytree(straight, store.run_path(job))
+    (store.run_path(job) / "metrics.jsonl").write_text("noise\nnoise\nnoise\n")
+    assert store.state(job) == "stopped"
 
 
 REWARD = """

@@ -109,7 +109,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("lightly")
+pytestmark = [
+    pytest.mark.usefixtures("lightly"),
+    # peft's own patterns for adapters on experts.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
+]
 
 
 @pytest.fixture(scope="module")
