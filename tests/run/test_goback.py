@@ -144,7 +144,7 @@ def test_evidence_stays_with_the_lines_that_mention_it(run: Path) -> None:
         "health": {"position": directory.health.position()}
     }
     directory.health.append({"kind": "finding", "step": 5, "level": "alarm", "evidence": "evidence/step-000005-2"})
-    given_up = give_up(directory, 3, positions_at(directory, checkpoint_state))
+    given_up = give_up(directory, 3, positions_at(directory, checkpoint_state, {"kind": "start"})[0])
     assert given_up is not None
     assert [path.name for path in (run / "evidence").iterdir()] == ["step-000004"]
     assert (given_up / "evidence" / "step-000005-2" / "finding.json").read_text() == "step-000005-2"

@@ -20,6 +20,7 @@ from legato.run.evaluate import evaluate
 from legato.run.export import export
 from legato.run.target import find
 from legato.run.train import resume
+from tests.proof.runs import Listener
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "old-runs"
 REWARD = "def early(rollout):\n    return float((rollout.tokens < 40).float().mean())\n"
@@ -36,7 +37,10 @@ def old_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["gspo", "kl", "moe"])
 def test_a_run_of_an_earlier_version_resumes_as_it_did_then(old_runs: Path, name: str) -> None:
-    resume(old_runs / name, ["training.steps=4"])
+    listener = Listener()
+    resume(old_runs / name, ["training.steps=4"], watcher=listener)
+    assert "could not be checked" in listener.said and "config.toml" in listener.said
+    assert ("reference/" in listener.said) == (name == "kl")
     lines = RunDirectory.open(old_runs / name).metrics()
     last = [[line for line in lines if line["kind"] == kind][-1] for kind in ("step", "evaluation")]
     expected = json.loads((GOLDEN / "f0b7567.json").read_text())[name]

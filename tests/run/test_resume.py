@@ -69,6 +69,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "policy.lora.rank": 2,
         "reward.kind": EARLY,
     },
+    "lora-moe": {"policy.model": "tiny-moe", "policy.lora.rank": 2, "reward.kind": EARLY},
+    "lora-ppo": {"algorithm": "ppo", "policy.lora.rank": 2, "training.value_lr": 1e-2, "reward.kind": EARLY},
     "adaptive": {
         "algorithm.objective.penalties.adaptive-entropy": {"target": 100.0, "step": 0.05},
         "reward.kind": EARLY,
@@ -107,7 +109,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("lightly")
+pytestmark = [
+    pytest.mark.usefixtures("lightly"),
+    # peft's own patterns for adapters on experts.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -317,10 +323,6 @@ def reset_generator(name: str) -> Callable[[Path], None]:
     return lambda checkpoint: alter_state(checkpoint, reverse_numpy)
 
 
-def delete_reference(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint.parents[1] / "reference")
-
-
 CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "first moments": ("gspo", reset_tensors("optimizer.safetensors", "exp_avg|")),
     "second moments": ("gspo", reset_tensors("optimizer.safetensors", "exp_avg_sq|")),
@@ -348,7 +350,6 @@ CONTROLS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "masters": ("half-precision", reset_tensors("optimizer.safetensors", "master|")),
     "adapters": ("lora", reset_tensors("model/adapter_model.safetensors", "")),
     "weights": ("gspo", reset_tensors("model/model.safetensors", "")),
-    "reference": ("grpo-kl", delete_reference),
     "numpy's generator": ("generators", reset_generator("numpy")),
     "torch's generator": ("generators", reset_generator("torch")),
     "past weights": ("stale", reset_tensors("sampler.safetensors", "")),

@@ -186,6 +186,13 @@ def test_a_run_directory_in_use_is_refused(straight: Path) -> None:
         resume(straight)
 
 
+def test_a_deleted_lock_file_admits_no_second_process(straight: Path) -> None:
+    with hold_lock(RunDirectory.open(straight)):
+        (straight / ".lock").unlink()
+        with pytest.raises(ValueError, match=rf"{straight}.*in use"):
+            resume(straight)
+
+
 def test_a_leftover_lock_file_does_not_lock(tmp_path: Path) -> None:
     run = run_small(tmp_path, {"training.steps": 1, "evaluation.every_steps": 0}).directory
     (run / ".lock").write_text("99999999\n")
@@ -266,6 +273,17 @@ def test_a_running_process_holds_the_lock_and_a_killed_one_does_not(process: Cal
     this.inner.kill()
     this.end()
     assert RunDirectory.open(this.run).checkpoint_steps() in ([2], [2, 4])
+    resume(this.run)
+    assert differences_beyond_saves(straight, this.run) == []
+
+
+def test_a_killed_run_with_adapters_equals_the_straight_one(process: Callable[..., Process], tmp_path: Path) -> None:
+    straight = run_small(tmp_path / "straight", {**OPTIONS, "policy.lora.rank": 2}).directory
+    this = process("0.1", **{"policy.lora.rank": 2})
+    this.wait_for('"kind":"step","step":3')
+    this.inner.kill()
+    assert this.end() == -signal.SIGKILL
+    assert RunDirectory.open(this.run).checkpoint_steps()[-1] in (2, 4)
     resume(this.run)
     assert differences_beyond_saves(straight, this.run) == []
 

@@ -229,6 +229,24 @@ def test_export_refuses_a_folder_with_content(legato: Command, run: Path, tmp_pa
     assert legato("export", str(run), str(tmp_path / "empty"))[0] == 0
 
 
+def test_every_verb_warns_when_the_newest_checkpoint_is_damaged(legato: Command, run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    (copy / "checkpoints/step-000002/random.safetensors").write_bytes(b"")
+    warning = "step-000002 is damaged and is not used"
+    line = assert_refused(legato("export", str(copy), str(tmp_path / "out")), warning, "--allow-older")
+    assert "step-000001 is used instead" in line and not (tmp_path / "out").exists()
+    words_of_verbs = (
+        ["export", str(copy), str(tmp_path / "out"), "--allow-older"],
+        ["sample", str(copy), "1+1="],
+        ["eval", str(copy), "task.held_out=2"],
+        ["mismatch", str(copy), "--kinds", "none", "--prompts", "2", "--output", str(tmp_path / "mismatch")],
+    )
+    for verb in words_of_verbs:
+        code, _, error = legato(*verb)
+        assert code == 0 and warning in error, (verb, error)
+    assert legato("export", str(run), str(tmp_path / "whole"))[2] == ""
+
+
 def test_a_damaged_checkpoint_is_not_exported_by_name(legato: Command, adapted: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(adapted, copy)

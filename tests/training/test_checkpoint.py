@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from legato.config.load import load
+from legato.errors import InputError
 from legato.records.directory import RunDirectory
 from legato.run import wire
 from legato.run.train import resume
@@ -47,7 +48,7 @@ def newest(run: Path) -> Path:
 
 def test_a_checkpoint_holds_safetensors_json_and_a_tokenizer_and_nothing_pickled(straight: Path) -> None:
     names = files(newest(straight))
-    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja", ".txt", ".model"}
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja", ".txt", ".model", ".toml"}
     assert {"manifest.json", "trainer.json", "optimizer.safetensors", "random.safetensors", "value_head.safetensors"} <= {
         *names
     }
@@ -144,6 +145,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 NAMES = [
     "manifest.json",
+    "config.toml",
     "trainer.json",
     "optimizer.safetensors",
     "random.safetensors",
@@ -191,12 +193,25 @@ def test_two_swapped_files_are_damage(run: Path) -> None:
     assert checkpoint.latest(run / "checkpoints")[0].name == "step-000002"
 
 
-@pytest.mark.parametrize("name", ["extra.bin", "model/pytorch_model.bin", "model/evil.py"])
-def test_a_missing_file_is_damage(name: str, run: Path) -> None:
+@pytest.mark.parametrize("name", ["sampler.safetensors", "model/pytorch_model.bin", "model/evil.py"])
+def test_an_extra_file_that_would_be_read_is_damage(name: str, run: Path) -> None:
     (newest(run) / name).write_bytes(b"x")
     folder, warnings = checkpoint.latest(run / "checkpoints")
     assert folder.name == "step-000002"
-    assert Path(name).name in warnings[0]
+    assert Path(name).name in warnings[0] and warnings[0].endswith("step-000002 is used instead")
+
+
+def test_extra_files_that_nothing_reads_are_no_damage(run: Path) -> None:
+    for name in (".DS_Store", "model/.DS_Store", "model/._config.json", "notes.txt", "extra.bin", "model/README.md"):
+        (newest(run) / name).write_bytes(b"x")
+    assert checkpoint.latest(run / "checkpoints") == (newest(run), [])
+
+
+def test_a_checkpoint_left_between_two_renames_is_reported(run: Path) -> None:
+    newest(run).rename(run / "checkpoints" / ".step-000003.before.partial")
+    folder, warnings = checkpoint.latest(run / "checkpoints")
+    assert folder.name == "step-000002"
+    assert "step-000003" in warnings[0] and "interrupted" in warnings[0]
 
 
 def test_bits_flipped_at_random_are_all_damage(run: Path) -> None:
@@ -234,6 +249,7 @@ def test_bits_flipped_at_random_are_all_damage(run: Path) -> None:
         '{"format": 1, "files": {"trainer.json": null}}',
         '{"format": 1, "files": {"trainer.json": {"bytes": 1}}}',
         '{"format": 1, "files": {"../../config.toml": {"bytes": 1, "sha256": "0"}}}',
+        '{"format": 1, "files": {"trainer.json": {"bytes": Infinity, "sha256": "0"}}}',
         "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
         "[" * 100_000,
     ],
@@ -305,3 +321,62 @@ def test_a_checkpoint_that_lacks_a_moment_is_refused(run: Path) -> None:
     alter_tensors(newest(run), "optimizer.safetensors", lambda tensors: tensors.pop(next(iter(tensors))))
     with pytest.raises(ValueError, match="optimizer"):
         resume(run, ["training.steps=4"])
+
+
+def forge_state(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "trainer.json").write_text(text)
+
+
+def leave_out(*path: str) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        state = table = json.loads((folder / "trainer.json").read_text())
+        for key in path[:-1]:
+            table = table[key]
+        table.pop(path[-1])
+        (folder / "trainer.json").write_text(json.dumps(state))
+
+    return forge
+
+
+def put(value: object, *path: str) -> Callable[[Path], None]:
+    def forge(folder: Path) -> None:
+        state = table = json.loads((folder / "trainer.json").read_text())
+        for key in path[:-1]:
+            table = table[key]
+        table[path[-1]] = value
+        (folder / "trainer.json").write_text(json.dumps(state))
+
+    return forge
+
+
+def empty_tensors(name: str) -> Callable[[Path], None]:
+    return lambda folder: save_file({}, folder / name)
+
+
+FORGERIES: dict[str, Callable[[Path], None]] = {
+    "an empty object": forge_state("{}"),
+    "no given": leave_out("made_of", "given"),
+    "code is a list": put([], "made_of", "code"),
+    "no collector": leave_out("trainer", "collector"),
+    "position is text": put("text", "metrics_position"),
+    "health is a number": put(3, "health"),
+    "no random state": empty_tensors("random.safetensors"),
+    "no optimizer file": lambda folder: (folder / "optimizer.safetensors").unlink(),
+    "no model": lambda folder: shutil.rmtree(folder / "model"),
+}
+
+
+def test_forged_checkpoints_with_a_fitting_manifest_are_refused_in_one_sentence(run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-000001")
+    shutil.rmtree(run / "checkpoints" / "step-000002")
+    whole = tmp_path / "whole"
+    shutil.copytree(newest(run), whole)
+    for name, forge in FORGERIES.items():
+        forge(newest(run))
+        rewrite_manifest(newest(run))
+        with pytest.raises(InputError) as raised:
+            resume(run, ["training.steps=4"])
+        assert "step-000003" in str(raised.value), name
+        shutil.rmtree(newest(run))
+        shutil.copytree(whole, newest(run))
+    assert resume(run, ["training.steps=4"]).exit_code == 0

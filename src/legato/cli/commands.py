@@ -27,7 +27,7 @@ from legato.run.evaluate import evaluate
 from legato.run.execute import STOPPED_BY_WATCH
 from legato.run.export import export
 from legato.run.sample import sample
-from legato.run.target import find
+from legato.run.target import find, warn
 from legato.run.train import Run, resume, start
 
 
@@ -81,11 +81,8 @@ def eval_command(
     file: Path | None,
     output: Path | None,
 ) -> None:
-    run_target = find(target, words)
-    for warning in run_target.warnings:
-        print(warning, file=sys.stderr)
     result = evaluate(
-        run_target, samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file
+        find(target, words), samples=number_of_samples, greedy=greedy, temperature=temperature, problems=problems, file=file
     )
     table = Table(title=f"{result.problems} problems", title_justify="left")
     for heading in ("measure", "accuracy", "95 % interval"):
@@ -157,8 +154,10 @@ def _prompts(prompts: Sequence[str], file: Path | None) -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def export_command(target: str, folder: Path, step: int | None, merge: bool) -> None:
-    export(find(target, step=step), folder, merge=merge)
+def export_command(target: str, folder: Path, step: int | None, merge: bool, allow_older: bool) -> None:
+    # Without --allow-older the warnings are part of the error.
+    run_target = find(target, step=step, say=warn if allow_older else lambda text: None)
+    export(run_target, folder, merge=merge, allow_older=allow_older)
     print(f"{folder} holds the model; transformers' AutoModelForCausalLM.from_pretrained loads it")
 
 

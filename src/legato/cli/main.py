@@ -281,11 +281,14 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where to write; a new or empty folder.")],
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest.")] = None,
     merge: Annotated[bool, typer.Option("--merge/--adapter", help="LoRA merged into the weights, or as adapter.")] = True,
+    allow_older: Annotated[
+        bool, typer.Option("--allow-older", help="Take an older checkpoint if the newest is damaged; else that is an error.")
+    ] = False,
 ) -> None:
     """Write a plain Hugging Face folder that AutoModelForCausalLM loads."""
     from legato.cli.commands import export_command
 
-    export_command(target, folder, step, merge)
+    export_command(target, folder, step, merge, allow_older)
 
 
 @app.command()

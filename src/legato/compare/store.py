@@ -90,11 +90,12 @@ class Store:
             return "failed"
         if not self.run_path(job).exists():
             return "absent"
+        directory = RunDirectory(self.run_path(job))
         try:
-            directory = RunDirectory.open(self.run_path(job))
-            records = directory.metrics()
+            records = RunDirectory.open(directory.path).metrics()
         except (ValueError, RunDirectoryError):
-            return "begun"
+            # Damaged records, say: a resumed run repairs them. Only a run without a checkpoint has to start again.
+            records = []
         if records and records[-1].get("kind") == "end" and not str(records[-1].get("reason")).startswith("stopped by"):
             return "done"
         return "stopped" if directory.checkpoint_steps() else "begun"

@@ -14,6 +14,7 @@ from typing import Any
 from legato.errors import InputError
 from legato.records.directory import RunDirectory, unused_name
 from legato.records.lines import Lines, explain_os_errors, parse_line
+from legato.records.repair import fit_health, fit_metrics
 from legato.training import checkpoint
 
 
@@ -27,10 +28,18 @@ def find_checkpoint(directory: RunDirectory, step: int) -> Path:
     return folder
 
 
-def positions_at(directory: RunDirectory, state: Mapping[str, Any]) -> dict[Lines, int]:
-    """Return the byte position of each JSON-lines file when the checkpoint with this state was saved."""
-    health = state.get("health", {}).get("position", 0)  # a run from before the health watch has none
-    return {directory.metrics_file: int(state["metrics_position"]), directory.health: int(health)}
+def positions_at(
+    directory: RunDirectory, state: Mapping[str, Any], start: Mapping[str, Any]
+) -> tuple[dict[Lines, int], list[str]]:
+    """The byte position of each JSON-lines file when the checkpoint with this state was saved; what was lost, as sentences.
+
+    A damaged file is repaired. `start` becomes its first record if that one is lost.
+    """
+    step = int(state["trainer"]["steps_done"])
+    metrics, lost = fit_metrics(directory, int(state["metrics_position"]), step, start)
+    # A run from before the health watch has no position.
+    health, more = fit_health(directory, int(state.get("health", {}).get("position", 0)), step)
+    return {directory.metrics_file: metrics, directory.health: health}, [*lost, *more]
 
 
 def give_up(directory: RunDirectory, step: int, positions: Mapping[Lines, int]) -> Path | None:

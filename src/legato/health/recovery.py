@@ -14,6 +14,7 @@ from legato.health.watch import Watch
 from legato.policy.model.load import take_weights
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
+from legato.records.repair import fit_metrics
 from legato.training import checkpoint
 from legato.training.step import Trainer
 
@@ -27,6 +28,7 @@ class RunningRun(Protocol):
     health: Health
     directory: RunDirectory
     best: tuple[float, str] | None
+    start_record: Mapping[str, Any]
 
     @property
     def trust_remote_code(self) -> bool: ...
@@ -57,7 +59,11 @@ def recover(execution: RunningRun, alarm: Finding) -> None:
     evidence = health.evidence_folder(alarm.step)
     # Checkpoints first: a run that is killed here must not resume from a checkpoint newer than its metrics.
     best = checkpoint.give_up(folder.parent, folder, None if execution.best is None else execution.best[1])
-    _set_aside_later_records(directory, int(state["metrics_position"]), int(state["trainer"]["steps_done"]), evidence)
+    step = int(state["trainer"]["steps_done"])
+    position, lost = fit_metrics(directory, int(state["metrics_position"]), step, execution.start_record)
+    _set_aside_later_records(directory, position, step, evidence)
+    for sentence in lost:
+        health.say(sentence)
     restore(execution, folder, state)
     trainer.optimizer.scale = lr_scale
     skipped = drawn - trainer.source.drawn if options.skip_data else 0

@@ -7,7 +7,10 @@
     checkpoints/step-000120/        model and trainer state. given-up-step-000120/: the best checkpoint, if a recovery of the
                                     health watch went back to an earlier one. damaged-step-000120/: could not be resumed
     given-up/step-000120/           records after the checkpoint that `resume --step` went back to (`health/goback.py`)
+    reference/                      the model that a KL term compares with, if the configuration cannot rebuild it; with a
+                                    manifest of hashes
     health.jsonl                    findings and actions of the health watch, one JSON object per line
+    metrics-damaged-1.jsonl         a damaged file of records that a resumed run has repaired (`records/repair.py`)
     evidence/step-000120/           evidence for an alarm of the health watch (`health/evidence.py`). After a recovery also
                                     the discarded lines of metrics.jsonl and stored rollouts, as abandoned*
     report.html                     the report, one file
@@ -19,6 +22,7 @@ Kinds of lines in metrics.jsonl:
                 (in other packs), noise/engine_* (engine against trainer), words (the same as sentences)
     warm-up     step, loss
     origin      the start of training: problems, weights (fingerprints; equal fingerprints mean bitwise equality)
+    note        step, text: something to know about the run from that step on
     step        step, updates, and numbers by "topic/name"; "topic/name@k" is the number of update k of the step;
                 at some steps "histograms": {"ratio/sequence_log": {"edges": [n + 1], "counts": [n]}}
     evaluation  step, eval/accuracy_sampled, eval/accuracy_greedy (each with _low and _high), eval/problems
@@ -123,11 +127,24 @@ class RunDirectory:
             raise InputError(f"expected a run directory, got {path}: there is no such folder")
         missing = [file.name for file in (directory.config_path, directory.metrics_path) if not file.is_file()]
         if missing:
-            raise InputError(f"expected a run directory, got {path}: {' and '.join(missing)} missing")
-        version = directory.environment().get("format", FORMAT)
-        if version != FORMAT:
-            raise InputError(f"expected a run directory of format {FORMAT}, got format {version} ({path})")
+            mend = f"; `legato resume {path}` mends it" if directory.checkpoint_steps() else ""
+            raise InputError(f"expected a run directory, got {path}: {' and '.join(missing)} missing{mend}")
+        directory._check_format(directory.environment())
         return directory
+
+    @classmethod
+    def open_to_mend(cls, path: Path) -> "RunDirectory":
+        """Like `open`, but a run with a checkpoint needs no other file: a resumed run repairs the others."""
+        directory = cls(Path(path))
+        if not directory.checkpoint_steps():
+            return cls.open(path)
+        directory._check_format(directory.readable_environment() or {})
+        return directory
+
+    def _check_format(self, environment: Mapping[str, Any]) -> None:
+        version = environment.get("format", FORMAT)
+        if version != FORMAT:
+            raise InputError(f"expected a run directory of format {FORMAT}, got format {version} ({self.path})")
 
     @property
     def name(self) -> str:
@@ -188,7 +205,8 @@ class RunDirectory:
         return [dict(each) for each in self._start().get("code") or ()]
 
     def _start(self) -> dict[str, Any]:
-        return next((record for record in self.metrics() if record.get("kind") == "start"), {})
+        # A damaged line elsewhere in the file does not matter here.
+        return next((record for record in self.metrics_file.readable() if record.get("kind") == "start"), {})
 
     # Rollouts and checkpoints
 
@@ -253,6 +271,13 @@ class RunDirectory:
         if environment is None:
             raise RunDirectoryError(f"{self.environment_path} is not a JSON object; the file is damaged")
         return environment
+
+    def readable_environment(self) -> dict[str, Any] | None:
+        """Read environment.json; None if it is missing or damaged."""
+        try:
+            return self.environment() or None
+        except RunDirectoryError:
+            return None
 
     def _write(self, path: Path, text: str) -> None:
         def write() -> None:

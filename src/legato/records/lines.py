@@ -34,7 +34,7 @@ class Lines:
 
     def append(self, record: Mapping[str, Any], *, sync: bool = False) -> None:
         """Append one record as a line. With `sync` the line is on disk when this returns."""
-        line = json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = encode_line(record)
         until_room(lambda: self._append(line, sync))
 
     def _append(self, line: bytes, sync: bool) -> None:
@@ -58,6 +58,14 @@ class Lines:
                 raise RunDirectoryError(f"{self.path}, line {number}: {shown!r} is not a JSON object; the file is damaged")
             records.append(record)
         return records
+
+    def readable(self) -> list[dict[str, Any]]:
+        """Read the records of a file that may be damaged: lines that are not JSON objects are left out."""
+        if not self.path.is_file():
+            return []
+        with explain_os_errors(self.path, "read"):
+            lines = self.path.read_bytes().splitlines()
+        return [record for line in lines if (record := parse_line(line)) is not None]
 
     def position(self) -> int:
         """Return the number of bytes in whole lines."""
@@ -109,6 +117,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
     return value
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of JSON."""
+    return json.dumps(finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legato.config.resolved import Resolved
+import torch
+
+from legato.config.resolved import Resolved, dump
 from legato.core.generators import remember_generators
 from legato.core.rollout import Problem
 from legato.errors import InputError
@@ -74,6 +76,8 @@ class Execution:
     saved_at: int = -1
     made_of: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints of the problems and user files, and names of inputs given in Python; a resumed run must match them."""
+    start_record: Mapping[str, Any] = field(default_factory=lambda: {"kind": "start"})
+    """The first record of metrics.jsonl, to write again if the file is damaged or deleted."""
     notes_shown: int = 0
     """How many of the policy's notes have been shown. Later notes are shown when they are added."""
     steps_run: int = 0
@@ -346,9 +350,10 @@ class Execution:
         latest = self.latest or {}
         return bool(targets) and all(latest.get(key, 0.0) >= target for key, target in targets.items())
 
-    def _save(self, *, may_be_best: bool = True, trainer: Mapping[str, Any] | None = None) -> None:
+    def _save(self, *, may_be_best: bool = True, record: bool = True, trainer: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint and delete old ones. An interrupted run (`may_be_best` False) never updates the best one.
 
+        With `record` False, metrics.jsonl already ends with the record of this checkpoint.
         `trainer` is the trainer's state if the trainer itself is in the middle of a step.
         """
         step = self.trainer.steps_done
@@ -364,19 +369,20 @@ class Execution:
         ):
             self.best = (accuracy, name)
         folder = self.directory.checkpoint_path(step)
-        self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
-        state, sampler = self.state(trainer), self.trainer.sampler_state()
-        until_room(lambda: checkpoint.save(folder, self.policy, self.trainer.optimizer, state, sampler))
+        if record:
+            self.directory.append_metrics({"kind": "checkpoint", "step": step}, sync=True)
+        state, sampler, config = self.state(trainer), self.trainer.sampler_state(), dump(self.resolved)
+        until_room(lambda: checkpoint.save(folder, self.policy, self.trainer.optimizer, state, sampler, config))
         self.saved_at = step
         healthy = self.health.checkpoints_to_keep(self.directory.checkpoint_steps(), step)
         protected = [checkpoint.name_of(each) for each in healthy]
         protected += [] if self.best is None else [self.best[1]]
         checkpoint.purge(folder.parent, self.resolved.config.output.keep_last, protected)
 
-    def save_again(self) -> None:
-        """Overwrite the checkpoint of the current step."""
+    def save_again(self, *, record: bool = True) -> None:
+        """Overwrite the checkpoint of the current step. `record`: as for `_save`."""
         self.saved_at = -1
-        self._save(may_be_best=False)
+        self._save(may_be_best=False, record=record)
 
     @property
     def trust_remote_code(self) -> bool:
@@ -396,6 +402,7 @@ class Execution:
             "evaluated_at": self.evaluated_at,
             "metrics_position": self.directory.metrics_file.position(),
             "made_of": dict(self.made_of),
+            "threads": torch.get_num_threads() if self.policy.device.type == "cpu" else None,
             "health": self.health.state(),
         }
 

@@ -11,8 +11,16 @@ _PARTIAL = ".legato-export.partial"
 """The folder within the target that an export is written to. It is on the same disk, whatever is mounted where."""
 
 
-def export(target: Target, folder: Path, *, merge: bool = True) -> None:
-    """Write the model folder. InputError if it has content or cannot be written; a failed export leaves nothing behind."""
+def export(target: Target, folder: Path, *, merge: bool = True, allow_older: bool = False) -> None:
+    """Write the model folder. InputError if it has content or cannot be written; a failed export leaves nothing behind.
+
+    A damaged newest checkpoint is an InputError too; with `allow_older` the newest undamaged one is exported instead.
+    """
+    if target.warnings and not allow_older:
+        raise InputError(
+            f"expected the newest checkpoint whole, got a damaged one ({'; '.join(target.warnings)}); add --allow-older to"
+            " export the older one, or name one with --step"
+        )
     partial = folder / _PARTIAL
     is_new = not folder.exists()
     # The partial folder of an export that was killed is not content.

@@ -1,4 +1,4 @@
-"""Prepares the start of training: runs the warm-up and makes the reference policy."""
+"""Prepares the start of training: runs the warm-up, makes the reference policy and hashes what a resumed run will read."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from legato.policy.experts.divergence import measure_divergence
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import texts_of
 from legato.records.directory import RunDirectory
-from legato.run import wire
+from legato.run import inputs, wire
 from legato.run.warm import warm_up_key, warm_up_once
 from legato.run.watcher import Watcher
 from legato.tasks.source import Source
-from legato.training.checkpoint import save_model
+from legato.training.checkpoint import save_reference
 
 
 def prepare(
@@ -23,21 +23,26 @@ def prepare(
     collector: Any,
     directory: RunDirectory,
     watcher: Watcher,
-) -> Reference | None:
-    """Warm up the policy if configured, and return the reference policy; None if the algorithm needs none."""
+) -> tuple[Reference | None, dict[str, Any]]:
+    """Warm up the policy if configured; the reference policy, None if the algorithm needs none, and hashes of both.
+
+    The hashes are those of the weights that a resumed run reads beside its checkpoint (`run/inputs.py`).
+    """
     config = resolved.config
     if config.policy.warm_up is not None:
         _warm_up(resolved, policy, source, collector, directory, watcher)
     directory.append_metrics(
         {"kind": "origin", "problems": wire.fingerprint(source), "weights": wire.weights_fingerprint(policy)}
     )
-    if not wire.wants_reference(resolved):
-        return None
-    reference = Reference.from_policy(policy)
+    hashes: dict[str, Any] = {}
+    reference = Reference.from_policy(policy) if wire.wants_reference(resolved) else None
     # Save references that the configuration cannot rebuild: a warmed-up policy, or a module that is trained in place.
-    if config.policy.lora is None and (config.policy.warm_up is not None or given.model is not None):
-        save_model(policy, directory.path / "reference")
-    return reference
+    made_here = config.policy.warm_up is not None or given.model is not None
+    if reference is not None and config.policy.lora is None and made_here:
+        hashes["reference"] = save_reference(policy, directory.path / "reference")
+    if inputs.reads_base(resolved, directory):
+        hashes["base"] = inputs.base_weights(resolved, given, policy)
+    return reference, hashes
 
 
 def _warm_up(

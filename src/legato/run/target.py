@@ -1,8 +1,10 @@
-"""The target of `eval`, `sample` and `export`: a run directory, a recipe, or a model."""
+"""The target of `eval`, `sample`, `mismatch` and `export`: a run directory, a recipe, or a model."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from legato.config.load import load
 from legato.config.resolved import Resolved
@@ -11,7 +13,7 @@ from legato.health.goback import find_checkpoint
 from legato.policy.model.load import means_a_folder
 from legato.policy.policy import Policy
 from legato.records.directory import RunDirectory
-from legato.run import wire
+from legato.run import inputs, wire
 from legato.tasks.source import Source
 from legato.training import checkpoint
 
@@ -24,13 +26,26 @@ class Target:
     saved: Path | None
     """The model folder of a checkpoint; None: the weights the configuration names."""
     warnings: tuple[str, ...] = ()
+    """A warning for each newer checkpoint that is damaged: `saved` is older than it should be."""
     python_inputs: tuple[str, ...] = ()
     """Names of inputs that were Python objects (model, problems, reward); the configuration does not describe them."""
+    base: Mapping[str, Any] | None = None
+    """Hashes of the model that a run's adapters belong to (`run/inputs.py`)."""
 
     def policy(self) -> Policy:
         if "model" in self.python_inputs and self.resolved.config.policy.lora is not None:
             raise InputError("this run trained adapters on a module given in Python; load that module with peft instead")
-        return wire.policy_of(self.resolved, wire.Given(), self.saved)
+        policy = wire.policy_of(self.resolved, wire.Given(), self.saved)
+        self._check_base(policy)
+        return policy
+
+    def _check_base(self, policy: Policy) -> None:
+        """InputError if adapters would be put on other weights than they were trained with."""
+        if self.base is None or self.saved is None or self.resolved.config.policy.lora is None:
+            return
+        with checkpoint.explain_contents(self.saved.parent):
+            now = inputs.base_weights(self.resolved, wire.Given(), policy)
+            inputs.check_base(self.base, now, policy.name, allowed=False)
 
     def prepare(self, say: Callable[[str], None] = lambda text: None) -> tuple[Policy, Source]:
         """The policy as training would start with it, after the warm-up of a recipe, and the source of its problems."""
@@ -48,27 +63,47 @@ class Target:
         return policy, source
 
 
-def find(name: str, words: Sequence[str] = (), step: int | None = None) -> Target:
-    """Find a target by name: a run directory (newest complete checkpoint, or that of `step`), a recipe, or a model."""
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    print(text, file=sys.stderr)
+
+
+def find(name: str, words: Sequence[str] = (), step: int | None = None, *, say: Callable[[str], None] = warn) -> Target:
+    """Find a target by name: a run directory (newest complete checkpoint, or that of `step`), a recipe, or a model.
+
+    `say` gets a warning for each newer checkpoint that is damaged. It prints unless told otherwise, so that no verb can
+    forget to warn.
+    """
     path = Path(name)
     if path.suffix == ".toml":
         return Target(resolved=load([path], words), saved=None)
-    if (path / "metrics.jsonl").is_file():
-        directory = RunDirectory.open(path)
-        resolved = load([directory.config_path], words)
-        if step is None:
-            folder, warnings = checkpoint.latest(path / "checkpoints")
-        else:
-            folder, warnings = find_checkpoint(directory, step), []
-        return Target(
-            resolved=resolved,
-            saved=folder / "model",
-            warnings=tuple(warnings),
-            python_inputs=tuple(directory.python_parts()),
-        )
+    if (path / "metrics.jsonl").is_file() or RunDirectory(path).checkpoint_steps():
+        target = _find_in_run(RunDirectory.open_to_mend(path), words, step)
+        for warning in target.warnings:
+            say(warning)
+        return target
     if means_a_folder(name) and not path.expanduser().exists():
         raise InputError(
             f"expected a run directory, a recipe (.toml) or a model (a folder or a hub name), got {name}: there is no such"
             " folder"
         )
     return Target(resolved=load([], [f"policy.model={name}", *words]), saved=None)
+
+
+def _find_in_run(directory: RunDirectory, words: Sequence[str], step: int | None) -> Target:
+    if step is None:
+        folder, warnings = checkpoint.latest(directory.path / "checkpoints")
+    else:
+        folder, warnings = find_checkpoint(directory, step), []
+    state = checkpoint.read_state(folder)
+    with checkpoint.explain_contents(folder):
+        made_of = dict(state["made_of"])
+        python_inputs = tuple(str(name) for name in made_of["given"])
+    config = directory.config_path if directory.config_path.is_file() else folder / "config.toml"
+    return Target(
+        resolved=load([config], words),
+        saved=folder / "model",
+        warnings=tuple(warnings),
+        python_inputs=python_inputs,
+        base=made_of.get("base"),
+    )

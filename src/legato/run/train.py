@@ -26,7 +26,8 @@ from legato.policy.model.reference import Reference
 from legato.records.directory import RunDirectory, unused_name
 from legato.records.lines import RunDirectoryError
 from legato.records.lock import hold_lock
-from legato.run import wire
+from legato.records.repair import mend
+from legato.run import inputs, wire
 from legato.run.again import restart_advice
 from legato.run.execute import Execution, newest_model
 from legato.run.interrupt import ImmediateInterrupt, Interrupt
@@ -147,26 +148,15 @@ def start(
         directory.write_config(dump(resolved))
         _record_environment(directory, resolved, policy.device)
         notes, notes_shown = _notes(resolved, policy.notes), len(policy.notes)
-        made_of, code = _made_of(resolved, given, source), _own_files(resolved, given)
+        made_of = _made_of(resolved, given, source)
         loggers = _loggers(resolved, directory, watcher, 0)
-        directory.append_metrics(
-            {
-                "kind": "start",
-                "name": directory.name,
-                "model": policy.name,
-                "algorithm": resolved.algorithm.name,
-                "deviations": list(resolved.deviations),
-                "notes": notes,
-                "given": made_of["given"],
-                "bounds": {name: stated.record() for name, stated in resolved.algorithm.objective.bounds().items()},
-                "code": [dataclasses.asdict(each) for each in code],
-                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            }
-        )
+        start_record = _start_record(resolved, given, directory, policy.name, notes)
+        start_record["started"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        directory.append_metrics(start_record)
         watcher.start(f"{directory.name}: {resolved.algorithm.name} on {policy.name}", [*notes, *_deviation_lines(resolved)])
         with ImmediateInterrupt(watcher.message) as interrupt:
             try:
-                reference = prepare(resolved, given, policy, source, collector, directory, watcher)
+                reference, hashes = prepare(resolved, given, policy, source, collector, directory, watcher)
             except KeyboardInterrupt:
                 if interrupt.received is None:
                     raise
@@ -181,10 +171,28 @@ def start(
             watcher=watcher,
             loggers=loggers,
             callback=callback,
-            made_of=made_of,
+            made_of={**made_of, **hashes},
+            start_record=start_record,
             notes_shown=notes_shown,
         )
         return _finish(execution)
+
+
+def _start_record(
+    resolved: Resolved, given: wire.Given, directory: RunDirectory, model: str, notes: Sequence[str]
+) -> dict[str, Any]:
+    """The first record of metrics.jsonl, but for the time."""
+    return {
+        "kind": "start",
+        "name": directory.name,
+        "model": model,
+        "algorithm": resolved.algorithm.name,
+        "deviations": list(resolved.deviations),
+        "notes": list(notes),
+        "given": _given_names(given),
+        "bounds": {name: stated.record() for name, stated in resolved.algorithm.objective.bounds().items()},
+        "code": [dataclasses.asdict(each) for each in _own_files(resolved, given)],
+    }
 
 
 def _end_before_first_step(
@@ -230,37 +238,61 @@ def resume(
     """
     watcher = GuardedWatcher(watcher or Silent())
     given = given or wire.Given()
-    directory = RunDirectory.open(path)
-    _check_files(directory)
-    before = load([directory.config_path])
-    resolved = load([directory.config_path], words) if words else before
-    sentences = changes.check(before, resolved, allow_changes)
+    directory = RunDirectory.open_to_mend(path)
     with hold_lock(directory):
         checkpoint.put_back(directory.path / "checkpoints")
+        restored = inputs.restore_config(directory)
+        _check_files(directory)
+        before = load([directory.config_path])
+        resolved = load([directory.config_path], words) if words else before
+        changes.check(before, resolved, allow_changes)  # before the checkpoint is hashed, which may take long
         folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)
-        state = checkpoint.read_state(folder)
+        state = _read_state(folder)
+        changed = changes.check(inputs.config_of_checkpoint(folder, before), resolved, allow_changes)
         config = resolved.config
         seed_generators(config.training.seed)  # for objects built before the checkpoint restores the generators
         _check_given(state["made_of"], given)
         reward, source = wire.reward_of(config, given), wire.source_of(config, given)
         made_of = _made_of(resolved, given, source)
-        sentences += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
-        if made_of["problems"] != state["made_of"]["problems"] and not allow_changes:
-            raise InputError(
-                f"expected the problems that {directory.path} was trained on, got others (their fingerprint differs);"
-                " give the same data, or --allow-changes to go on with these"
-            )
+        changed += _check_code(state["made_of"].get("code", {}), made_of["code"], allow_changes)
+        changed += inputs.check_files(state["made_of"].get("files", {}), made_of["files"], resolved, allow_changes)
+        if made_of["problems"] != state["made_of"]["problems"]:
+            if not allow_changes:
+                raise InputError(
+                    f"expected the problems that {directory.path} was trained on, got others (their fingerprint differs);"
+                    " give the same data, or --allow-changes to go on with these"
+                )
+            changed.append("changed: the problems")
+        wants_reference = wire.wants_reference(resolved)
+        if wants_reference:
+            inputs.check_reference(directory, resolved, state["made_of"])
         policy = wire.policy_of(resolved, given, folder / "model")
         decide_checkpointing(resolved, policy)
         collector = wire.collector_of(config, policy, source, reward)
-        reference = _rebuild_reference(resolved, given, policy, directory) if wire.wants_reference(resolved) else None
+        reference = _rebuild_reference(resolved, given, policy, directory) if wants_reference else None
+        reads_base = inputs.reads_base(resolved, directory)
+        if reads_base:
+            base_policy = policy if reference is None else reference.policy
+            made_of["base"] = inputs.base_weights(resolved, given, base_policy)
+            with checkpoint.explain_contents(folder):
+                changed += inputs.check_base(state["made_of"].get("base"), made_of["base"], policy.name, allow_changes)
+        if "reference" in state["made_of"]:
+            made_of["reference"] = state["made_of"]["reference"]
+        unchecked = inputs.unchecked(folder, state["made_of"], reads_base, wants_reference)
+        environment = directory.readable_environment()
+        if environment is None:
+            _record_environment(directory, resolved, policy.device)
+            restored.append("environment.json was missing or damaged and is written again, as of now")
+        threads = inputs.describe_threads(policy, state, environment or {})
         trainer = wire.trainer_of(resolved, policy, collector, reference)
-        checkpoint.restore(folder, policy, trainer.optimizer, state)
-        trainer.load_sampler(checkpoint.sampler_state(folder))
-        positions = positions_at(directory, state)
+        with checkpoint.explain_contents(folder):
+            checkpoint.restore(folder, policy, trainer.optimizer, state)
+            trainer.load_sampler(checkpoint.sampler_state(folder))
+        start_record = _start_record(resolved, given, directory, policy.name, _notes(resolved, policy.notes))
+        with checkpoint.explain_contents(folder):
+            positions, lost = positions_at(directory, state, start_record)
         given_up = None if step is None else give_up(directory, step, positions)
-        if given_up is not None:
-            sentences.append(f"records after step {step} were moved to {given_up}")
+        moved = [] if given_up is None else [f"records after step {step} were moved to {given_up}"]
         checkpoint.set_aside(directory.path / "checkpoints", folder)
         for file, position in positions.items():
             file.truncate(position)
@@ -275,14 +307,35 @@ def resume(
             loggers=_loggers(resolved, directory, watcher, int(state["trainer"]["steps_done"])),
             callback=callback,
             made_of=made_of,
+            start_record=start_record,
         )
-        execution.load_state(state)
+        with checkpoint.explain_contents(folder):
+            execution.load_state(state)
         if words:
             directory.write_config(dump(resolved))
-        notes = [*sentences, *policy.notes]
+        if lost or (allow_changes and changed):
+            # Killed before its next checkpoint, the run must not ask for the same permission or repair again.
+            execution.save_again(record=bool(lost))
+        for note in threads:
+            directory.append_metrics({"kind": "note", "step": trainer.steps_done, "text": note})
+        notes = [*restored, *changed, *unchecked, *threads, *moved, *lost, *policy.notes]
         watcher.start(f"{directory.name}: resumed at step {trainer.steps_done} from {folder.name}", notes)
         execution.notes_shown = len(policy.notes)
         return _finish(execution)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint; InputError if it has not the form that `Execution.state` writes."""
+    state = checkpoint.read_state(folder)
+    kinds = {"given": list, "problems": str, "code": dict, "files": dict, "base": dict, "reference": str}
+    with checkpoint.explain_contents(folder):
+        for name in ("metrics_position", "optimizer", "generators"):
+            state[name]
+        int(state["trainer"]["steps_done"])
+        for name, value in {"given": None, "problems": None, **state["made_of"]}.items():
+            if name in kinds and not isinstance(value, kinds[name]):
+                raise TypeError(f"made_of.{name} of trainer.json is {value!r}")
+    return state
 
 
 def _newest_checkpoint(directory: RunDirectory, resolved: Resolved, watcher: Watcher) -> Path:
@@ -302,6 +355,7 @@ def _made_of(resolved: Resolved, given: wire.Given, source: Source) -> dict[str,
         "problems": wire.fingerprint(source),
         "given": _given_names(given),
         "code": {code.reference: code.sha256 for code in _own_files(resolved, given)},
+        "files": inputs.option_files(resolved, given),
     }
 
 
@@ -311,6 +365,7 @@ def _own_files(resolved: Resolved, given: wire.Given) -> list[OwnCode]:
     tasks = [] if given.problems is not None else [task.kind, *([] if task.second is None else [task.second.kind])]
     rewards = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
     paths = [("task", kind) for kind in tasks] + [("reward", kind) for kind in rewards]
+    paths += [("environment", task.environment or ""), ("engine", resolved.config.rollouts.engine)]
     imported = [code_at(what, kind) for what, kind in paths if is_import_path(kind)]
     return [*resolved.code, *(code for code in imported if code is not None)]
 
@@ -356,6 +411,7 @@ def _finish(execution: Execution) -> Run:
     directory, watcher = execution.directory, execution.watcher
     try:
         reason, code = execution.go()
+        _mend(execution)
     finally:
         watcher.close()
         for logger in execution.loggers:
@@ -373,6 +429,20 @@ def _finish(execution: Execution) -> Run:
         reason=reason,
         exit_code=code,
     )
+
+
+def _mend(execution: Execution) -> None:
+    """Write files again that were deleted or damaged during the run: a finished training must not end as an error."""
+    directory = execution.directory
+    sentences = mend(directory, execution.trainer.steps_done, execution.start_record)
+    if not directory.config_path.is_file():
+        directory.write_config(dump(execution.resolved))
+        sentences.append("config.toml was deleted during the run and is written again")
+    if directory.readable_environment() is None:
+        _record_environment(directory, execution.resolved, execution.policy.device)
+        sentences.append("environment.json was deleted or damaged during the run and is written again")
+    for sentence in sentences:
+        execution.watcher.message(sentence)
 
 
 def _rebuild_reference(resolved: Resolved, given: wire.Given, policy: Any, directory: RunDirectory) -> Reference:

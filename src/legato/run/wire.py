@@ -265,10 +265,15 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
-def weights_fingerprint(policy: Policy) -> str:
-    """A hash of the exact weights without a value head, so that it does not depend on the algorithm."""
+def weights_fingerprint(policy: Policy, *, adapters: bool = True) -> str:
+    """A hash of the exact weights without a value head, so that it does not depend on the algorithm.
+
+    With `adapters` False, the trained matrices of LoRA are left out.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in policy.model.state_dict().items():
+        if not adapters and ".lora_" in name:
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

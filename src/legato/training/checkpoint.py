@@ -6,10 +6,11 @@
       value_head.safetensors  where the algorithm has one
       sampler.safetensors     where the engine samples from past weights
       random.safetensors      torch's generator; Python's and numpy's are in trainer.json
-      trainer.json            steps, place in the data, part state, choices, metrics position
+      trainer.json            steps, place in the data, part state, choices, metrics position, hashes of the run's inputs
+      config.toml             the configuration that the run had; absent in checkpoints of older versions
       manifest.json           format, size and SHA-256 of every file
-A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is complete or absent. Safetensors and JSON
-only.
+A checkpoint is written to a temporary folder, flushed to disk and renamed, so it is complete or absent. Safetensors, JSON
+and TOML only.
 """
 
 import hashlib
@@ -17,12 +18,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,6 +37,10 @@ from legato.training.optimizer import Optimizer
 FORMAT = 1
 _BEFORE = ".before.partial"
 """The suffix of an old checkpoint while a new one with the same name is written."""
+_REQUIRED = ("trainer.json", "optimizer.safetensors", "random.safetensors")
+_READ_IF_PRESENT = ("value_head.safetensors", "sampler.safetensors", "config.toml")
+_MODEL_SUFFIXES = {".json", ".safetensors", ".bin", ".pt", ".pth", ".py", ".jinja", ".model", ".txt", ".gguf", ".h5"}
+"""Suffixes of the files in a model folder that transformers and peft may read."""
 
 
 class DamagedError(Exception):
@@ -54,6 +61,7 @@ def save(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     sampler: Mapping[str, Tensor] | None = None,
+    config: str | None = None,
 ) -> None:
     """Write a checkpoint, or raise InputError (state not finite; DiskFullError: no room) and leave nothing behind."""
     tensors, numbers = optimizer.state()
@@ -69,11 +77,23 @@ def save(
             f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
             " wanted (twice its size)"
         )
+    _write_folder(folder, lambda partial: _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler, config))
+
+
+def save_reference(policy: Policy, folder: Path) -> str:
+    """Write the model of a reference policy with a manifest; returns the SHA-256 of the manifest."""
+    _write_folder(folder, lambda partial: save_model(policy, partial))
+    return file_sha256(folder / "manifest.json")
+
+
+def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, add a manifest, flush it to disk and give it its name."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler)
+        write(partial)
+        _write_manifest(partial)
         for path in sorted(partial.rglob("*")):
             _flush(path)
         _flush(partial)
@@ -96,7 +116,12 @@ def save(
 
 
 def _write(
-    folder: Path, policy: Policy, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sampler: Mapping[str, Tensor]
+    folder: Path,
+    policy: Policy,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    sampler: Mapping[str, Tensor],
+    config: str | None,
 ) -> None:
     save_model(policy, folder / "model")
     for file, contents in (("optimizer", tensors), ("sampler", sampler)):
@@ -116,8 +141,13 @@ def _write(
         "numpy": [kind, [int(key) for key in keys], *[float(x) if isinstance(x, float) else int(x) for x in rest]],
     }
     (folder / "trainer.json").write_text(json.dumps({**state, "generators": generators}, sort_keys=True))
+    if config is not None:
+        (folder / "config.toml").write_text(config, encoding="utf-8")
+
+
+def _write_manifest(folder: Path) -> None:
     files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -131,18 +161,40 @@ def save_model(policy: Policy, folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest; DamagedError names the first that differs."""
+    """Compare every file of a checkpoint with its manifest; DamagedError names the first that differs."""
+    _verify(folder, folder / "model", _REQUIRED)
+
+
+def verify_reference(folder: Path) -> None:
+    """Like `verify`, for a folder that `save_reference` wrote."""
+    _verify(folder, folder, ("config.json",))
+
+
+def _verify(folder: Path, model: Path, required: Sequence[str]) -> None:
+    """Compare a folder with its manifest. Files beside the manifest's are harmless unless a resumed run would read them."""
     files = _manifest(folder / "manifest.json")
+    for name in required:
+        if name not in files:
+            raise DamagedError(f"{folder / 'manifest.json'} does not list {name}")
+    if not any(Path(folder, name).parent == model and name.endswith(".safetensors") for name in files):
+        raise DamagedError(f"{folder / 'manifest.json'} does not list the weights of {model}")
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"manifest.json"}
     for name, (size, digest) in files.items():
         path = folder / name
         if name not in present:
-            raise DamagedError(f"{path} is missing")
-        if path.stat().st_size != size or _digest(path) != digest:
+            raise DamagedError(f"{path} is missing, and manifest.json lists it")
+        if path.stat().st_size != size or file_sha256(path) != digest:
             raise DamagedError(f"{path} is not what was written: its SHA-256 differs from the manifest")
-    extra = present - set(files)
-    if extra:
-        raise DamagedError(f"{folder / sorted(extra)[0]} is not in the manifest")
+    for name in sorted(present - set(files)):
+        if name in _READ_IF_PRESENT or _is_read_with_model(folder / name, model):
+            raise DamagedError(f"{folder / name} is not in the manifest, and a resumed run would read it")
+
+
+def _is_read_with_model(path: Path, model: Path) -> bool:
+    """Whether loading the model folder may read a file. Hidden files (.DS_Store, ._config.json) are not read."""
+    if not path.is_relative_to(model):
+        return False
+    return path.suffix in _MODEL_SUFFIXES and not any(part.startswith(".") for part in path.relative_to(model).parts)
 
 
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
@@ -151,7 +203,7 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
         record = json.loads(path.read_text())
         version = record["format"]
         files = {str(name): (int(known["bytes"]), str(known["sha256"])) for name, known in record["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if version != FORMAT:
         raise DamagedError(f"{path}: format {version!r}, this version reads {FORMAT}")
@@ -167,12 +219,18 @@ def check(folder: Path) -> None:
 
 
 def latest(checkpoints: Path) -> tuple[Path, list[str]]:
-    """The newest undamaged checkpoint, and a warning for each newer damaged one."""
+    """The newest undamaged checkpoint, and a warning for each newer one that cannot be used."""
     warnings: list[str] = []
-    for folder in reversed(_checkpoints_in(checkpoints)):
+    half_renamed = {each.with_name(_name_of_before(each)) for each in checkpoints.glob(f".step-*{_BEFORE}")}
+    for folder in sorted({*_checkpoints_in(checkpoints), *half_renamed}, key=_step, reverse=True):
         try:
-            verify(folder)
-            return folder, warnings
+            if folder.is_dir():
+                verify(folder)
+                return folder, [f"{warning}; {folder.name} is used instead" for warning in warnings]
+            # `resume` puts it back (`put_back`); readers must not touch a folder that a run may be writing.
+            warnings.append(
+                f"checkpoint {folder.name} is not used: saving it again was interrupted; `legato resume` mends it"
+            )
         except DamagedError as damage:
             warnings.append(f"checkpoint {folder.name} is damaged and is not used: {damage}")
     raise InputError("\n".join([f"{checkpoints} holds no whole checkpoint to resume from", *warnings]))
@@ -184,15 +242,45 @@ def put_back(checkpoints: Path) -> None:
     Only the holder of the run's lock may call this: another reader may see `save` between its renames.
     """
     for before in checkpoints.glob(f".step-*{_BEFORE}"):
-        folder = before.with_name(before.name.removeprefix(".").removesuffix(_BEFORE))
+        folder = before.with_name(_name_of_before(before))
         if not folder.exists():
             before.rename(folder)
 
 
+def _name_of_before(before: Path) -> str:
+    return before.name.removeprefix(".").removesuffix(_BEFORE)
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """The contents of trainer.json: the `state` that `save` wrote, and the random generators."""
-    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
-    return state
+    with explain_contents(folder):
+        state = json.loads((folder / "trainer.json").read_text())
+        if not isinstance(state, dict):
+            raise TypeError(f"trainer.json holds {type(state).__name__}, not an object")
+        return state
+
+
+@contextmanager
+def explain_contents(folder: Path) -> Iterator[None]:
+    """Raise errors over the contents of a checkpoint as InputError: its files are whole, but not what `save` wrote."""
+    try:
+        yield
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        ArithmeticError,
+        OSError,
+        SafetensorError,
+    ) as error:
+        raise InputError(
+            f"expected a checkpoint as Legato writes it, got {folder}, whose files match its manifest but cannot be used"
+            f" ({type(error).__name__}: {' '.join(str(error).split())[:300]}); `legato resume --step N` takes an earlier one"
+        ) from error
 
 
 def restore(folder: Path, policy: Policy, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -263,7 +351,8 @@ def give_up(checkpoints: Path, last: Path, best: str | None) -> Path | None:
     return aside
 
 
-def _digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
