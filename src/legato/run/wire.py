@@ -284,7 +284,7 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         policy.require_routers(option)
     if resolved.config.rollouts.record_routes is True:
         policy.require_routers("rollouts.record_routes = true")
-    collector.check_prompts()
+    policy.notes += collector.check_prompts()
 
 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:
