@@ -32,6 +32,7 @@ from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
+from legato.run.sizes import check_sizes
 from legato.run.watcher import Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
@@ -127,6 +128,7 @@ def start(
 ) -> Run:
     """Start a new run. All input is checked before the run directory is created."""
     config = resolved.config
+    check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
     seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
     source = wire.source_of(config, given)
@@ -233,6 +235,7 @@ def resume(
     before = load([directory.config_path])
     resolved = load([directory.config_path], words) if words else before
     sentences = changes.check(before, resolved, allow_changes)
+    check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
     with hold_lock(directory):
         checkpoint.put_back(directory.path / "checkpoints")
         folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)

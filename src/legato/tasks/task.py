@@ -43,10 +43,14 @@ class Split:
         """`count` distinct held-out problems; they depend only on the seed."""
         drawn: dict[str, Problem] = {}
         source = random.Random(f"held out {seed}")
-        for _ in range(count * attempts_per_problem):
+        misses = 0
+        # A task with few problems ends this long before `count * attempts_per_problem` draws: it draws the same ones again.
+        while misses <= attempts_per_problem * min(count, max(20, len(drawn))):
             problem = self.task.problem(source)
-            if held_out(problem, self.share):
-                drawn.setdefault(problem.key, problem)
+            fresh = held_out(problem, self.share) and problem.key not in drawn
+            misses = 0 if fresh else misses + 1
+            if fresh:
+                drawn[problem.key] = problem
             if len(drawn) == count:
                 return list(drawn.values())
         raise InputError(

@@ -75,8 +75,8 @@ def load_policy(
     policy is loaded.
     """
     _no_progress_bars()
-    device = _device(loading.device)
-    dtype = _dtype(loading.dtype, device)
+    device = choose_device(loading.device)
+    dtype = choose_dtype(loading.dtype, device)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     notes: list[str] = []
     if saved is not None and loading.lora is None:
@@ -150,7 +150,8 @@ def _build_dense(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: An
     return _load_pretrained(folder, dtype, loading.trust_remote_code)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of `policy.device`; InputError if it is a GPU and there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -158,7 +159,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `policy.dtype`."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
