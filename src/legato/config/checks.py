@@ -76,6 +76,12 @@ def _updates(case: Case) -> Iterator[str]:
             f"at most {_LARGEST_EPSILON:g}",
             "this is the epsilon of Adam; to clip the ratio set algorithm.objective.trust.clip.low and .high",
         )
+    if training.lr * training.weight_decay >= 1:
+        yield case.refuse(
+            "training.weight_decay",
+            f"less than 1 / {case.describe('training.lr')}",
+            "AdamW multiplies every matrix by 1 - lr x weight_decay in each update, which would be 0 or negative",
+        )
     if training.schedule == "constant" and training.final_lr_share > 0:
         yield case.refuse(
             "training.final_lr_share",

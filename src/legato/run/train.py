@@ -15,6 +15,7 @@ from legato.algorithms.catalogue import is_published
 from legato.config import changes
 from legato.config.load import load
 from legato.config.resolved import Resolved, dump
+from legato.config.unusual import unusual_values
 from legato.core.generators import seed_generators
 from legato.core.importing import OwnCode, code_at, is_import_path
 from legato.core.rollout import Problem
@@ -399,6 +400,7 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt} samples a step,"
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
+        *unusual_values(resolved),
     ]
     if training.shortens_warm_up:
         notes.append(
