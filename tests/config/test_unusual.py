@@ -21,6 +21,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluation.temperature": 1e-30}, r"evaluation.temperature: expected a finite number >= 0.0001 and <= 100"),
     ({"evaluation.temperature": 1e30}, r"evaluation.temperature"),
     ({"algorithm": "grpo", "algorithm.objective.trust.clip.low": 2}, r"clip.*low: expected at most 1 .* or inf .*got 2"),
+    ({"reward.overlong.factor": 1e300}, r"reward.overlong.factor: expected a finite number > 0 and <= 1e\+06"),
+    ({"reward.components": {"a": {"kind": "number", "weight": 1e300}}}, r"weight: expected a finite number >= -1e\+06"),
+    (
+        {"rollouts.mismatch.kind": "perturbed", "rollouts.mismatch.size": 1e18},
+        r"size: expected a finite number > 0 and <= 100",
+    ),
+    (
+        {"algorithm": "minirl", "algorithm.objective.corrections.tis.cap": 1e300},
+        r"tis.cap: expected .* float32 .*got 1e\+300",
+    ),
+    ({"policy.upcycle.noise": 1e18}, r"policy.upcycle.noise: expected a finite number >= 0 and <= 100"),
     ({"training.lr": 0.5, "training.weight_decay": 2.0}, r"training.weight_decay: expected less than 1 / training.lr = 0.5"),
 ]
 NOTED: list[dict[str, Any]] = [
