@@ -112,7 +112,7 @@ def loss(
         "uniform": uniform,
     }
     signals = _signals(value, like, tensors, mask=mask, group=group, turn=turn, rollout=rollout, keep=keep)
-    checks.same_device({"advantages": advantages}, like)
+    checks.same_device({"advantages": checks.tensor("advantages", advantages)}, like)
     check_state(value.name, state, value.initial())
     signals = replace(signals, logprobs=logprobs, advantages=_advantages(value, advantages, signals))
     signals, groups = _group_tables(value, signals, counts)
@@ -210,8 +210,9 @@ def advantages(
         raise InputError(f"rewards has shape {list(rewards.shape)}; [B], one per response, is needed")
     rows = len(rewards)
     if isinstance(components, Mapping):
-        components = torch.stack(list(components.values()), dim=1)
+        components = _component_table(components, rewards)
     tables = {"turn_rewards": turn_rewards, "turn_states": turn_states, "components": components}
+    checks.same_device({**tables, "mask": mask, "values": values, "turn": turn, "group": group}, rewards, "rewards")
     for name, table in tables.items():
         if table is not None and (table.dim() != 2 or len(table) != rows):
             raise InputError(f"{name} has shape {list(table.shape)}; [{rows}, ...], one row per response, is needed")
@@ -222,7 +223,7 @@ def advantages(
             )
     wide = {"values": values, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     tensors: dict[str, Tensor | None] = {**wide, **tables, "mask": mask, "turn": turn}
-    checks.same_device({**tensors, "group": group}, rewards, "rewards")
+    checks.same_device(wide, rewards, "rewards")
     checks.require_signals(f"the estimator '{estimator.name}'", {"its formula": estimator.needs()}, tensors)
     token_mask = None
     if mask is not None:
@@ -251,6 +252,15 @@ def advantages(
         advantages=estimate.advantages.to(dtype),
         returns=None if estimate.returns is None else estimate.returns.to(dtype),
     )
+
+
+def _component_table(components: Mapping[str, Tensor], rewards: Tensor) -> Tensor:
+    """[B, C] of a mapping of names to [B]."""
+    checks.same_device(components, rewards, "rewards")
+    if not components or any(each.shape != rewards.shape for each in components.values()):
+        shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in components.items()) or "no component"
+        raise InputError(f"expected components of shape {list(rewards.shape)}, one number per response, got {shapes}")
+    return torch.stack(list(components.values()), dim=1)
 
 
 def _algorithm(value: str | Algorithm) -> Algorithm:
@@ -316,6 +326,7 @@ def _signals(
     keep_mask = None
     if keep is not None:
         keep_mask = checks.zero_one("keep", checks.per_row_or_token("keep", keep, like)).to(like.dtype)
+    checks.no_nan({"logprobs": like, **checked}, tokens)
     shift = checked.get("router_shift")
     if shift is not None:
         checks.within_unit("router_shift", shift, tokens)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,16 @@ def _large_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _an_adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base", "peft_type": "LORA"}')
+
+
+def _only_an_adapter(folder: Path) -> None:
+    _an_adapter(folder)
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
 BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     _missing: ("there is no such folder",),
     _a_file: ("is a file",),
@@ -189,7 +201,9 @@ BROKEN: dict[Callable[[Path], None], tuple[str, ...]] = {
     _missing_weight: ("up_proj",),
     _missing_shard: ("model-00002-of-00002.safetensors",),
     _not_finite: ("finite",),
-    _large_tokenizer: ("tokenizer", "131 tokens", "embedding"),
+    _an_adapter: ("got an adapter", "the base 'owner/base'", "load policy.model=owner/base"),
+    _only_an_adapter: ("got an adapter", "load policy.model=owner/base"),
+    _large_tokenizer: ("expected a tokenizer of at most", "embedding"),
 }
 
 
@@ -220,6 +234,21 @@ def test_an_unreachable_hub_name_is_refused(legato: Command, tmp_path: Path, mon
     assert_refused(
         legato("train", *words(tmp_path / "runs", {"policy.model": "nobody/nothing"})), "nobody/nothing", "hub name"
     )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_hub_name_without_a_network_is_refused_at_once(
+    legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legato.policy.model.load._HUB_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # Nothing listens on port 1; the server accepts connections and never answers.
+        for port in (1, silent.getsockname()[1]):
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+            begin = time.monotonic()
+            result = legato("train", *words(tmp_path / "runs", {"policy.model": "nobody/nothing"}))
+            assert_refused(result, "a hub name", "a network", f"http://127.0.0.1:{port}", "give the folder")
+            assert time.monotonic() - begin < 5 and len(result[2].strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
 
 

@@ -171,6 +171,17 @@ def test_numbers_too_large_for_a_float_are_left_out(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("config", ["[a{}]\nx = 1", "[[a]]\n[a{}]\nx = 1", "a{} = 1"])
+def test_a_config_that_is_nested_thousands_deep_is_shown_as_none(tmp_path: Path, config: str) -> None:
+    synthetic_run(tmp_path, steps=3, name="whole")
+    deep = RunDirectory.create(tmp_path, "deep")
+    deep.write_config(config.format(".b" * 3000))
+    deep.append_metrics({"kind": "step", "step": 1, "reward/mean": 0.5})
+    result = configs(Folder(tmp_path), ["whole", "deep"])
+    assert result["differ"] and {row["values"][1] for row in result["differ"]} == {None}
+    assert len(curves(Folder(tmp_path), ["whole", "deep"], ["reward/mean"], 300, True)["curves"]) == 2
+
+
 def test_the_list_stays_small_whatever_a_run_calls_itself(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run")
     directory.append_metrics({"kind": "start", "algorithm": "x" * 500_000, "model": "tiny"})

@@ -143,7 +143,7 @@ def test_router_and_noise_depend_on_the_seed_alone() -> None:
         ({"experts": 1}, r"experts: expected a whole number >= 2, got 1"),
         ({"experts": 4, "experts_per_token": 5}, r"experts_per_token: expected at most experts = 4, got 5"),
         ({"experts_per_token": 1}, r"experts_per_token: expected a whole number >= 2, got 1"),
-        ({"noise": -0.1}, r"noise: expected a finite number >= 0, got -0\.1"),
+        ({"noise": -0.1}, r"noise: expected a finite number >= 0 and <= 100, got -0\.1"),
         ({"noise": float("nan")}, r"noise: .* got nan"),
     ],
 )

@@ -20,6 +20,7 @@ def signals(**changes: object) -> dict[str, object]:
 
 
 TENSORS = torch.full((2, 3), -1.0)
+NAN = torch.tensor([[-1.0] * 3, [-1.0, torch.nan, -1.0]])
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,13 @@ TENSORS = torch.full((2, 3), -1.0)
         ("gspo", {"counts": 4}, ["counts", "int", "legato.counts"]),
         ("gspo", {"keep": torch.tensor([1, 3])}, ["keep", "3", "0 and 1"]),
         ("gspo", {"state": {"a": {"b": 1.0}}}, ["gspo", "state"]),
+        ("gspo", {"state": 5}, ["gspo", "state holds 5", "algorithm.initial()"]),
+        ("gspo", {"state": {"a": 1}}, ["gspo", "state", "algorithm.initial()"]),
+        ("gspo", {"mask": None}, ["mask", "NoneType", "torch.Tensor"]),
+        ("gspo", {"advantages": None}, ["advantages", "NoneType", "torch.Tensor"]),
+        ("gspo", {"logprobs": NAN}, ["logprobs", "nan", "row 1", "mask"]),
+        ("gspo", {"old_logprobs": NAN}, ["old_logprobs", "nan", "row 1"]),
+        ("gspo", {"sampler_logprobs": NAN}, ["sampler_logprobs", "nan", "row 1"]),
         ("dapo", {}, ["dapo", "group", "aggregate 'group-token-mean'"]),
         ("dapo", {"group": torch.zeros(2)}, ["group", "torch.float32", "integer"]),
         ("dapo", {"group": torch.zeros(3, dtype=torch.long)}, ["group", "[3]", "[2]"]),
@@ -88,6 +96,11 @@ def test_counts_smaller_than_the_call_are_refused() -> None:
         ("ppo", {}, ["'gae'", "values", "mask="]),
         ("group_z", {}, ["'group_z'", "'group-z'"]),
         ("gdpo", {"components": torch.ones(3, 2)}, ["components", "[3, 2]", "[2, ...]"]),
+        ("gdpo", {"components": {"a": torch.ones(2), "b": torch.ones(3)}}, ["components", "[2]", "b [3]"]),
+        ("gdpo", {"components": {"a": [1.0, 2.0]}}, ["a", "list", "torch.Tensor"]),
+        ("gdpo", {"components": {}}, ["components", "no component"]),
+        ("gspo", {"turn_rewards": [[1.0], [2.0]]}, ["turn_rewards", "list", "torch.Tensor"]),
+        ("gspo", {"rewards": None}, ["rewards", "NoneType"]),
         ("pass-at-k", {}, ["k = 4", "at least 4", "has 2"]),
         ("pass-at-k", {"rewards": torch.tensor([0.5, 1.0])}, ["rewards", "0 or 1"]),
     ],

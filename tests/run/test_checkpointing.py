@@ -16,6 +16,7 @@ from legato.run.train import resume
 from legato.run.wire import Given, policy_of
 from legato.training.memory import available as machine
 from legato.training.memory.available import available
+from legato.training.memory.fit import least_bytes
 from legato.training.memory.model import Demand, Memory
 from legato.training.memory.shape import Shape
 from tests.proof.pages import numbers
@@ -83,7 +84,7 @@ def test_a_model_that_cannot_fit_is_refused_before_the_run(monkeypatch: pytest.M
     options = {**LARGE, "policy.gradient_checkpointing": setting}
     demand = memory.demand_of(resolved := load([], (), {**SMALL, **options}), policy_of(resolved, Given()))
     longest = resolved.config.policy.max_prompt_tokens + resolved.config.rollouts.max_response_tokens
-    least = memory._least(demand, longest)
+    least = least_bytes(demand, longest)
     needed = demand.memory(checkpointing=True)
     assert needed.weights + needed.gradients + needed.moments < least < needed.total
     set_available_memory(monkeypatch, least - 1)
@@ -143,6 +144,7 @@ def test_checkpointing_is_off_where_the_model_cannot_be_estimated(monkeypatch: p
     def strange(config: Any) -> Shape:
         raise InputError("the configuration Strange has no hidden_size; memory cannot be estimated")
 
+    monkeypatch.setattr("legato.run.wire.check_weights", lambda resolved: None)
     monkeypatch.setattr(Shape, "from_config", strange)
     set_available_memory(monkeypatch, 1)
     on, notes = decide()

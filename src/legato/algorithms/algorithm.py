@@ -77,15 +77,20 @@ class Algorithm:
         return {part.name: part.calibrated(state[part.name], noise) for part in self.objective.parts() if part.name in state}
 
 
-def check_state(name: str, state: State | None, initial: State) -> None:
+def check_state(name: str, state: Any, initial: State) -> None:
     """Check that the state has the parts and fields of this algorithm's initial state."""
     if state is None and initial:
         raise InputError(
             f"{name} has parts that adapt ({', '.join(initial)}): pass state=algorithm.initial() at first, then what"
             " algorithm.advance(state, outcome.sums) returns after each update"
         )
-    if state is not None and {part: sorted(fields) for part, fields in state.items()} != {
-        part: sorted(fields) for part, fields in initial.items()
-    }:
+    if state is not None and _fields_by_part(state) != _fields_by_part(initial):
         known = ", ".join(initial) or "nothing"
-        raise InputError(f"state holds {state!r}, but {name} keeps state of {known}; use algorithm.initial()")
+        raise InputError(f"state holds {state!r:.200}, but {name} keeps state of {known}; use algorithm.initial()")
+
+
+def _fields_by_part(state: Any) -> dict[str, list[str]] | None:
+    """The names of a state; None if it is no state: a mapping of parts to mappings."""
+    if not isinstance(state, Mapping) or not all(isinstance(fields, Mapping) for fields in state.values()):
+        return None
+    return {part: sorted(map(str, fields)) for part, fields in state.items()}

@@ -1,5 +1,6 @@
 """Checks that need several options at once. Each yields messages with the options, their values and their origins."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from legato.rollouts.registry import engine_names
 
 _LARGEST_EPSILON = 1e-3
 """Largest epsilon of Adam. A larger value is probably meant as a clip range, which other trainers call epsilon."""
+
+
+_LARGEST_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class Case:
 def disagreements(case: Case) -> Iterator[str]:
     """The messages of all checks."""
     checks = (_updates, _stages, _epochs, _environment, _reward, _engine, _mismatch, _evaluation, _health, _output)
-    for check in (*checks, _algorithm, _turns, _values):
+    for check in (*checks, _algorithm, _turns, _values, _float32):
         yield from check(case)
 
 
@@ -75,6 +79,12 @@ def _updates(case: Case) -> Iterator[str]:
             "training.epsilon",
             f"at most {_LARGEST_EPSILON:g}",
             "this is the epsilon of Adam; to clip the ratio set algorithm.objective.trust.clip.low and .high",
+        )
+    if training.lr * training.weight_decay >= 1:
+        yield case.refuse(
+            "training.weight_decay",
+            f"less than 1 / {case.describe('training.lr')}",
+            "AdamW multiplies every matrix by 1 - lr x weight_decay in each update, which would be 0 or negative",
         )
     if training.schedule == "constant" and training.final_lr_share > 0:
         yield case.refuse(
@@ -266,6 +276,17 @@ def _values(case: Case) -> Iterator[str]:
             f"expected a penalty that trains the value head, got none: {_describe_part(case, 'advantage')} reads its values;"
             ' add algorithm.objective.penalties = ["value"], or take an advantage that reads none (group-z)'
         )
+
+
+def _float32(case: Case) -> Iterator[str]:
+    """Refuse numbers that become infinite, or an error of torch, where they meet a float32 tensor."""
+    of_algorithm = {f"algorithm.{path}": value for path, value in flatten_algorithm(case.algorithm).items()}
+    for path, value in {**flatten(case.config), **of_algorithm}.items():
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > _LARGEST_FLOAT32:
+            yield (
+                f"{path}: expected a number that float32 holds, at most {_LARGEST_FLOAT32:.2g}, got {show_value(value)}"
+                f" ({case.origin(path)}); take a smaller one"
+            )
 
 
 def _describe_part(case: Case, path: str) -> str:

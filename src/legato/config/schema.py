@@ -18,7 +18,7 @@ from legato.rewards.scoring import ComponentSettings, RewardSettings
 from legato.rollouts.engine import EngineSettings, ResponseSettings
 from legato.rollouts.mismatch import Mismatch
 from legato.rollouts.render import ChatSettings, SystemPrompt
-from legato.rollouts.sampling import Sampling
+from legato.rollouts.sampling import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, Sampling
 from legato.tasks.source import SourceSettings
 from legato.training.collect import GroupSettings, PromptSettings, ResamplingSettings
 from legato.training.optimizer import OptimizerSettings
@@ -131,8 +131,9 @@ class Rollouts(GroupSettings, Sampling, ResponseSettings, EngineSettings):
         default="local",
         says='The sampling engine: "local" samples from the trained model; or "module:Name" or "file.py:Name" of your own.',
     )
-    # A greedy sampler has no ratio. Evaluations have their own temperature.
-    temperature: float = narrow(Sampling, "temperature", above=0.0)
+    # A greedy sampler has no ratio, and below 0.001 float32 log-probs cannot tell one ratio from another. Evaluations have
+    # their own temperature.
+    temperature: float = narrow(Sampling, "temperature", minimum=1e-3, maximum=HIGHEST_TEMPERATURE)
     mismatch: Mismatch = table(
         default_factory=Mismatch,
         says="A sampler that differs from the trainer on purpose; evaluations always sample from the policy itself.",
@@ -170,7 +171,12 @@ class Evaluation:
     )
     samples_per_problem: int = integer(default=1, says="Responses sampled for each held-out problem.", minimum=1)
     greedy: bool = flag(default=True, says="Whether greedy accuracy is measured too.")
-    temperature: float = number(default=1.0, says="Temperature of the sampled responses.", above=0.0)
+    temperature: float = number(
+        default=1.0,
+        says="Temperature of the sampled responses.",
+        minimum=LOWEST_TEMPERATURE,
+        maximum=HIGHEST_TEMPERATURE,
+    )
     target: float | None = number(
         default=None,
         says="The run ends early when sampled accuracy reaches this (and greedy accuracy target_greedy, if set).",

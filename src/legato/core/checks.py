@@ -70,10 +70,11 @@ def zero_one(name: str, tensor: Tensor) -> Tensor:
     return ones
 
 
-def mask(tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
-    if tensor.shape != like.shape:
-        raise InputError(f"mask has shape {_shape(tensor)} but {like_name} has shape {_shape(like)}; they must be equal")
-    return zero_one("mask", tensor)
+def mask(value: Any, like: Tensor, like_name: str = "logprobs") -> Tensor:
+    tensor_ = tensor("mask", value)
+    if tensor_.shape != like.shape:
+        raise InputError(f"mask has shape {_shape(tensor_)} but {like_name} has shape {_shape(like)}; they must be equal")
+    return zero_one("mask", tensor_)
 
 
 def per_row_or_token(name: str, tensor: Tensor, like: Tensor, like_name: str = "logprobs") -> Tensor:
@@ -142,6 +143,19 @@ def finite(name: str, values: Tensor, where: Tensor) -> None:
     if bool(wrong.any()):
         row = int(wrong.any(1).nonzero()[0, 0])
         raise InputError(f"{name} is {float(values[row][wrong[row]][0])} in row {row}; finite numbers are needed")
+
+
+def no_nan(values: Mapping[str, Tensor | None], where: Tensor) -> None:
+    """Check that no tensor holds NaN `where` the mask is set. Infinite log-probs are allowed: a ratio may be 0.
+
+    On a GPU there is one wait for all tensors.
+    """
+    given = {name: tensor.detach() for name, tensor in values.items() if tensor is not None}
+    if not given or not bool(torch.stack([(where & tensor.isnan()).any() for tensor in given.values()]).any()):
+        return
+    name, tensor = next((name, tensor) for name, tensor in given.items() if bool((where & tensor.isnan()).any()))
+    row = int((where & tensor.isnan()).any(1).nonzero()[0, 0])
+    raise InputError(f"{name} is nan in row {row} at a token with mask 1; numbers are needed (outside the mask NaN is fine)")
 
 
 def within_unit(name: str, values: Tensor, where: Tensor) -> None:

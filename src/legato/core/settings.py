@@ -62,10 +62,13 @@ def free_table(*, default_factory: Callable[[], dict[str, Any]], says: str, resu
     return dataclasses.field(default_factory=default_factory, metadata={"says": says, "rule": rule, "resume": resume})
 
 
-def narrow(base: type, name: str, *, above: float) -> Any:
-    """The number field `name` of other settings, with the extra bound that it lies above `above`."""
+def narrow(
+    base: type, name: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+) -> Any:
+    """The number field `name` of other settings, with bounds of its own."""
     field = cast(Any, base).__dataclass_fields__[name]
-    return fields.number(default=field.default, says=field.metadata["says"], resume=field.metadata["resume"], above=above)
+    says, resume = field.metadata["says"], field.metadata["resume"]
+    return fields.number(default=field.default, says=says, resume=resume, minimum=minimum, above=above, maximum=maximum)
 
 
 @dataclass_transform(

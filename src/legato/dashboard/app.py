@@ -58,6 +58,8 @@ def _json_endpoint(folder: Folder, answer: "Callable[[Request], Any]") -> "Calla
             status, body = 200, answer(request)
         except (ValueError, OSError) as error:
             status, body = 400 if isinstance(error, ValueError) else 500, {"error": str(error)}
+        except RecursionError:
+            status, body = 400, {"error": "expected records of a few levels, got one that is nested too deeply to be shown"}
         finally:
             folder.open_requests -= 1
         return Response(json.dumps(body, allow_nan=False, separators=(",", ":")), status, media_type="application/json")

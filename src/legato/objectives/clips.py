@@ -51,6 +51,13 @@ class Clip(Trust):
         default=2048.0, says="Length at which low and high hold under 'sqrt-length'.", above=0.0
     )
 
+    def __post_init__(self) -> None:
+        if 1 < self.low < math.inf:
+            raise InputError(
+                "trust 'clip'.low: expected at most 1 (a distance from 1; no ratio is below 0) or inf for no bound, got"
+                f" {self.low:g}"
+            )
+
     def bounds(self, state: PartState | None) -> Bounds:
         return Bounds(low=self.low, high=self.high, fields=("low", "high"))
 

@@ -19,6 +19,9 @@ from legato.records.directory import RunDirectory
 from legato.records.lines import RunDirectoryError
 from legato.records.tail import open_plain_file
 
+_DEEPEST = 32
+"""Levels of tables and lists in a config; a recipe has six."""
+
 OF_A_RUN = ("training.seed", "output.name", "output.directory")
 """Options that may differ between seeds of one arm."""
 
@@ -182,9 +185,21 @@ def read_config(directory: RunDirectory) -> dict[str, Any]:
     """Return the resolved recipe; empty if it cannot be read."""
     try:
         with open_plain_file(directory.config_path) as file:
-            return tomllib.load(file)
+            tree = tomllib.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
+    return {} if _is_deep(tree) else tree
+
+
+def _is_deep(tree: Any) -> bool:
+    """Whether a tree is nested deeper than any config of a run. Functions that call themselves would fail on it."""
+    level = [tree]
+    for _ in range(_DEEPEST):
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _safe(text: str) -> str:

@@ -18,7 +18,7 @@ class OverlongPunishment:
         above=0.0,
         maximum=1.0,
     )
-    factor: float = number(default=1.0, says="The full punishment.", above=0.0)
+    factor: float = number(default=1.0, says="The full punishment.", above=0.0, maximum=1e6)
 
     def punishment(self, lengths: RowIds, longest: int) -> PerSequence:
         """The term added to the reward of each response, by its length in tokens. L_max is `longest`."""

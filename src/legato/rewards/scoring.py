@@ -74,7 +74,7 @@ def check_reward(reward: Any, name: str) -> None:
 class ComponentSettings:
     """The weight of one reward, and whether it judges the answer."""
 
-    weight: float = number(default=1.0, says="What its value is multiplied by in the sum.")
+    weight: float = number(default=1.0, says="What its value is multiplied by in the sum.", minimum=-1e6, maximum=1e6)
     judges: bool = flag(default=True, says="Whether it says that an answer is right; accuracy is the mean of those that do.")
 
 

@@ -49,6 +49,7 @@ class Mismatch:
         default=None,
         says="'perturbed': the standard deviation of the relative noise on a weight; absent: 0.001.",
         above=0.0,
+        maximum=100.0,
         optional=True,
     )
     updates: int | None = integer(

@@ -11,6 +11,18 @@ from legato.core.fields import choice, text
 from legato.core.rollout import Author, Message, Problem
 from legato.core.settings import free_table, settings
 from legato.errors import InputError
+from legato.workers.pool import DiedError, RefusedError, TimedOutError, shared
+
+WORKER = "legato.rollouts.template_worker:render"
+RENDER_SECONDS = 10.0
+"""How long a template may take for one text; usual ones take less than a millisecond."""
+
+_OURS = (
+    *("add_generation_prompt", "continue_final_message", "conversation", "conversations", "max_length", "messages"),
+    *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize"),
+    *("tokenizer_kwargs", "truncation"),
+)
+"""Arguments of `apply_chat_template` that are not for the template. They would change the type or the length of a prompt."""
 
 
 @settings()
@@ -27,6 +39,15 @@ class ChatSettings:
     chat_template_kwargs: Mapping[str, Any] = free_table(
         default_factory=dict, says="Further arguments of the chat template: enable_thinking = false."
     )
+
+    def check(self) -> None:
+        """InputError for arguments that a template cannot read."""
+        for name in self.chat_template_kwargs:
+            if name in _OURS:
+                raise InputError(
+                    f"chat_template_kwargs: expected variables of the chat template, got {name!r}; that is an argument of"
+                    " apply_chat_template, which legato sets itself: drop it (policy.max_prompt_tokens limits prompts)"
+                )
 
 
 @settings()
@@ -73,13 +94,8 @@ class Rendering(ChatSettings, SystemPrompt):
     def prompt(self, problem: Problem) -> Tensor:
         """[P] token ids of a problem, up to the first token of the answer."""
         if self.by_template:
-            tokens = self.tokenizer.apply_chat_template(
-                self._messages(problem),
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **self.chat_template_kwargs,
-            )["input_ids"]
+            text = self._render(self._messages(problem))
+            tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             # Drop an end token that the tokenizer appends: the answer follows.
             tokens = self.tokenizer(self._text(problem))["input_ids"]
@@ -88,6 +104,40 @@ class Rendering(ChatSettings, SystemPrompt):
         if not tokens:
             raise InputError(f"the prompt {str(problem.prompt)[:60]!r} has no tokens; a prompt needs at least one")
         return _ids(tokens)
+
+    def check_problems(self, problems: Sequence[Problem]) -> list[str]:
+        """Check that the policy can read the first problems of a run; returns notes about what it cannot read.
+
+        InputError if the chat template leaves the problem out, or if the tokenizer knows no character of any problem.
+        """
+        if self.by_template and problems:
+            self._check_that_template_shows(problems[0])
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None:
+            return []
+        tokens = [self.tokenizer(_content(problem), add_special_tokens=False)["input_ids"] for problem in problems]
+        partly = [problem for problem, ids in zip(problems, tokens, strict=True) if unknown in ids]
+        if not partly:
+            return []
+        example = f"{_content(partly[0])[:60]!r}"
+        if all(set(ids) == {unknown} for ids in tokens):
+            raise InputError(
+                f"expected problems in characters that the tokenizer of {self._name} knows, got only unknown ones:"
+                f" {example} (task); take a model whose tokenizer knows them"
+            )
+        return [
+            f"{len(partly)} of the first {len(problems)} problems hold characters that the tokenizer does not know, for"
+            f" instance {example}: the policy reads {self.tokenizer.unk_token!r} in their place"
+        ]
+
+    def _check_that_template_shows(self, problem: Problem) -> None:
+        messages = self._messages(problem)
+        other = [{**each, "content": "?"} if each.get("role") != "system" else each for each in messages]
+        if other != messages and self._render(messages) == self._render(other):
+            raise InputError(
+                f"expected a chat template that shows the problem, got that of {self._name}, which renders the same text for"
+                " any problem (policy.chat); correct its chat_template, or use policy.chat = 'never'"
+            )
 
     def reply(
         self, problem: Problem, earlier: Sequence[Message], turn: str, content: str | Sequence[Message], end: int | None
@@ -106,8 +156,8 @@ class Rendering(ChatSettings, SystemPrompt):
             return Inserted(tokens=plain, authors=torch.full_like(plain, Author.TOOL.value), text=content, messages=())
         answer = [{"role": "user", "content": content}] if isinstance(content, str) else [dict(each) for each in content]
         turn_and_answer = ({"role": "assistant", "content": turn}, *answer)
-        before = self._render([*self._messages(problem), *earlier])
-        after = self._render([*self._messages(problem), *earlier, *turn_and_answer])
+        before = self._render([*self._messages(problem), *earlier], "task.environment")
+        after = self._render([*self._messages(problem), *earlier, *turn_and_answer], "task.environment")
         contents = [str(each.get("content", "")) for each in answer]
         tokens, authors = self._tokens_and_authors(self._added_after_turn(before, turn, after), contents)
         again = bool(tokens) and tokens[0] == end
@@ -115,18 +165,57 @@ class Rendering(ChatSettings, SystemPrompt):
             tokens=_ids(tokens)[again:], authors=_ids(authors)[again:], text="\n".join(contents), messages=turn_and_answer
         )
 
-    def _render(self, messages: list[Message]) -> str:
+    def _render(self, messages: Sequence[Message], where: str = "policy.model") -> str:
+        """The text of messages; InputError with the remedy if the template fails, loops or needs too much memory."""
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-            )
-        except Exception as error:  # templates are programs, and many refuse roles or orders of messages
-            roles = ", ".join(str(each.get("role")) for each in messages)
-            raise InputError(
-                f"expected messages that the chat template of {self._name} can render, got {roles} (task.environment):"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        return text
+            return self._render_or_raise(messages)
+        except _TemplateError as error:
+            raise InputError(self._explain(messages, error, where)) from error
+
+    def _render_or_raise(self, messages: Sequence[Message]) -> str:
+        arguments = dict(self.chat_template_kwargs)
+        try:
+            if not _renders_as_transformers(self.tokenizer):
+                own: str = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **arguments
+                )
+                return own
+            template = self.tokenizer.get_chat_template(arguments.pop("chat_template", None), arguments.get("tools"))
+            # The order of `apply_chat_template`: arguments of the user win over special tokens.
+            variables = {**self.tokenizer.special_tokens_map, **arguments}
+            rendered: str = shared(WORKER).ask(template, list(messages), variables, seconds=RENDER_SECONDS)
+            return rendered
+        except TimedOutError:
+            raise _TemplateError(f"it did not end within {RENDER_SECONDS:g} s") from None
+        except DiedError as error:
+            raise _TemplateError(f"the process that renders it failed: {error}") from None
+        except RefusedError as error:
+            raise _TemplateError(_shorten(str(error))) from None
+        except Exception as error:  # a tokenizer with code of its own, several templates without a default, odd messages
+            raise _TemplateError(_shorten(f"{type(error).__name__}: {error}")) from error
+
+    def _explain(self, messages: Sequence[Message], error: "_TemplateError", where: str) -> str:
+        """The message about a template that failed, with what to do about it."""
+        roles = ", ".join(str(each.get("role")) for each in messages)
+        without = [each for each in messages if each.get("role") != "system"]
+        advice = (
+            "correct the template, give the variables that it reads (policy.chat_template_kwargs), or do without it"
+            " (policy.chat = 'never')"
+        )
+        if len(without) < len(messages) and self._renders(without):
+            own = self.system_prompt is not None and messages[0].get("content") == self.system_prompt
+            where, what = ("task.system_prompt", "it") if own else ("the problem's messages", "the system message")
+            advice = f"the template takes no system message: drop {what}, or put its text at the beginning of each problem"
+        return (
+            f"expected messages that the chat template of {self._name} can render, got {roles} ({where}): {error}; {advice}"
+        )
+
+    def _renders(self, messages: Sequence[Message]) -> bool:
+        try:
+            self._render_or_raise(messages)
+        except _TemplateError:
+            return False
+        return True
 
     @property
     def _name(self) -> str:
@@ -162,8 +251,12 @@ class Rendering(ChatSettings, SystemPrompt):
 
     def _messages(self, problem: Problem) -> list[dict[str, str]]:
         prompt = problem.prompt
+        if not isinstance(prompt, str) and not (prompt and all(isinstance(each, Mapping) for each in prompt)):
+            raise InputError(
+                f"expected a text or chat messages with role and content, got {str(prompt)[:60]!r} (the prompt of a problem)"
+            )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        if self.system_prompt is not None and messages[0]["role"] != "system":
+        if self.system_prompt is not None and messages[0].get("role") != "system":
             messages.insert(0, {"role": "system", "content": self.system_prompt})
         return messages
 
@@ -174,6 +267,29 @@ class Rendering(ChatSettings, SystemPrompt):
             f"problem {problem.key} is chat messages, but {_why_no_template(self.chat)}; use a model with a template or text"
             " prompts"
         )
+
+
+class _TemplateError(Exception):
+    """A chat template gave no text; the message is the reason."""
+
+
+def _renders_as_transformers(tokenizer: Any) -> bool:
+    """Whether the tokenizer renders its template as transformers does, so that a worker can do it."""
+    from transformers import PreTrainedTokenizerBase
+
+    return getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+
+
+def _content(problem: Problem) -> str:
+    """The text of a problem, without roles."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return "\n".join(str(each.get("content", "")) for each in problem.prompt)
+
+
+def _shorten(text: str) -> str:
+    """The text on one line, at most 300 characters of it."""
+    return " ".join(text.split())[:300]
 
 
 def _ids(tokens: Sequence[int]) -> Tensor:

@@ -7,13 +7,21 @@ from torch import Tensor
 
 from legato.core.fields import integer, number
 from legato.core.settings import settings
+from legato.errors import InputError
+
+HIGHEST_TEMPERATURE = 100.0
+"""Above it every token of a vocabulary is about as likely as any other."""
+LOWEST_TEMPERATURE = 1e-4
+"""Below it logits that are divided by the temperature lose their digits, and in the end overflow. 0 is greedy."""
 
 
 @settings()
 class Sampling:
     """How tokens are chosen. Temperature 0 is greedy and for evaluation only: no ratio can be taken to it."""
 
-    temperature: float = number(default=1.0, says="Of sampling, and of every log-prob.", minimum=0.0)
+    temperature: float = number(
+        default=1.0, says="Of sampling, and of every log-prob.", minimum=0.0, maximum=HIGHEST_TEMPERATURE
+    )
     top_p: float = number(
         default=1.0,
         says="Keeps the likeliest tokens that hold this probability together; 1: all.",
@@ -27,6 +35,13 @@ class Sampling:
         minimum=0.0,
         below=1.0,
     )
+
+    def check(self) -> None:
+        """InputError for a temperature that is neither 0 nor large enough to divide by."""
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise InputError(
+                f"temperature: expected 0 (greedy) or at least {LOWEST_TEMPERATURE:g}, got {self.temperature:g}"
+            )
 
     @property
     def truncates(self) -> bool:

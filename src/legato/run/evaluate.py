@@ -10,6 +10,7 @@ from legato.diagnostics.statistics.intervals import mean_interval, wilson_interv
 from legato.errors import InputError
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
+from legato.run.sizes import check_samples
 from legato.run.target import Target
 from legato.tasks.data import Jsonl, Parquet
 from legato.training.evaluate import Answered, pass_at
@@ -53,6 +54,7 @@ def evaluate(
             f"this run was given its {' and '.join(missing)} in Python, which its configuration does not hold; evaluate its"
             " model folder with a task and a reward of your choice: legato eval FOLDER task.kind=... reward.kind=..."
         )
+    check_samples(samples, "samples")
     if file is not None:
         chosen: Sequence[Problem] = (Parquet if file.suffix == ".parquet" else Jsonl)(path=str(file)).load()
         source = wire.source_of(config, wire.Given(problems=_pad_for_pool(chosen)))

@@ -1,6 +1,5 @@
 """Estimates the memory of a run, and decides `policy.gradient_checkpointing = "auto"` from it."""
 
-from dataclasses import replace
 from typing import Any
 
 from legato.config.resolved import Resolved
@@ -10,7 +9,7 @@ from legato.policy.model.load import recompute_layers
 from legato.policy.policy import Policy
 from legato.run import wire
 from legato.training.memory.available import available
-from legato.training.memory.fit import Fit, fit
+from legato.training.memory.fit import Fit, fit, refuse_if_too_large
 from legato.training.memory.model import Demand, gigabytes
 from legato.training.memory.shape import Shape
 
@@ -105,45 +104,6 @@ def decide_checkpointing(resolved: Resolved, policy: Policy, world: World | None
         else:
             note = f"this model does not support it, but {note}"
     policy.notes.append(note)
-
-
-def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
-    """InputError if not even the smallest run fits: packs of one text, gradient checkpointing, no slack.
-
-    Above that the estimate may be wrong, so the run starts with a note.
-    """
-    least = _least(demand, longest)
-    if least <= room:
-        return
-    alternatives = {"policy.lora.rank=16": replace(demand, adapter_rank=16, trained=None)} if not demand.adapter_rank else {}
-    if on_gpu:
-        eight_bit, offload = "training.optimizer=adamw-8bit", "training.offload_optimizer=true"
-        alternatives[eight_bit] = replace(demand, eight_bit=True)
-        alternatives[offload] = replace(demand, offload=True)
-        alternatives[f"{offload} {eight_bit}"] = replace(demand, offload=True, eight_bit=True)
-    helpful = [
-        f"{setting} ({gigabytes(_least(other, longest))})"
-        for setting, other in alternatives.items()
-        if _least(other, longest) <= room
-    ]
-    raise InputError(
-        f"expected a training that fits in {gigabytes(room)}, got one that needs {gigabytes(least)} with the smallest pack"
-        f" and gradient checkpointing (policy.model = {model}); what would fit:"
-        f" {', '.join([*helpful, 'a smaller model'])}"
-    )
-
-
-def _least(demand: Demand, longest: int) -> int:
-    """Bytes of the smallest possible update: packs of one text, one response at a time in the engine."""
-    tokens = min(longest, demand.tokens_per_pack)
-    smallest = replace(
-        demand,
-        tokens_per_pack=tokens,
-        head_tokens=min(demand.head_tokens, tokens),
-        cached_tokens=min(demand.cached_tokens, 2 * longest),
-    )
-    memory = smallest.memory(checkpointing=True)
-    return memory.total - memory.slack
 
 
 def _decision_note(demand: Demand, fitting: Fit, room: int) -> str:

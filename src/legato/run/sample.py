@@ -10,6 +10,7 @@ from legato.rollouts.engine import Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.run import wire
+from legato.run.sizes import check_samples
 from legato.run.target import Target
 
 
@@ -32,6 +33,7 @@ def sample(
 ) -> Iterator[PromptResponses]:
     """Yield responses prompt by prompt. The policy is loaded once; temperature 0 is greedy."""
     config = target.resolved.config
+    check_samples(samples, "samples")
     seed_generators(config.training.seed)
     policy = target.policy()
     engine = wire.sampling_engine(config, policy)

@@ -15,6 +15,7 @@ from legato.algorithms.catalogue import is_published
 from legato.config import changes
 from legato.config.load import load
 from legato.config.resolved import Resolved, dump
+from legato.config.unusual import unusual_values
 from legato.core.generators import seed_generators
 from legato.core.importing import OwnCode, code_at, is_import_path
 from legato.core.rollout import Problem
@@ -34,6 +35,7 @@ from legato.run.interrupt import ImmediateInterrupt, Interrupt
 from legato.run.loggers import Logger, TensorBoardLogger, WandbLogger
 from legato.run.memory import decide_checkpointing
 from legato.run.origin import prepare
+from legato.run.sizes import check_sizes
 from legato.run.watcher import GuardedWatcher, Silent, Watcher
 from legato.tasks.source import Source
 from legato.training import checkpoint
@@ -130,6 +132,7 @@ def start(
     """Start a new run. All input is checked before the run directory is created."""
     watcher = GuardedWatcher(watcher)
     config = resolved.config
+    check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
     seed_generators(config.training.seed)
     reward = wire.reward_of(config, given)
     source = wire.source_of(config, given)
@@ -246,6 +249,7 @@ def resume(
         before = load([directory.config_path])
         resolved = load([directory.config_path], words) if words else before
         changes.check(before, resolved, allow_changes)  # before the checkpoint is hashed, which may take long
+        check_sizes(resolved, own_model=given.model is not None, own_problems=given.problems is not None)
         folder = _newest_checkpoint(directory, before, watcher) if step is None else find_checkpoint(directory, step)
         state = _read_state(folder)
         changed = changes.check(inputs.config_of_checkpoint(folder, before), resolved, allow_changes)
@@ -471,6 +475,7 @@ def _notes(resolved: Resolved, loading: Sequence[str]) -> list[str]:
         f"{training.prompts_per_step} prompts x {config.rollouts.samples_per_prompt} samples a step,"
         f" {count(training.updates_per_step, 'update')}, lr {training.lr:g}, seed {training.seed}",
         *loading,
+        *unusual_values(resolved),
     ]
     if training.shortens_warm_up:
         notes.append(

@@ -25,6 +25,7 @@ from legato.rollouts.mismatch import Mismatch
 from legato.rollouts.registry import EngineOptions, build_engine
 from legato.rollouts.render import Rendering, end_tokens
 from legato.rollouts.sampling import Sampling
+from legato.run.sizes import check_weights
 from legato.tasks.source import Joined, Source
 from legato.training.anchor import needs_reference
 from legato.training.collect import Collector, CollectorSettings
@@ -49,6 +50,8 @@ class Given:
 def policy_of(resolved: Resolved, given: Given, saved: Path | None = None) -> Policy:
     """The policy to train, with the configured weights or those of a saved model folder."""
     config, algorithm = resolved.config, resolved.algorithm
+    if given.model is None and saved is None:
+        check_weights(resolved)
     return load_policy(
         config.policy.model if given.model is None else given.model,
         config.policy,
@@ -289,7 +292,7 @@ def check_training(resolved: Resolved, policy: Policy, collector: Collector) -> 
         policy.require_routers(option)
     if resolved.config.rollouts.record_routes is True:
         policy.require_routers("rollouts.record_routes = true")
-    collector.check_prompts()
+    policy.notes += collector.check_prompts()
 
 
 def trainer_of(resolved: Resolved, policy: Policy, collector: Collector, reference: Reference | None) -> Trainer:

@@ -28,8 +28,8 @@ class Arithmetic(Part):
     )
 
     operation: str = choice("add", "subtract", "multiply", default="add", says="Which operation.")
-    left_digits: int = integer(default=2, says="Digits of the first operand.", minimum=1)
-    right_digits: int = integer(default=1, says="Digits of the second operand.", minimum=1)
+    left_digits: int = integer(default=2, says="Digits of the first operand.", minimum=1, maximum=1000)
+    right_digits: int = integer(default=1, says="Digits of the second operand.", minimum=1, maximum=1000)
 
     def problem(self, source: random.Random) -> Problem:
         digits = self.left_digits, self.right_digits
@@ -50,7 +50,7 @@ class Arithmetic(Part):
 class Reversal(Part):
     """A string of digits or letters to write backwards: "4071=" -> "1704"."""
 
-    length: int = integer(default=4, says="How many symbols.", minimum=1)
+    length: int = integer(default=4, says="How many symbols.", minimum=1, maximum=100_000)
     symbols: str = choice("digits", "letters", default="digits", says="Of what.")
 
     def problem(self, source: random.Random) -> Problem:
@@ -63,8 +63,8 @@ class Reversal(Part):
 class Sorting(Part):
     """Numbers to put in order: "31 4 15=" -> "4 15 31"."""
 
-    count: int = integer(default=3, says="How many numbers.", minimum=2)
-    digits: int = integer(default=1, says="Largest number of digits of each.", minimum=1)
+    count: int = integer(default=3, says="How many numbers.", minimum=2, maximum=10_000)
+    digits: int = integer(default=1, says="Largest number of digits of each.", minimum=1, maximum=1000)
 
     def problem(self, source: random.Random) -> Problem:
         numbers = [source.randrange(10**self.digits) for _ in range(self.count)]
@@ -75,9 +75,9 @@ class Sorting(Part):
 class CountingDown(Part):
     """A number to count down from by a step: "-7: 31 " -> "24 17 10 3"; long answers of easy steps."""
 
-    least: int = integer(default=3, says="Fewest numbers of an answer.", minimum=1)
-    most: int = integer(default=6, says="Most numbers of an answer.", minimum=1)
-    largest_step: int = integer(default=9, says="The largest step; 2 is the smallest.", minimum=2)
+    least: int = integer(default=3, says="Fewest numbers of an answer.", minimum=1, maximum=10_000)
+    most: int = integer(default=6, says="Most numbers of an answer.", minimum=1, maximum=10_000)
+    largest_step: int = integer(default=9, says="The largest step; 2 is the smallest.", minimum=2, maximum=10**9)
 
     def __post_init__(self) -> None:
         if self.least > self.most:
@@ -93,7 +93,7 @@ class CountingDown(Part):
 class LetterCounting(Part):
     """How often a letter occurs in a word: "r in strawberry=" -> "3"."""
 
-    length: int = integer(default=8, says="Length of the word.", minimum=1)
+    length: int = integer(default=8, says="Length of the word.", minimum=1, maximum=100_000)
     letters: int = integer(default=4, says="How many different letters words are made of.", minimum=2)
 
     def problem(self, source: random.Random) -> Problem:
@@ -116,7 +116,8 @@ class Countdown(Part):
     The answer is one right expression; `fields` hold the numbers and the target for the reward to check another one.
     """
 
-    count: int = integer(default=3, says="How many numbers.", minimum=2)
+    # All orders of the numbers are listed: 362,880 of nine.
+    count: int = integer(default=3, says="How many numbers.", minimum=2, maximum=9)
     largest: int = integer(default=9, says="Largest number.", minimum=1)
 
     def problem(self, source: random.Random) -> Problem:

@@ -20,6 +20,9 @@ from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
 from legato.training.source import ExhaustedError, Tally
 
+_CHECKED_PROBLEMS = 32
+"""Problems whose prompts are looked at before a run starts."""
+
 Judge = Callable[[Sequence[Rollout]], list[Score | Unscorable]]
 
 
@@ -135,11 +138,13 @@ class Collector:
     def go_to(self, drawn: int) -> None:
         self._drawn = drawn
 
-    def check_prompts(self) -> None:
-        """Raise InputError if no problem can be drawn; the place in the data does not move."""
+    def check_prompts(self) -> list[str]:
+        """Raise InputError if no problem can be drawn or read; returns notes. The place in the data does not move."""
         before = self._drawn
         self._draw(Tally())
         self._drawn = before
+        count = min(_CHECKED_PROBLEMS, self.source.size or _CHECKED_PROBLEMS)
+        return self.runner.rendering.check_problems([self.source.training(number) for number in range(count)])
 
     def state(self) -> dict[str, Any]:
         second = self.source.after if isinstance(self.source, Joined) else None

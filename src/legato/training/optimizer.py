@@ -55,11 +55,12 @@ class Schedule:
 class OptimizerSettings(Schedule):
     """The settings of the optimizer and its schedule."""
 
-    lr: float = number(default=1e-6, says="The learning rate.", above=0.0)
+    lr: float = number(default=1e-6, says="The learning rate.", above=0.0, maximum=1.0)
     value_lr: float | None = number(
         default=None,
         says="The learning rate of the value head (ppo); absent: that of the policy.",
         above=0.0,
+        maximum=1.0,
         optional=True,
     )
     weight_decay: float = number(

@@ -28,7 +28,7 @@ from typing import Any
 START_SECONDS = 120.0
 """How long a worker may take to import what it needs; a loaded machine is slow at that."""
 MEMORY_BYTES = 4 * 2**30
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """The environment variables a worker gets: no tokens, no keys."""
 
 

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,8 @@ def load_policy(
     policy is loaded.
     """
     _no_progress_bars()
-    device = _device(loading.device)
-    dtype = _dtype(loading.dtype, device)
+    device = choose_device(loading.device)
+    dtype = choose_dtype(loading.dtype, device)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     notes: list[str] = []
     if saved is not None and loading.lora is None:
@@ -150,7 +151,8 @@ def _build_dense(model: Any, loading: Loading, dtype: torch.dtype, tokenizer: An
     return _load_pretrained(folder, dtype, loading.trust_remote_code)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """The device of `policy.device`; InputError if it is a GPU and there is none."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -158,7 +160,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of `policy.dtype`."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
@@ -170,7 +173,14 @@ def _tokenizer_of(model: nn.Module) -> Any:
         raise InputError("a module given as model needs a tokenizer: pass tokenizer=, or a folder that has both")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=not Path(folder).exists() and _unreachable(folder) != ""
+        )
+    except Exception as error:
+        raise InputError(
+            f"the tokenizer of the given module could not be loaded: {_reason(error)}; pass tokenizer="
+        ) from None
 
 
 def _load_pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -182,18 +192,27 @@ def _load_pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -
         _check_folder(path.expanduser(), trust_remote_code)
         folder = str(path.expanduser())
     where = f"policy.model = {folder!r} ({'a folder' if path.exists() else 'a hub name: no folder of that name is here'})"
+    cached = _use_cache(folder, where) if not path.exists() else True
     # Any exception of a library over a broken file is bad input: it becomes one line that quotes the reason.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=cached)
     except Exception as error:
         raise InputError(f"{where}: its tokenizer (tokenizer.json) could not be loaded: {_reason(error)}") from None
     try:
         auto_class: Any = AutoModelForCausalLM
         model, report = auto_class.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            local_files_only=cached,
         )
     except Exception as error:
         raise InputError(f"{where}: its model could not be loaded: {_reason(error)}") from None
+    if getattr(model, "_hf_peft_config_loaded", False):
+        base = next((each.base_model_name_or_path for each in model.peft_config.values()), None)
+        raise InputError(_adapter_words(where, base))
     missing = sorted(report["missing_keys"])
     if missing:
         raise InputError(
@@ -203,6 +222,55 @@ def _load_pretrained(folder: str, dtype: torch.dtype, trust_remote_code: bool) -
             " have been trained from random numbers"
         )
     return tokenizer, model
+
+
+_HUB_SECONDS = 5.0
+"""How long the hub may take for a first answer. The libraries would ask for minutes, once per file."""
+
+
+def _use_cache(name: str, where: str) -> bool:
+    """Whether to load a hub name from the cache alone, since the hub cannot be reached; InputError if it is not there."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    reason = _unreachable(name)
+    if reason and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise InputError(
+            f"{where}: expected a folder, or a network to load it from {constants.ENDPOINT}, got no answer ({reason}); give"
+            " the folder of a model, or connect"
+        )
+    return bool(reason)
+
+
+def _unreachable(name: str) -> str:
+    """Why the hub gives no answer; empty if it gives any. The request runs in a thread: looking up a host has no limit."""
+    from huggingface_hub import constants, get_session
+
+    reasons: list[str] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", timeout=_HUB_SECONDS)
+            reasons.append("")
+        except Exception as error:  # the client differs between versions of the library, and so do its exceptions
+            reasons.append(_reason(error))
+
+    thread = threading.Thread(target=ask, name="request to the hub", daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    return reasons[0] if reasons else f"none within {_HUB_SECONDS:g} s"
+
+
+def _adapter_words(where: str, base: Any) -> str:
+    """The message about an adapter that was given in place of a model."""
+    named = f"the base {base!r}" if base else "a base that it does not name"
+    load = f"policy.model={base}" if base else "that base as policy.model"
+    return (
+        f"{where}: expected a whole model, got an adapter (adapter_config.json) of {named}; load {load} and train new"
+        " adapters (policy.lora), or merge the adapter into its base first (peft: merge_and_unload; a run of legato: legato"
+        " export)"
+    )
 
 
 def means_a_folder(name: str) -> bool:
@@ -226,6 +294,8 @@ def _check_folder(path: Path, trust_remote_code: bool) -> None:
         raise InputError(f"{where}: there is no such folder; a folder with config.json, weights and tokenizer is needed")
     if not path.is_dir():
         raise InputError(f"{where} is a file; the folder that holds config.json, weights and tokenizer is needed")
+    if (path / "adapter_config.json").is_file():
+        raise InputError(_adapter_words(where, _read_base(path / "adapter_config.json")))
     if not (path / "config.json").is_file():
         raise InputError(f"{where}: the folder has no config.json; a Hugging Face model folder is needed")
     try:
@@ -248,6 +318,15 @@ def _check_folder(path: Path, trust_remote_code: bool) -> None:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     ):
         raise InputError(f"{where}: the folder has no tokenizer (tokenizer.json or tokenizer_config.json)")
+
+
+def _read_base(path: Path) -> Any:
+    """The base model that an adapter names; None if it cannot be read."""
+    try:
+        contents = json.loads(path.read_text())
+    except (ValueError, OSError, RecursionError):
+        return None
+    return contents.get("base_model_name_or_path") if isinstance(contents, dict) else None
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ class WarmUp:
 
     steps: int = integer(default=150, says="How many supervised updates.", minimum=1)
     examples_per_step: int = integer(default=256, says="Problems per update.", minimum=1)
-    lr: float = number(default=2e-3, says="Learning rate of these updates.", above=0.0)
+    lr: float = number(default=2e-3, says="Learning rate of these updates.", above=0.0, maximum=1.0)
     cache: str | None = text(
         default=None,
         says="A folder for the weights after the stage: runs that begin with the same weights, examples and stage take them"

@@ -51,6 +51,28 @@ def character_tokenizer() -> Any:
     )
 
 
+def tiny_sizes(shape: TinyShape, mixture: bool, vocabulary: int = 3 + len(ALPHABET)) -> dict[str, Any]:
+    """The sizes of a tiny model under the names of transformers."""
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": max(1, shape.heads // 2),
+        "head_dim": max(16, shape.hidden // shape.heads),
+        "tie_word_embeddings": True,
+    }
+    if not mixture:
+        return {**common, "intermediate_size": shape.feed_forward * shape.hidden}
+    return {
+        **common,
+        "moe_intermediate_size": shape.hidden,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "decoder_sparse_step": 1,
+    }
+
+
 def tiny_model(
     shape: TinyShape, *, vocabulary: int, seed: int, mixture: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
@@ -58,31 +80,13 @@ def tiny_model(
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": max(1, shape.heads // 2),
-        "head_dim": max(16, shape.hidden // shape.heads),
+        **tiny_sizes(shape, mixture, vocabulary),
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    config: Any
-    if mixture:
-        config = Qwen3MoeConfig(
-            **common,
-            moe_intermediate_size=shape.hidden,
-            num_experts=shape.experts,
-            num_experts_per_tok=shape.experts_per_token,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
-    else:
-        config = Qwen3Config(**common, intermediate_size=shape.feed_forward * shape.hidden)
+    config: Any = Qwen3MoeConfig(**common, norm_topk_prob=True, mlp_only_layers=[]) if mixture else Qwen3Config(**common)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto_class: Any = AutoModelForCausalLM

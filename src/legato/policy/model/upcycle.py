@@ -56,6 +56,7 @@ class Upcycling:
         says="Standard deviation of noise on the experts, relative to that of each matrix; 0: copies, equal to the dense"
         " model.",
         minimum=0.0,
+        maximum=100.0,
     )
 
     def check(self) -> None:

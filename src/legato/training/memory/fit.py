@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from legato.training.memory.model import Demand, Memory
+from legato.errors import InputError
+from legato.training.memory.model import Demand, Memory, gigabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +41,42 @@ def fit(demand: Demand, available: int, *, smallest: int = 1) -> Fit:
         middle = (low + high) // 2
         low, high = (middle, high) if memory_of(middle).total <= available else (low, middle)
     return Fit(fits=True, checkpointing=True, tokens_per_pack=low, memory=memory_of(low))
+
+
+def refuse_if_too_large(demand: Demand, room: int, longest: int, model: str, *, on_gpu: bool) -> None:
+    """InputError if not even the smallest run fits: packs of one text, gradient checkpointing, no slack.
+
+    Above that the estimate may be wrong, so the run starts with a note.
+    """
+    least = least_bytes(demand, longest)
+    if least <= room:
+        return
+    alternatives = {"policy.lora.rank=16": replace(demand, adapter_rank=16, trained=None)} if not demand.adapter_rank else {}
+    if on_gpu:
+        eight_bit, offload = "training.optimizer=adamw-8bit", "training.offload_optimizer=true"
+        alternatives[eight_bit] = replace(demand, eight_bit=True)
+        alternatives[offload] = replace(demand, offload=True)
+        alternatives[f"{offload} {eight_bit}"] = replace(demand, offload=True, eight_bit=True)
+    helpful = [
+        f"{setting} ({gigabytes(least_bytes(other, longest))})"
+        for setting, other in alternatives.items()
+        if least_bytes(other, longest) <= room
+    ]
+    raise InputError(
+        f"expected a training that fits in {gigabytes(room)}, got one that needs {gigabytes(least)} with the smallest pack"
+        f" and gradient checkpointing (policy.model = {model}); what would fit:"
+        f" {', '.join([*helpful, 'a smaller model'])}"
+    )
+
+
+def least_bytes(demand: Demand, longest: int) -> int:
+    """Bytes of the smallest possible update: packs of one text, one response at a time in the engine."""
+    tokens = min(longest, demand.tokens_per_pack)
+    smallest = replace(
+        demand,
+        tokens_per_pack=tokens,
+        head_tokens=min(demand.head_tokens, tokens),
+        cached_tokens=min(demand.cached_tokens, 2 * longest),
+    )
+    memory = smallest.memory(checkpointing=True)
+    return memory.total - memory.slack

@@ -113,4 +113,7 @@ def _first(config: Any, *names: str) -> int:
 def _sparse_layers(config: Any) -> int:
     """How many layers have experts."""
     every, dense = _first(config, "decoder_sparse_step") or 1, set(getattr(config, "mlp_only_layers", None) or ())
-    return sum((layer + 1) % every == 0 and layer not in dense for layer in range(config.num_hidden_layers))
+    layers = config.num_hidden_layers
+    # Counted without a loop over the layers: a configuration may claim any number of them.
+    without = sum((layer + 1) % every == 0 for layer in dense if isinstance(layer, int) and 0 <= layer < layers)
+    return int(layers // every - without)

@@ -1,0 +1,33 @@
+"""Chat templates as they are rendered in a worker (`workers/pool.py`).
+
+A template is a program that comes with a model. The sandbox of transformers keeps it from files and attributes, but not from
+loops without end or texts of many gigabytes. Here both end with this process and not with the run.
+"""
+
+from typing import Any
+
+MEMORY_BYTES = 2**30
+LONGEST = 2**22
+"""Characters of a rendered text. A longer one is a fault of the template; no context is that long."""
+
+
+def prepare() -> None:
+    """Import the renderer, then lower the memory limit: a template needs far less than other workers do."""
+    import resource
+
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.render_jinja_template([[]], chat_template="")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def render(template: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    """The text of chat messages up to the first token of the next answer."""
+    from transformers.utils import chat_template_utils
+
+    # Its annotation says that it returns a text; it returns a list of texts and a list of indices.
+    apply_template: Any = chat_template_utils.render_jinja_template
+    text: str = apply_template([messages], chat_template=template, add_generation_prompt=True, **arguments)[0][0]
+    if len(text) > LONGEST:
+        raise ValueError(f"the rendered text has {len(text)} characters, {LONGEST} are allowed")
+    return text
