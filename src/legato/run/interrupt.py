@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM: the first signal ends the run after the current step and a checkpoint; the second stops at once.
 
-Before the first step there is no state to save, so the first signal already stops at once.
+Before the first step there is no state to save, so the first signal already stops at once. A reward that does not return
+after the first signal is given up together with its step (`core/user_code.py`).
 """
 
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from legato.core.user_code import RUN, StoppedAtOnce
 from legato.core.world import World
 
 
@@ -21,6 +23,7 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
+        RUN.asked_to_end = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
@@ -29,11 +32,13 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        RUN.asked_to_end = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            raise SystemExit(128 + number)
+            raise StoppedAtOnce(128 + number)
         self.received = signal.Signals(number)
+        RUN.ask_to_end(number)
         self._say(f"{self.received.name}: finishing this step, then saving; once more stops at once without saving")
 
     def reached_any(self, world: World) -> bool:

@@ -25,6 +25,8 @@ import weakref
 from importlib import import_module
 from typing import Any
 
+from legato.errors import describe_error
+
 START_SECONDS = 120.0
 """How long a worker may take to import what it needs; a loaded machine is slow at that."""
 MEMORY_BYTES = 4 * 2**30
@@ -272,7 +274,7 @@ def serve(name: str) -> None:
         getattr(module, "prepare", lambda: None)()
         _limit_memory_and_files()
     except Exception as error:
-        _send(channel, {"refused": _sentence(error)})
+        _send(channel, {"refused": describe_error(error)})
         return
     _send(channel, {"ready": True})
     for line in channel.makefile("rb"):
@@ -282,16 +284,12 @@ def serve(name: str) -> None:
             reply = {"value": function(*arguments)}
             text = json.dumps(reply)
         except Exception as error:
-            text = json.dumps({"refused": _sentence(error)})
+            text = json.dumps({"refused": describe_error(error)})
         channel.sendall(text.encode() + b"\n")
 
 
 def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
     channel.sendall(json.dumps(reply).encode() + b"\n")
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
 
 
 def _limit_memory_and_files() -> None:
