@@ -9,7 +9,8 @@ A reward has one of three forms:
     async def reward(rollout) -> verdict       all rollouts at once; results in the order of the rollouts, not of completion
     @batched def reward(rollouts) -> verdicts  one call for all (also async): a reward model, a ranking
 
-A plain reward of class attribute `parallel = True` is called in several threads: one that waits for worker processes.
+Rewards that wait for worker processes have two class attributes: `own_limit = True`, they watch their time themselves;
+`parallel = True`, a plain one is called in several threads.
 """
 
 import asyncio
@@ -107,6 +108,11 @@ class RewardSettings:
         above=0.0,
         optional=True,
     )
+    separate_process: bool = flag(
+        default=False,
+        says="Runs rewards of your own, named by import path, in a process that can be killed whatever they do. It shares no"
+        " state and no generators with the run.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +189,7 @@ def judge_all(
         return []
     call: Callable[..., Any] = reward
     count, parallel = len(rollouts), getattr(call, "parallel", False) is True
-    # A parallel reward has a limit of its own for each rollout.
-    seconds = None if parallel else timeout_seconds
+    seconds = None if getattr(call, "own_limit", False) is True else timeout_seconds
     with settings_restored(), UserCode(f"the reward {name!r}", seconds, "reward.timeout_seconds") as code:
         if is_batched(call):
             copies = [copy_rollout(rollout) for rollout in rollouts]
