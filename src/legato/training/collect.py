@@ -128,7 +128,7 @@ class Collector:
             tally.rounds += 1
             starts = [self._draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._sample_groups(starts, tally) if group is not None]
-            self._check_scored(tally)
+        self._check_scored(tally)
         return groups, tally
 
     def _check_scored(self, tally: Tally) -> None:
