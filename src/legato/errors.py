@@ -17,3 +17,31 @@ def nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(word.lower().replace("_", "-"), known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? Known: {', '.join(known)}" if close else f"known: {', '.join(known)}"
+
+
+LONGEST_TEXT = 500
+"""Characters of a foreign text in a message of ours."""
+
+
+def shorten(text: str, most: int = LONGEST_TEXT) -> str:
+    """The text; a longer one is cut in the middle, since errors say at their end what went wrong."""
+    if len(text) <= most:
+        return text
+    note = f" ... ({len(text)} characters) ... "
+    return text[: most - most // 3] + note + text[-(most // 3) :]
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and text of an exception, shortened. The text may come from code that raises itself."""
+    try:
+        return shorten(f"{type(error).__name__}: {error}")
+    except BaseException as other:
+        return f"{type(error).__name__}, whose text cannot be read ({type(other).__name__})"
+
+
+def describe_value(value: object) -> str:
+    """The repr of a value, shortened; its type if the repr cannot be read."""
+    try:
+        return shorten(repr(value), 200)
+    except BaseException as other:
+        return f"a {type(value).__name__}, whose repr cannot be read ({type(other).__name__})"

@@ -277,7 +277,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a reward that is none": ({"reward.kind": f"{verdicts.__file__}:NOT_CALLABLE"}, ("NOT_CALLABLE", "function")),
     "no such task module": ({"task.kind": "no_such_module:Task", "task.left_digits": None}, ("task", "no_such_module")),
     "a task that is none": ({"task.kind": "json:dumps", "task.left_digits": None}, ("task.kind", "json:dumps")),
-    "a timeout for a plain reward": ({"reward.timeout_seconds": 1.0}, ("timeout_seconds",)),
+    "a timeout of nothing": ({"reward.timeout_seconds": 0.0}, ("timeout_seconds",)),
 }
 
 

@@ -10,8 +10,9 @@ import torch
 from legato.config.load import load
 from legato.core.rollout import Problem, Unscorable
 from legato.policy.model.tiny import character_tokenizer
+from legato.rewards.separate import SeparateReward
 from legato.run import wire
-from tests.proof import turns
+from tests.proof import turns, verdicts
 from tests.proof.effects import Bench, effect, rollout, score_text
 from tests.proof.runs import SMALL
 
@@ -177,6 +178,13 @@ def a_limit_of_time(bench: Bench) -> None:
 
     config = load([], (), {**SMALL, "reward.timeout_seconds": 0.05}).config
     assert isinstance(wire.reward_of(config, wire.Given(reward=slow)).score(rollout("42")), Unscorable)
+
+
+@effect("reward.separate_process")
+def a_process_for_the_reward(bench: Bench) -> None:
+    config = load([], (), {**SMALL, "reward.separate_process": True, "reward.kind": f"{verdicts.__file__}:odd"}).config
+    [component] = wire.reward_of(config, wire.Given()).components.values()
+    assert isinstance(component.reward, SeparateReward) and component.reward.seconds == 600
 
 
 # The policy

@@ -14,6 +14,7 @@ import pytest
 from legato.core.boxed import last_boxed
 from legato.core.rollout import Problem, Rollout, Unscorable
 from legato.rewards.math import WORKER, MathVerify
+from legato.rewards.scoring import judge_all
 from legato.workers.pool import shared
 from tests.proof.responses import response
 
@@ -67,6 +68,21 @@ def test_an_answer_that_hangs_times_out_and_the_next_is_scored(text: str) -> Non
     assert MathVerify(seconds=0.5)(make_rollout(text)) == Unscorable("timed out after 0.5 s")
     assert time.monotonic() - start < 10
     assert MathVerify(seconds=60)(make_rollout("$43$")) == 0
+
+
+def test_answers_are_checked_in_parallel_and_their_order_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        """Answers questions two by two: with one question at a time none is answered."""
+
+        both = threading.Barrier(2, timeout=5)
+
+        def ask(self, answer: str, response: str, *, seconds: float) -> str:
+            self.both.wait()
+            return "right" if response.endswith("7") else "wrong"
+
+    monkeypatch.setattr("legato.rewards.math.shared", lambda function: Pool())
+    verdicts = judge_all(MathVerify(), [make_rollout(f"${number}$ 1{number}") for number in range(20)])
+    assert verdicts == [{"": float(number % 10 == 7)} for number in range(20)]
 
 
 def test_a_long_answer_is_equal_to_itself_at_once() -> None:

@@ -108,7 +108,7 @@ def test_a_weighted_sum_reports_its_components_and_accuracy() -> None:
         WeightedSum(components={"short": Component(reward=LengthPenalty(), judges=False)})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1", {"a": math.nan}, {}, True, 1j])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None, "1", {"a": math.nan}, {}, 1j, [1.0], 1e308])
 def test_a_reward_that_is_not_a_finite_number_is_unscorable(bad: object) -> None:
     verdict = judge(lambda _: bad, make_rollout("42"))
     assert isinstance(verdict, Unscorable)

@@ -111,10 +111,7 @@ def test_timeouts_and_cancellations_raised_by_a_reward_are_reported_as_such() ->
     assert verdicts == [Unscorable("TimeoutError: no connection"), Unscorable("CancelledError: ")]
 
 
-@pytest.mark.parametrize("reward", [inverse_length, inverse_lengths, ExactMatch()])
-def test_a_time_limit_is_for_async_rewards(reward: object) -> None:
-    with pytest.raises(ValueError, match="timeout_seconds = 1 is for async rewards"):
-        WeightedSum(components={"a": Component(reward=reward)}, timeout_seconds=1.0)
+def test_a_time_limit_is_above_0() -> None:
     with pytest.raises(ValueError, match="timeout_seconds: expected a finite number > 0"):
         WeightedSum(components={"a": Component(reward=slow_inverse_length)}, timeout_seconds=0.0)
 
@@ -123,7 +120,7 @@ def test_a_time_limit_is_for_async_rewards(reward: object) -> None:
     ("returned", "reason"),
     [
         ([1.0], "returned 1 verdicts for 4 rollouts"),
-        ([1.0] * 5, "returned 5 verdicts for 4 rollouts"),
+        ([1.0] * 5, "returned more than 4 verdicts for 4 rollouts"),
         (1.0, "returned a float for 4 rollouts"),
         (None, "returned a NoneType for 4 rollouts"),
         ("1111", "returned a str for 4 rollouts"),
@@ -133,7 +130,7 @@ def test_a_time_limit_is_for_async_rewards(reward: object) -> None:
 def test_a_batch_reward_with_the_wrong_return_value_scores_nothing(returned: object, reason: str) -> None:
     verdicts = judge_all(batched(lambda _: returned), ROLLOUTS)
     assert len(verdicts) == 4
-    assert all(isinstance(one, Unscorable) and reason in one.reason for one in verdicts)
+    assert all(isinstance(one, Unscorable) and reason in one.reason for one in verdicts), verdicts
 
 
 def test_a_batch_reward_that_raises_scores_nothing_and_gives_the_reason() -> None:

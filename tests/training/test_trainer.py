@@ -10,6 +10,7 @@ import torch
 
 import legato
 from legato.core.rollout import Problem, Rollout, Score, Unscorable
+from legato.errors import InputError
 from legato.policy.model.load import Loading, load_policy
 from legato.policy.model.reference import Reference
 from legato.policy.model.tiny import TinyShape, character_tokenizer, tiny_model
@@ -179,12 +180,20 @@ def test_a_step_with_just_enough_scored_rollouts_is_trained_on() -> None:
     assert max_difference(before, weights(this)) > 0.0
 
 
-def test_a_first_step_without_scores_does_not_break_the_second() -> None:
-    verdicts = iter([judge_some(1.0), score_by_seed])
+def test_a_first_step_with_too_few_scores_does_not_break_the_second() -> None:
+    verdicts = iter([judge_some(0.75), score_by_seed])
     this = trainer(judge=lambda rollouts: next(verdicts)(rollouts), anchor="auto")
     this.step()
     report = this.step()
     assert report.floor is not None and this.optimizer.updates == 4
+
+
+def test_a_first_step_without_any_score_is_an_error_and_moves_nothing() -> None:
+    this = trainer(judge=judge_some(1.0))
+    before = this.state_dict()
+    with pytest.raises(InputError, match=r"no score for any of the first 32: hung \(32 rollouts\)"):
+        this.step()
+    assert this.state_dict() == before
 
 
 @pytest.mark.parametrize(("score", "applied"), [(1.0, None), (0.0, 0.0)])

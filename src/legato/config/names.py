@@ -37,6 +37,7 @@ NAMES: dict[str, list[str]] = {
         "components",
         "overlong",
         "timeout_seconds",
+        "separate_process",
     ],
     "reward.overlong": [
         "cache_share",

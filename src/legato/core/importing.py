@@ -12,11 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
 from legato.errors import InputError, nearest
 
 _IMPORT_PATH = re.compile(r"(?:[^\W\d]\w*(?:\.[^\W\d]\w*)*|.*\.py):[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _OWN = "legato_own_"
 _HASH = "__legato_sha256__"
+IMPORT_SECONDS = DEFAULT_SECONDS
+"""How long a file may take to be imported, or a class to be made: it may load a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +114,14 @@ def _module(what: str, place: str, path: str) -> ModuleType:
     if file is not None and not file.is_file():
         raise InputError(f"{what} {path!r}: there is no file {file}")
     _also_search(Path.cwd() if file is None else file.parent)
-    try:
-        return import_module(place) if file is None else _module_of_file(file)
-    except (Exception, SystemExit) as error:  # user code may raise anything, and a script may call sys.exit
-        raise InputError(f"{what} {path!r}: {place} could not be imported: {type(error).__name__}: {error}") from error
+    loaded = sys.modules.get(place) if file is None else None
+    if loaded is not None:
+        return loaded
+    with UserCode(f"the import of {place}", IMPORT_SECONDS) as code:
+        try:
+            return code.call(import_module, place) if file is None else code.call(_module_of_file, file)
+        except CallFailedError as error:
+            raise InputError(f"{what} {path!r}: {place} could not be imported: {error}") from error.__cause__
 
 
 def _module_of_file(file: Path) -> ModuleType:
@@ -155,9 +162,9 @@ def _also_search(folder: Path) -> None:
 
 
 def _instance(what: str, cls: type, path: str, options: Mapping[str, Any]) -> Any:
-    try:
-        return cls(**options)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        how = f"with {dict(options)}" if options else "without arguments"
-        raise InputError(f"{what} {path!r}: {cls.__name__}() could not be made {how}: {reason}") from error
+    with UserCode(f"{cls.__name__}()", IMPORT_SECONDS) as code:
+        try:
+            return code.call(functools.partial(cls, **options))
+        except CallFailedError as error:
+            how = f"with {dict(options)}" if options else "without arguments"
+            raise InputError(f"{what} {path!r}: {cls.__name__}() could not be made {how}: {error}") from error.__cause__

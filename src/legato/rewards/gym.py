@@ -26,6 +26,9 @@ class ReasoningGymScore(Part):
     )
     longest: int = integer(default=20_000, says="An answer of more characters scores 0.", minimum=1, maximum=1_000_000)
 
+    own_limit = True
+    parallel = True
+
     def __post_init__(self) -> None:
         if find_spec("reasoning_gym") is None:
             raise InputError("reward 'reasoning-gym' needs the package reasoning-gym; pip install 'legato[gym]'")

@@ -27,6 +27,9 @@ class MathVerify(Part):
         default=4096, says="How many characters of a response are read, counted from its end.", minimum=1, maximum=100_000
     )
 
+    own_limit = True
+    parallel = True
+
     def __post_init__(self) -> None:
         if find_spec("math_verify") is None:
             raise InputError("reward 'math-verify' needs the package math-verify; pip install 'legato[math]'")

@@ -1,20 +1,25 @@
 """Turns reward functions into scores: weighted sums with a breakdown, and handling of rewards that fail.
 
-A reward that raises, or returns something that is not a finite number, is `Unscorable(reason)`: the rollout leaves its
-group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers are wrong.
+A reward that raises, takes too long or returns something that is not a finite number is `Unscorable(reason)`: the rollout
+leaves its group, is counted and shown once. It is never scored 0: a broken verifier would otherwise teach that right answers
+are wrong. Rewards see copies of the rollouts (`protection.py`), and nothing they raise ends the run (`core/user_code.py`).
 
 A reward has one of three forms:
     def reward(rollout) -> verdict             a plain function, one rollout at a time, in order
     async def reward(rollout) -> verdict       all rollouts at once; results in the order of the rollouts, not of completion
     @batched def reward(rollouts) -> verdicts  one call for all (also async): a reward model, a ranking
+
+Rewards that wait for worker processes have two class attributes: `own_limit = True`, they watch their time themselves;
+`parallel = True`, a plain one is called in several threads.
 """
 
 import asyncio
 import inspect
-import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +27,12 @@ import torch
 from legato.core.fields import flag, number
 from legato.core.rollout import Rollout, Score, Unscorable
 from legato.core.settings import optional_table, settings
-from legato.errors import InputError
+from legato.core.user_code import DEFAULT_SECONDS, CallFailedError, UserCode
+from legato.errors import InputError, describe_error, describe_value, shorten
 from legato.rewards.environment import EnvironmentReward
 from legato.rewards.overlong import OverlongPunishment
-from legato.rewards.verifiers import Verdict, finite
+from legato.rewards.protection import copy_rollout, settings_restored
+from legato.rewards.verifiers import LARGEST_REWARD, Verdict, as_number
 
 Reward = (
     Callable[[Rollout], Verdict]
@@ -94,13 +101,17 @@ class RewardSettings:
         default=None,
         says="Punishes overlong responses; absent: not. It is no part of accuracy.",
     )
-    # A plain function cannot be stopped from outside: where it may hang, it runs in a process (`workers/pool.py`), as
-    # math-verify does.
     timeout_seconds: float | None = number(
-        default=None,
-        says="For async rewards: one that takes longer leaves its rollout unscored; absent: it may take for ever.",
+        default=DEFAULT_SECONDS,
+        says="How long a reward may take for a rollout, or a batched one for all of them; then they are unscored. false: for"
+        " ever. math-verify and reasoning-gym have limits of their own.",
         above=0.0,
         optional=True,
+    )
+    separate_process: bool = flag(
+        default=False,
+        says="Runs rewards of your own, named by import path, in a process that can be killed whatever they do. It shares no"
+        " state and no generators with the run.",
     )
 
 
@@ -118,10 +129,6 @@ class WeightedSum(RewardSettings):
             raise InputError("a reward needs at least one component that judges the answer (judges)")
         if self.overlong is not None and "overlong" in self.components:
             raise InputError("a component is called 'overlong', as the punishment for length is; give it another name")
-        if self.timeout_seconds is not None and not all(is_async(each.reward) for each in self.components.values()):
-            raise InputError(
-                f"timeout_seconds = {self.timeout_seconds:g} is for async rewards; a plain one cannot be stopped"
-            )
 
     def score(self, rollout: Rollout) -> Score | Unscorable:
         return self.score_all([rollout])[0]
@@ -132,14 +139,15 @@ class WeightedSum(RewardSettings):
         failed: dict[int, Unscorable] = {}
         for name, component in self.components.items():
             places = [place for place in range(len(rollouts)) if place not in failed]
-            verdicts = judge_all(component.reward, [rollouts[place] for place in places], self.timeout_seconds)
+            listed = [rollouts[place] for place in places]
+            verdicts = judge_all(component.reward, listed, self.timeout_seconds, name)
             for place, verdict in zip(places, verdicts, strict=True):
                 if isinstance(verdict, Unscorable):
                     failed[place] = Unscorable(f"{name}: {verdict.reason}")
                 breakdowns[place][name] = verdict
         return [failed.get(place) or self._sum(rollout, breakdowns[place]) for place, rollout in enumerate(rollouts)]
 
-    def _sum(self, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> Score:
+    def _sum(self, rollout: Rollout, verdicts: Mapping[str, Judgement]) -> Score | Unscorable:
         listed: dict[str, float] = {}
         total, judged = 0.0, []
         for name, verdict in verdicts.items():
@@ -154,6 +162,8 @@ class WeightedSum(RewardSettings):
             length = rollout.mask.sum().reshape(1).to(torch.int64)
             listed["overlong"] = float(self.overlong.punishment(length, self.longest_response)[0])
             total += listed["overlong"]
+        if not abs(total) <= LARGEST_REWARD:
+            return Unscorable(f"the weighted sum is {total:g}; at most {LARGEST_REWARD:g} is allowed")
         turns = None if rollout.turn_rewards is None else self._divide(total, rollout.turn_rewards)
         return Score(reward=total, accuracy=sum(judged) / len(judged), components=listed, turn_rewards=turns)
 
@@ -171,64 +181,78 @@ def judge(reward: Reward, rollout: Rollout) -> Judgement:
     return judge_all(reward, [rollout])[0]
 
 
-def judge_all(reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: float | None = None) -> list[Judgement]:
+def judge_all(
+    reward: Reward, rollouts: Sequence[Rollout], timeout_seconds: float | None = None, name: str = "reward"
+) -> list[Judgement]:
     """The verdicts of one reward, in the order of the rollouts. An exception affects only its own rollout."""
     if not rollouts:
         return []
     call: Callable[..., Any] = reward
-    if is_batched(call):
-        verdicts = _run(_await_all(call, [rollouts], timeout_seconds))[0] if is_async(call) else _attempt(call, rollouts)
-        return _judge_batch(verdicts, len(rollouts))
-    if is_async(call):
-        return _breakdowns(_run(_await_all(call, rollouts, timeout_seconds)))
-    verdicts = []
-    for rollout in rollouts:
-        try:
-            verdicts.append(call(rollout))
-        except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
-            verdicts.append(_as_unscorable(error))
-    return _breakdowns(verdicts)
+    count, parallel = len(rollouts), getattr(call, "parallel", False) is True
+    seconds = None if getattr(call, "own_limit", False) is True else timeout_seconds
+    with settings_restored(), UserCode(f"the reward {name!r}", seconds, "reward.timeout_seconds") as code:
+        if is_batched(call):
+            copies = [copy_rollout(rollout) for rollout in rollouts]
+            if is_async(call):
+                verdicts = _judge_async(code, call, [copies], lambda returned: _read_batch(returned, count))[0]
+            else:
+                verdicts = _attempt(code, lambda: _read_batch(call(copies), count))
+            return [verdicts] * count if isinstance(verdicts, Unscorable) else verdicts
+        if is_async(call):
+            return _judge_async(code, call, [copy_rollout(rollout) for rollout in rollouts], _read)
+        if parallel:
+            return _judge_in_threads(code, call, rollouts)
+        return [_attempt(code, lambda rollout: _read(call(copy_rollout(rollout))), rollout) for rollout in rollouts]
 
 
-def _attempt(reward: Callable[..., Any], argument: Any) -> Any:
+def _attempt(code: UserCode, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns, or Unscorable. Whatever a reward raises is its own affair; the run goes on."""
     try:
-        return reward(argument)
-    except Exception as error:  # whatever a reward raises is its own affair; the run goes on without this rollout
-        return _as_unscorable(error)
+        return code.call(function, *arguments)
+    except CallFailedError as error:
+        return Unscorable(str(error))
 
 
-def _as_unscorable(error: BaseException) -> Unscorable:
-    return Unscorable(f"{type(error).__name__}: {error}")
-
-
-def _judge_batch(verdicts: Any, count: int) -> list[Judgement]:
-    if isinstance(verdicts, Unscorable):
-        return [verdicts] * count
-    _close(verdicts)
+def _read_batch(returned: Any, count: int) -> list[Judgement]:
+    """The verdicts of a batched reward, which may return any iterable of as many."""
+    _close(returned)
     try:
-        rows = None if isinstance(verdicts, str | bytes | Mapping) else list(verdicts)
-    except Exception:
+        # One more than needed shows that there are too many, even if there is no end to them.
+        rows = None if isinstance(returned, str | bytes | Mapping) else list(islice(returned, count + 1))
+    except Exception as error:
+        if not isinstance(error, TypeError):
+            return [Unscorable(describe_error(error))] * count
         rows = None
     if rows is None or len(rows) != count:
-        what = f"a {type(verdicts).__name__}" if rows is None else f"{len(rows)} verdicts"
+        many = None if rows is None else f"{len(rows)} verdicts" if len(rows) < count else f"more than {count} verdicts"
+        what = f"a {type(returned).__name__}" if many is None else many
         return [Unscorable(f"returned {what} for {count} rollouts; a sequence of as many verdicts is needed")] * count
-    return _breakdowns(rows)
+    return [_read_safely(row) for row in rows]
 
 
-def _breakdowns(verdicts: Sequence[Any]) -> list[Judgement]:
-    """Verdicts as breakdowns, with a fast path for plain finite floats."""
-    return [{"": each} if type(each) is float and math.isfinite(each) else _breakdown(each) for each in verdicts]
+def _read_safely(row: Any) -> Judgement:
+    try:
+        return _read(row)
+    except Exception as error:
+        return Unscorable(describe_error(error))
 
 
-def _breakdown(verdict: Any) -> Judgement:
+def _read(verdict: Any) -> Judgement:
+    """A verdict as a breakdown, with a fast path for plain floats. It runs code of the user's: `repr`, `item`, `items`."""
+    if type(verdict) is float and abs(verdict) <= LARGEST_REWARD:
+        return {"": verdict}
     if isinstance(verdict, Unscorable):
-        return verdict
+        return Unscorable(shorten(str(verdict.reason)))
     _close(verdict)
     parts = verdict if isinstance(verdict, dict) else {"": verdict}
-    wrong = {name: value for name, value in parts.items() if not finite(value)}
-    if wrong or not parts:
-        return Unscorable(f"returned {verdict!r}; a finite number or a dict of finite numbers is needed")
-    return {str(name): float(value) for name, value in parts.items()}
+    numbers = {shorten(str(name), 100): as_number(value) for name, value in parts.items()}
+    listed = {name: value for name, value in numbers.items() if value is not None}
+    if len(listed) < len(parts) or not parts:
+        return Unscorable(
+            f"returned {describe_value(verdict)}; a finite number of at most {LARGEST_REWARD:g}, or a dict of such numbers,"
+            " is needed"
+        )
+    return listed
 
 
 def _close(verdict: Any) -> None:
@@ -237,38 +261,100 @@ def _close(verdict: Any) -> None:
         verdict.close()
 
 
-async def _await_all(reward: Callable[..., Any], items: Sequence[Any], seconds: float | None) -> list[Any]:
-    async def one(item: Any) -> Any:
-        limit = asyncio.timeout(seconds)
+_THREADS = 8
+"""For parallel rewards. Threads beyond the worker processes only wait."""
+
+
+def _judge_in_threads(code: UserCode, reward: Callable[..., Any], rollouts: Sequence[Rollout]) -> list[Judgement]:
+    """The verdicts of a parallel reward. The threads are daemons: a run that ends does not wait for their questions."""
+    verdicts: list[Judgement] = [Unscorable("not asked")] * len(rollouts)
+    places, ended = iter(range(len(rollouts))), threading.Event()
+
+    def work() -> None:
+        for place in places:
+            if ended.is_set():
+                return
+            try:
+                verdicts[place] = _read(reward(copy_rollout(rollouts[place])))
+            except BaseException as error:
+                verdicts[place] = Unscorable(describe_error(error))
+
+    def run() -> None:
+        threads = [threading.Thread(target=work, name="reward", daemon=True) for _ in rollouts[:_THREADS]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    try:
+        _attempt(code, run)
+    finally:
+        ended.set()
+    return verdicts
+
+
+_BEAT_SECONDS = 0.25
+_LATE_SECONDS = 1.0
+"""How long a coroutine may take to react to its cancellation."""
+
+
+def _judge_async(code: UserCode, reward: Callable[..., Any], items: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
+    """What `read` makes of the results of an async reward, or Unscorable. Each item has its own time limit.
+
+    The event loop restarts the clock of `code` as long as it goes round. A coroutine that blocks the loop is interrupted.
+    """
+    verdicts: list[Any] = [None] * len(items)
+    # Else a short limit would take a loop that waits for its next round for one that is blocked.
+    code.slack = _LATE_SECONDS
+    last_start = time.monotonic()
+
+    async def judge_one(place: int, item: Any) -> None:
+        nonlocal last_start
+        code.restart()
+        last_start = time.monotonic()
+        limit = asyncio.timeout(code.seconds)
         try:
             async with limit:
-                return await reward(item)
-        except Exception as error:
-            return Unscorable(f"timed out after {seconds:g} s") if limit.expired() else _as_unscorable(error)
+                verdicts[place] = read(await reward(item))
+        except BaseException as error:
+            if code.is_signal(error):
+                raise
+            verdicts[place] = Unscorable(code.overdue if limit.expired() else code.reason(error))
 
-    verdicts = await asyncio.gather(*map(one, items), return_exceptions=True)
-    # A reward that cancelled itself; other exceptions were handled above or end the run.
-    return [_as_unscorable(verdict) if isinstance(verdict, BaseException) else verdict for verdict in verdicts]
+    async def judge_items() -> None:
+        waiting = {asyncio.ensure_future(judge_one(place, item)) for place, item in enumerate(items)}
+        while waiting:
+            ended, waiting = await asyncio.wait(waiting, timeout=_BEAT_SECONDS)
+            code.restart()
+            for task in ended:
+                task.result()
+            if code.seconds is not None and time.monotonic() - last_start > code.seconds + _LATE_SECONDS:
+                # Coroutines that ignore their cancellation; the loop waits for them at its end too.
+                code.hurry(_LATE_SECONDS)
+                return
+
+    verdict = _attempt(code, _run, judge_items)
+    reason = verdict if isinstance(verdict, Unscorable) else Unscorable(code.overdue)
+    return [reason if each is None else each for each in verdicts]
 
 
-def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+def _run(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a coroutine here, or in a new thread if this thread already has a running loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    results: list[Any] = []
+        asyncio.run(function())
+        return
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            results.extend(asyncio.run(coroutine))
+            asyncio.run(function())
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="async rewards")
+    thread = threading.Thread(target=work, name="async rewards", daemon=True)
     thread.start()
     thread.join()
     if errors:
         raise errors[0]
-    return results

@@ -5,11 +5,12 @@ parts so that a configuration can name them. A wrong answer scores 0; `Unscorabl
 """
 
 import ast
-import math
 import operator
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 from legato.core.parts import Part, choice, flag, number, part, pattern
@@ -142,6 +143,27 @@ class LengthPenalty(Part):
         return -min(1.0, max(0.0, (length - self.free) / (self.most - self.free)))
 
 
+LARGEST_REWARD = 1e15
+"""Squares of larger rewards, which every group's deviation needs, overflow in float32."""
+
+
+def as_number(value: Any) -> float | None:
+    """A verdict as a float: numbers, bools, and numpy and torch values of one element. None if it is none of these, not
+    finite, or beyond LARGEST_REWARD."""
+    if not isinstance(value, int | float) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError, TypeError):
+            return None
+    if not isinstance(value, Real | Decimal):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return number if abs(number) <= LARGEST_REWARD else None
+
+
 def finite(value: Any) -> bool:
-    """Whether a value is a plain finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value can be a verdict, or a part of one."""
+    return as_number(value) is not None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from legato.core.rollout import START_STATE, Author, Message, Problem, Rollout, Routes, StopReason
+from legato.core.user_code import CallFailedError, UserCode
 from legato.rollouts.engine import Engine, Finished, Handle, Limits, Request, Response
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.render import Inserted, Rendering
@@ -171,16 +172,18 @@ class Runner:
     def _continue(self, finished: Sequence[Finished], waiting: dict[Handle, list[_Playing]], sampling: Sampling) -> None:
         """Replace finished turns in `waiting` by the turns that follow them, which are submitted."""
         going_on: dict[int, list[_Playing]] = {}
-        for each in finished:
-            for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
-                if self._add_turn(playing, response):
-                    going_on.setdefault(self.limits.max_response_tokens - playing.length, []).append(playing)
+        with UserCode("the environment") as code:
+            for each in finished:
+                for playing, response in zip(waiting.pop(each.handle), each.responses, strict=True):
+                    if self._add_turn(playing, response, code):
+                        left = self.limits.max_response_tokens - playing.length
+                        going_on.setdefault(left, []).append(playing)
         for left, together in going_on.items():
             requests = [self._next_request(playing) for playing in together]
             handles = self.engine.submit(requests, sampling, replace(self.limits, max_response_tokens=left))
             waiting |= {handle: [playing] for handle, playing in zip(handles, together, strict=True)}
 
-    def _add_turn(self, playing: _Playing, response: Response) -> bool:
+    def _add_turn(self, playing: _Playing, response: Response, code: UserCode) -> bool:
         """Add a turn of the policy and the environment's reply to it. Returns whether another turn follows."""
         playing.turns.append(response)
         length = len(response.tokens)
@@ -188,10 +191,10 @@ class Runner:
         playing.length += length
         try:
             if playing.episode is None:
-                playing.episode = self.environment.episode(playing.problem)
-            reply = playing.episode.reply(response.text, response.stop)
-        except Exception as error:  # an environment may raise anything; only this rollout is lost
-            playing.fault = f"environment: {type(error).__name__}: {error}"
+                playing.episode = code.call(self.environment.episode, playing.problem)
+            reply = code.call(playing.episode.reply, response.text, response.stop)
+        except CallFailedError as error:  # an environment may raise anything; only this rollout is lost
+            playing.fault = f"environment: {error}"
             return False
         if reply is None:
             playing.rewards.append(None)

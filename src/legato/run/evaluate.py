@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legato.core.generators import seed_generators
-from legato.core.rollout import Problem
+from legato.core.rollout import Problem, Unscorable
 from legato.diagnostics.statistics.intervals import mean_interval, wilson_interval
 from legato.errors import InputError
 from legato.rollouts.sampling import Sampling
@@ -87,9 +87,14 @@ def evaluate(
             each = [pass_at(sum(a.accuracy >= 1.0 for a in row), samples, k) for row in answers]
             low, high = mean_interval(each)
             rows.append(AccuracyRow(name=f"pass@{k}", value=sum(each) / len(each), low=low, high=high))
-    failed = sum(not hasattr(a.score, "accuracy") for row in answers for a in row)
+    reasons = [a.score.reason for row in answers for a in row if isinstance(a.score, Unscorable)]
+    if reasons and len(reasons) == sum(map(len, answers)):
+        raise InputError(
+            f"expected a reward that scores answers, got no score for any of {len(reasons)}: {reasons[0]};"
+            " correct the reward"
+        )
     return EvaluationResult(
-        problems=len(chosen), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, answers)), unscorable=failed
+        problems=len(chosen), samples=samples, rows=tuple(rows), answered=tuple(map(tuple, answers)), unscorable=len(reasons)
     )
 
 

@@ -1,7 +1,8 @@
 """Executes a run from its first step to its last: training, evaluation, records and checkpoints."""
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from legato.config.resolved import Resolved, dump
 from legato.core.generators import remember_generators
-from legato.core.rollout import Problem
+from legato.core.rollout import Problem, Unscorable
+from legato.core.user_code import RUN, StopRequestedError
 from legato.errors import InputError
 from legato.health.actions import Health
 from legato.health.explain import STOPPED
@@ -32,7 +34,7 @@ from legato.training import checkpoint
 from legato.training.evaluate import Evaluator, accuracy_metrics
 from legato.training.probe import Floor, UnsafeAnchorError
 from legato.training.report import StepReport
-from legato.training.source import ExhaustedError
+from legato.training.source import ExhaustedError, NothingScoredError
 from legato.training.step import Trainer
 
 _HISTOGRAMS_EVERY = 10
@@ -97,6 +99,28 @@ class Execution:
 
     def go(self) -> tuple[str, int]:
         """Train to the end; returns (why the run ended, exit code). An error saves what can be saved before it is raised."""
+        RUN.say, RUN.rescue = self.watcher.message, self._rescue
+        try:
+            return self._go()
+        except StopRequestedError as stop:
+            # A reward did not return after a signal. Its step or evaluation is given up; the last step is complete.
+            assert stop.signal is not None
+            return self._end_early(f"stopped by {stop.signal.name}"), 128 + stop.signal
+        except NothingScoredError as error:
+            end = {"kind": "end", "reason": str(error), "step": self.trainer.steps_done}
+            self.directory.append_metrics(end, sync=True)
+            raise
+        finally:
+            RUN.forget()
+
+    def _rescue(self, reason: str, code: int) -> None:
+        """Save the last complete step and end the process, called from another thread while a reward does not return."""
+        try:
+            self.watcher.message(self._end_early(reason))
+        finally:
+            os._exit(code)
+
+    def _go(self) -> tuple[str, int]:
         with Interrupt(self.watcher.message) as interrupt:
             pause = Pause(self.watcher.message, lambda: interrupt.received is not None)
             with waiting_for_room(pause):
@@ -111,6 +135,8 @@ class Execution:
                     self._show_floor(refusal.floor, step, "sampler")
                     self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
                     raise
+                except (StopRequestedError, NothingScoredError):
+                    raise  # `go` ends the run
                 except Exception as error:
                     error.add_note(self._end_by_error(error))
                     raise
@@ -262,7 +288,7 @@ class Execution:
         if report.floor is not None:
             assert self.trainer.anchor_choice is not None
             self._show_floor(report.floor, step - 1, self.trainer.anchor_choice)
-        self._show_unscorable(report)
+        self._show_unscorable(report.unscorable)
         line: dict[str, Any] = {"kind": "step", "step": step, **report.metrics}
         if step == 1 or step % _HISTOGRAMS_EVERY == 0:
             line["histograms"] = report.histograms()
@@ -305,8 +331,8 @@ class Execution:
             self.noted_printing = True
             self.directory.append_metrics({"kind": "note", "step": self.trainer.steps_done, "text": note})
 
-    def _show_unscorable(self, report: StepReport) -> None:
-        for reason in report.unscorable:
+    def _show_unscorable(self, reasons: Iterable[str]) -> None:
+        for reason in reasons:
             if reason not in self.shown_reasons and len(self.shown_reasons) < 20:
                 self.shown_reasons.add(reason)
                 self.watcher.message(f"a rollout could not be scored and is left out: {reason} (shown once)")
@@ -325,6 +351,7 @@ class Execution:
         self.directory.append_metrics({"kind": "evaluation", "step": step, **metrics})
         for logger in self.loggers:
             logger.log(step, metrics)
+        self._show_unscorable([a.score.reason for row in sampled for a in row if isinstance(a.score, Unscorable)])
         self.latest, self.evaluated_at = metrics, step
         self._show_notes()
         if keep or self._target_reached():

@@ -2,7 +2,8 @@
 
 A second SIGINT or SIGTERM stops at once. A terminal that closes sends SIGHUP more than once, and batch systems send SIGTERM
 some time after SIGUSR1: neither stops a run that is about to save. Before the first step there is no state to save, so the
-first signal already stops at once.
+first signal already stops at once. A reward that does not return
+after the first signal is given up together with its step (`core/user_code.py`).
 """
 
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from legato.core.user_code import RUN, StoppedAtOnce
 from legato.core.world import OneProcess, World
 
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -29,6 +31,7 @@ class Interrupt:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupt":
+        RUN.asked_to_end = None
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 # `nohup` ignores SIGHUP so that a run outlives its terminal.
@@ -40,14 +43,16 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        RUN.asked_to_end = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         urgent = number in _URGENT
         if urgent and self.received in _URGENT:
-            raise SystemExit(128 + number)
+            raise StoppedAtOnce(128 + number)
         if self.received is not None and not urgent:
             return
         self.received = signal.Signals(number)
+        RUN.ask_to_end(number)
         again = "once more" if urgent else "SIGINT twice"
         self._say(f"{self.received.name}: finishing this step, then saving; {again} stops at once without saving")
 

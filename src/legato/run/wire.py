@@ -11,6 +11,7 @@ import torch
 from legato.config.kinds import make
 from legato.config.resolved import Resolved
 from legato.config.schema import Config
+from legato.core.importing import is_import_path
 from legato.core.rollout import Problem
 from legato.core.settings import select
 from legato.errors import InputError
@@ -18,7 +19,8 @@ from legato.policy.model.load import load_policy
 from legato.policy.model.reference import Reference
 from legato.policy.model.supervised import Example, supervise
 from legato.policy.policy import Policy
-from legato.rewards.scoring import Component, WeightedSum, check_reward
+from legato.rewards.scoring import Component, RewardSettings, WeightedSum, check_reward, is_async, is_batched
+from legato.rewards.separate import SeparateReward, check_separate
 from legato.rollouts.engine import Engine, Limits
 from legato.rollouts.episodes import Environment, Runner, SingleTurn
 from legato.rollouts.mismatch import Mismatch
@@ -93,23 +95,29 @@ def _problems_of(task_object: Any, name: str, config: Config) -> Source:
 def reward_of(config: Config, given: Given) -> WeightedSum:
     """The reward function, as configured or given."""
     reward = config.reward
+    if reward.separate_process:
+        kinds = [] if given.reward is not None else [reward.kind or "", *(each.kind for each in reward.components.values())]
+        check_separate([kind for kind in kinds if is_import_path(kind)])
     if given.reward is not None:
         components = {getattr(given.reward, "__name__", "reward"): Component(reward=given.reward)}
     elif reward.components:
         components = {
-            name: select(Component, [each], reward=_reward(each.kind, each.options))
+            name: select(Component, [each], reward=_reward(each.kind, each.options, reward))
             for name, each in reward.components.items()
         }
     else:
         assert reward.kind is not None
-        components = {reward.kind.rpartition(":")[2]: Component(reward=_reward(reward.kind, reward.options))}
+        components = {reward.kind.rpartition(":")[2]: Component(reward=_reward(reward.kind, reward.options, reward))}
     longest = config.rollouts.max_response_tokens
     return select(WeightedSum, [reward], components=components, longest_response=longest)
 
 
-def _reward(kind: str, options: Mapping[str, Any]) -> Any:
+def _reward(kind: str, options: Mapping[str, Any], settings: RewardSettings) -> Any:
     reward = make("reward", kind, options)
     check_reward(reward, kind)
+    if settings.separate_process and is_import_path(kind):
+        whole = is_batched(reward) or is_async(reward)
+        return SeparateReward(path=kind, options=options, seconds=settings.timeout_seconds, batch=whole)
     return reward
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from legato.core.fields import choice, integer
 from legato.core.rollout import TRUNCATED, Group, Problem, Rollout, Score, Scored, Unscorable
 from legato.core.settings import settings
+from legato.diagnostics.words import count as count_of
 from legato.errors import InputError
 from legato.rollouts.episodes import Runner, Start
 from legato.rollouts.randomness import seed_of
 from legato.rollouts.sampling import Sampling
 from legato.tasks.source import Joined, Source
-from legato.training.source import ExhaustedError, Tally
+from legato.training.source import ExhaustedError, NothingScoredError, Tally
 
 _CHECKED_PROBLEMS = 32
 """Problems whose prompts are looked at before a run starts."""
@@ -100,9 +101,26 @@ class Collector:
     _steps_begun: int = 0
     _solved: set[str] = field(default_factory=set)
     """Keys of problems whose last responses were all correct."""
+    _scored: bool = False
+    """Whether any rollout could be scored since the process started."""
+    _before: dict[str, Any] | None = None
+    """The state before the call of `next` that is in progress. A step that was not finished is drawn again."""
 
     def next(self, count: int) -> tuple[list[Group], Tally]:
-        """`count` groups of at least two scored rollouts each; fewer only if refills did not find enough."""
+        """`count` groups of at least two scored rollouts each; fewer only if refills did not find enough.
+
+        If it raises, the state is that before the call.
+        """
+        self._before = self.state()
+        try:
+            return self._next(count)
+        except BaseException:
+            self._set(self._before)
+            raise
+        finally:
+            self._before = None
+
+    def _next(self, count: int) -> tuple[list[Group], Tally]:
         groups: list[Group] = []
         tally = Tally()
         if isinstance(self.source, Joined) and self.source.after is None and self._steps_begun >= self.source.after_steps:
@@ -113,7 +131,21 @@ class Collector:
             tally.rounds += 1
             starts = [self._draw(tally) for _ in range(count - len(groups))]
             groups += [group for group in self._sample_groups(starts, tally) if group is not None]
+        self._check_scored(tally)
         return groups, tally
+
+    def _check_scored(self, tally: Tally) -> None:
+        """NothingScoredError if no rollout of this process could be scored yet: such a run would train nothing for ever."""
+        self._scored = self._scored or tally.unscorable < tally.rollouts
+        if self._scored:
+            return
+        reasons = sorted(tally.reasons.items(), key=lambda item: -item[1])
+        listed = "; ".join(f"{reason} ({count_of(times, 'rollout')})" for reason, times in reasons[:3])
+        more = f"; and {count_of(len(reasons) - 3, 'other reason')}" if len(reasons) > 3 else ""
+        raise NothingScoredError(
+            f"expected a reward that scores rollouts, got no score for any of the first {tally.rollouts}: {listed}{more};"
+            " correct the reward, which returns a finite number or a dict of such numbers"
+        )
 
     @property
     def version(self) -> int:
@@ -147,6 +179,8 @@ class Collector:
         return self.runner.rendering.check_problems([self.source.training(number) for number in range(count)])
 
     def state(self) -> dict[str, Any]:
+        if self._before is not None:
+            return self._before
         second = self.source.after if isinstance(self.source, Joined) else None
         return {
             "cursor": self._drawn,
@@ -157,11 +191,14 @@ class Collector:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
+        self._set(state)
+        self.on_publish(int(state["version"]))
+
+    def _set(self, state: Mapping[str, Any]) -> None:
         self._drawn, self._solved = int(state["cursor"]), set(state["solved"])
         self._steps_begun = int(state["steps_begun"])
         if isinstance(self.source, Joined):
             self.source.after = state["second_stage_from"]
-        self.on_publish(int(state["version"]))
 
     def tensors(self) -> dict[str, Tensor]:
         return self.runner.engine.state()

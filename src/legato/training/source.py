@@ -7,10 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from legato.core.rollout import Group
+from legato.errors import InputError
 
 
 class ExhaustedError(Exception):
     """No problem is left to train on."""
+
+
+class NothingScoredError(InputError):
+    """The reward scored none of the first rollouts."""
 
 
 @dataclass(slots=True)

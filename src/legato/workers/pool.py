@@ -25,6 +25,8 @@ import weakref
 from importlib import import_module
 from typing import Any
 
+from legato.errors import describe_error
+
 START_SECONDS = 120.0
 """How long a worker may take to import what it needs; a loaded machine is slow at that."""
 MEMORY_BYTES = 4 * 2**30
@@ -47,11 +49,14 @@ class RefusedError(Exception):
 class Workers:
     """A pool of at most `count` processes that call `function` ("module:name"). They are started when they are needed.
 
-    Any thread may ask; threads beyond `count` wait. After a fork the child has its own, empty pool.
+    Any thread may ask; threads beyond `count` wait. After a fork the child has its own, empty pool. `limited` False is for
+    code that the user trusts: it has the whole environment, prints, writes files, and may use all memory.
     """
 
-    def __init__(self, function: str, *, count: int | None = None, questions_per_worker: int = 1000) -> None:
-        self.function = function
+    def __init__(
+        self, function: str, *, count: int | None = None, questions_per_worker: int = 1000, limited: bool = True
+    ) -> None:
+        self.function, self.limited = function, limited
         self.count = min(4, os.cpu_count() or 1) if count is None else count
         self.questions_per_worker = questions_per_worker
         self._reset()
@@ -112,7 +117,7 @@ class Workers:
                 self._forget(worker)
             self._places -= 1
         try:
-            worker = _Worker(self.function)
+            worker = _Worker(self.function, self.limited)
         except BaseException:
             with self._changed:
                 self._places += 1
@@ -166,21 +171,22 @@ class Workers:
 class _Worker:
     """One process and the socket to it. Only one thread at a time uses it."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, limited: bool) -> None:
         self.channel, other = socket.socketpair()
         self.received = b""
         self.answered = 0
         program = (
             "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from legato.workers import pool; pool.serve(sys.argv[2])"
+            "from legato.workers import pool; pool.serve(sys.argv[2], sys.argv[3] == 'limited')"
         )
-        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        environment = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or not limited}
+        output = subprocess.DEVNULL if limited else None
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, "-B", "-c", program, json.dumps(sys.path), function],
+                [sys.executable, "-B", "-c", program, json.dumps(sys.path), function, "limited" if limited else "free"],
                 stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 # One hash seed for all workers, so that libraries that depend on the order of a set give the same results.
                 env=environment | {"PYTHONHASHSEED": "0"},
                 # A Ctrl-C in the terminal must reach only the main process, which ends its workers itself.
@@ -260,7 +266,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def serve(name: str) -> None:
+def serve(name: str, limited: bool = True) -> None:
     """The main loop of a worker: import the function, report success, then answer questions until the caller is gone."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -270,19 +276,23 @@ def serve(name: str) -> None:
         function = getattr(module, attribute)
         # Do slow preparations before the first question, because its time is limited.
         getattr(module, "prepare", lambda: None)()
-        _limit_memory_and_files()
+        if limited:
+            _limit_memory_and_files()
+        else:
+            _end_with_the_caller()
     except Exception as error:
-        _send(channel, {"refused": _sentence(error)})
+        _send(channel, {"refused": describe_error(error)})
         return
     _send(channel, {"ready": True})
     for line in channel.makefile("rb"):
         arguments, seconds = json.loads(line)
-        _limit_cpu(seconds)
+        if limited:
+            _limit_cpu(seconds)
         try:
             reply = {"value": function(*arguments)}
             text = json.dumps(reply)
         except Exception as error:
-            text = json.dumps({"refused": _sentence(error)})
+            text = json.dumps({"refused": describe_error(error)})
         channel.sendall(text.encode() + b"\n")
 
 
@@ -290,8 +300,14 @@ def _send(channel: socket.socket, reply: dict[str, Any]) -> None:
     channel.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]
+def _end_with_the_caller() -> None:
+    """Let the kernel end this worker when its caller ends; a CPU limit would count all threads of a large model."""
+    import ctypes
+
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(set_death_signal, signal.SIGKILL)
 
 
 def _limit_memory_and_files() -> None:
