@@ -181,6 +181,8 @@ def run_all(
                     task = waiting.pop(0)
                     begun(task)
                     if slot not in workers or not workers[slot].alive:
+                        if slot in workers:
+                            workers[slot].close()  # its pipes stay open else
                         workers[slot] = _Worker(machine.environment(slot))
                     workers[slot].give(task)
             for worker in workers.values():
