@@ -1,7 +1,9 @@
 """Bad problem files and output folders: exit code 2, one line with the place, and existing files stay unchanged."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,14 +147,18 @@ def test_a_run_name_that_is_a_path_is_refused(legato: Command, tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
+def test_a_full_disk_pauses_and_a_signal_ends_the_pause(
     legato: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    result = legato("train", *words(tmp_path))
-    message = assert_refused((result[0], result[1], result[2].splitlines()[-1]), "no room", "checkpoints")
-    assert "resume" in message
+    # The first look at the clock while the run waits sends the signal.
+    monkeypatch.setattr("legato.run.room.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    code, output, errors = legato("train", *words(tmp_path))
+    assert code == 143 and errors == ""
+    assert "paused: no room for a checkpoint" in output
+    # Nothing was saved: no command is printed that could not work.
+    assert "no checkpoint to resume from" in output and "legato resume" not in output
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 

@@ -23,7 +23,6 @@ FREELY = {
     "rollouts.rows_at_once",
     "rollouts.kv_memory_share",
     "policy.gradient_checkpointing",
-    "policy.warm_up.cache",
 }
 NEVER = {
     "policy.model",
