@@ -85,19 +85,21 @@ def _start(run: Path, place: Path) -> None:
 
 
 def _record(run: Path, place: Path) -> None:
-    """Save the newest checkpoint once more with the product's own function, and record what it does to the disk."""
+    """Write the newest checkpoint once more with the product's own function, and record its operations."""
     from legato.training import checkpoint
 
     _start(run, place)
     _, newest = _names(run)
     written: list[Operation] = []
     with _Recording(place, written):
-        checkpoint.save_files(place / newest, lambda folder: _copy_files(run / "checkpoints" / newest, folder))
+        checkpoint.write_folder(place / newest, lambda folder: _copy_files(run / "checkpoints" / newest, folder))
     _RECORDED.extend(written)
 
 
 def _copy_files(source: Path, folder: Path) -> None:
     for path in sorted(source.rglob("*")):
+        if path.name == "manifest.json":
+            continue  # the save makes its own
         target = folder / path.relative_to(source)
         if path.is_dir():
             target.mkdir(parents=True, exist_ok=True)
@@ -132,19 +134,27 @@ class _Recording:
                 return result
 
             setattr(os, name, patched)
-        write = self.originals["write"] = Path.write_bytes
+        self.writers = Path.write_bytes, Path.write_text
 
-        def write_bytes(path: Path, data: Any) -> int:
-            count = write(path, data)
+        def record_write(path: Path, data: bytes) -> None:
             inside = self._inside(path)
             if inside is not None:
-                self.written.append(Operation("write", inside, content=bytes(data)))
+                self.written.append(Operation("write", inside, content=data))
+
+        def write_bytes(path: Path, data: Any) -> int:
+            count = self.writers[0](path, data)
+            record_write(path, bytes(data))
             return count
 
-        Path.write_bytes = write_bytes  # type: ignore[method-assign, assignment]
+        def write_text(path: Path, data: str, *arguments: Any, **keywords: Any) -> int:
+            count = self.writers[1](path, data, *arguments, **keywords)
+            record_write(path, data.encode())
+            return count
+
+        Path.write_bytes, Path.write_text = write_bytes, write_text  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *_: object) -> None:
-        Path.write_bytes = self.originals.pop("write")  # type: ignore[method-assign]
+        Path.write_bytes, Path.write_text = self.writers  # type: ignore[method-assign]
         for name, original in self.originals.items():
             setattr(os, name, original)
 

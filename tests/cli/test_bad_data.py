@@ -258,3 +258,10 @@ def test_a_fault_of_our_own_is_exit_code_1_with_a_report_file(
     assert code == 1
     assert [path for path in tmp_path.rglob("*") if path.is_file() and kind.__name__.encode() in path.read_bytes()]
     assert error or out
+
+
+def test_a_refusal_does_not_print_a_huge_value_whole(legato: Command, tmp_path: Path) -> None:
+    line = assert_refused(
+        legato("train", *words(tmp_path), f"training.epsilon={'a' * 100_000}"), "training.epsilon", "characters"
+    )
+    assert len(line) < 3000

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from legato import __version__
 from legato.cli.laboratory import lab
 from legato.cli.output import lost_output, safe_output
-from legato.errors import InputError
+from legato.errors import InputError, shorten
 from legato.records.room import is_of_the_disk, os_error_of, reason
 
 _PRINTING = (None, "explain", "eval", "sample", "doctor")
@@ -37,6 +37,9 @@ class _Verbs(TyperGroup):
         except BrokenPipeError as error:
             raise RuntimeError(f"BrokenPipeError: {error}") from error
 
+
+_LONGEST_LINE = 2000
+"""Of an error message, in characters."""
 
 app = typer.Typer(
     name="legato",
@@ -382,7 +385,8 @@ def _exit_code(code: Any) -> Any:
 
 
 def _print_error(text: str, error: Exception | None = None) -> None:
-    """Print a message and the notes that were added to its error."""
+    """Print a message and the notes that were added to its error. A line that quotes a huge value is cut in the middle."""
+    text = "\n".join(shorten(line, _LONGEST_LINE) for line in text.splitlines())
     print("; ".join([f"legato: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 

@@ -77,16 +77,16 @@ def save(
             f"no room for a checkpoint in {folder.parent}: {free / 1e6:.0f} MB are free, {2 * expected / 1e6:.0f} MB are"
             " wanted (twice its size)"
         )
-    _write_folder(folder, lambda partial: _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler, config))
+    write_folder(folder, lambda partial: _write(partial, policy, tensors, {"optimizer": numbers, **state}, sampler, config))
 
 
 def save_reference(policy: Policy, folder: Path) -> str:
     """Write the model of a reference policy with a manifest; returns the SHA-256 of the manifest."""
-    _write_folder(folder, lambda partial: save_model(policy, partial))
+    write_folder(folder, lambda partial: save_model(policy, partial))
     return file_sha256(folder / "manifest.json")
 
 
-def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary folder, add a manifest, flush it to disk and give it its name."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
