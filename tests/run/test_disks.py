@@ -108,12 +108,16 @@ def test_a_read_only_run_is_sampled_and_exported_but_not_resumed(
 
 
 def test_a_lock_that_cannot_be_written_is_a_user_error(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    open_file = os.open
 
-    monkeypatch.setattr(Path, "open", fails)
+    def fails(path: Any, *arguments: Any, **keywords: Any) -> int:
+        if str(path).endswith(".lock"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return open_file(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", fails)
     with (
-        pytest.raises(ValueError, match=r"cannot write .*\.lock: the folder is not writable"),
+        pytest.raises(ValueError, match=r"cannot lock .*\.lock: the folder is not writable"),
         hold_lock(RunDirectory(trained)),
     ):
         pass

@@ -238,16 +238,19 @@ def test_a_run_can_be_resumed_several_times(kind: str, straight: Callable[[str],
     assert differences(outcome(straight(kind)), outcome(run)) == []
 
 
-def test_a_resume_that_dies_before_its_first_step_changes_nothing(straight: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_resume_that_dies_before_its_first_step_changes_nothing(
+    straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = cut_run(straight("gspo"), tmp_path, 2)
 
-    class Dies(Listener):
-        def start(self, title: str, notes: Any) -> None:
-            raise MemoryError
+    def dies(execution: Any) -> None:
+        raise MemoryError
 
-    for _ in range(2):
-        with pytest.raises(MemoryError):
-            resume(run, watcher=Dies())
+    with monkeypatch.context() as patch:
+        patch.setattr("legato.run.train.Execution.go", dies)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                resume(run)
     resume(run)
     assert differences(outcome(straight("gspo")), outcome(run)) == []
 
