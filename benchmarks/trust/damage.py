@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.trust.trial import KINDS, Case, Ended, digest, legato, legato_here, train_words, unequal
+from benchmarks.trust.trial import KINDS, Case, Ended, digest, legato_here, train_words, unequal
 
 _RUNS: dict[str, Path] = {}
 _CONTINUED: dict[str, dict[str, str]] = {}
@@ -71,7 +71,7 @@ def finished_run(kind: str, folder: Path) -> Path:
     if kind not in _RUNS:
         place = folder / "made"
         place.mkdir()
-        ended = legato(*train_words(place, KINDS[kind]))
+        ended = legato_here(*train_words(place, KINDS[kind]))
         if ended.code:
             raise RuntimeError(f"the run of kind {kind!r} failed: {ended.describe()}")
         _RUNS[kind] = place / "run"
@@ -79,7 +79,7 @@ def finished_run(kind: str, folder: Path) -> Path:
         shutil.copytree(place / "run", older)
         newest = max((older / "checkpoints").glob("step-*"), key=lambda path: path.name)
         shutil.rmtree(newest)
-        legato("resume", str(older), MORE)
+        legato_here("resume", str(older), MORE)
         _CONTINUED[kind] = digest(older)
     return _RUNS[kind]
 
@@ -95,7 +95,7 @@ def _checker(kind: str, action: Callable[[Path, random.Random], None], seed: flo
         exported = legato_here("export", str(copy), str(folder / "exported"))
         if exported.code != 2 or (folder / "exported").exists():
             return f"export of {target.relative_to(copy)}: expected exit 2 and no folder, got {exported.describe()}"
-        resumed = legato("resume", str(copy), MORE)
+        resumed = legato_here("resume", str(copy), MORE)
         if resumed.code:
             return f"{target.relative_to(copy)}: {resumed.describe()}"
         if not _warns(resumed, newest.name):
@@ -122,7 +122,7 @@ def _records_checker(name: str, action: Callable[[Path, random.Random], None], s
         copy = folder / "run"
         shutil.copytree(finished_run("plain", folder), copy)
         action(copy / name, random.Random(seed))
-        resumed = legato("resume", str(copy), MORE)
+        resumed = legato_here("resume", str(copy), MORE)
         if resumed.is_fault:
             return resumed.describe()
         if name == "metrics.jsonl":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.trust.damage import finished_run
-from benchmarks.trust.trial import KINDS, Case, digest, environment, legato, straight, train_words, unequal
+from benchmarks.trust.trial import KINDS, Case, digest, environment, legato_here, straight, train_words, unequal
 
 
 def full_for_a_moment(source: random.Random) -> Iterator[Case]:
@@ -31,7 +31,7 @@ def _full(operation: int) -> Callable[[Path], str | None]:
             run = folder / "run"
             if not any((run / "checkpoints").glob("step-*")):
                 return None  # refused before anything was saved
-            ended = legato("resume", str(run))
+            ended = legato_here("resume", str(run))
             if ended.code:
                 return f"after the disk had space again: {ended.describe()}"
         return unequal(expected, digest(folder / "run"))
@@ -60,11 +60,11 @@ def _unwritable(verb: str, place: str) -> Callable[[Path], str | None]:
             options = {"output.directory": str(where), "training.steps": 1}
             if place == "a target that exists":
                 (target / "run").mkdir()
-            ended = legato(*train_words(folder, options))
+            ended = legato_here(*train_words(folder, options))
         else:
             run = folder / "run"
             shutil.copytree(finished_run("plain", folder), run)
-            ended = legato("export", str(run), str(where))
+            ended = legato_here("export", str(run), str(where))
         if ended.code != 2 or ended.is_fault:
             return f"expected exit 2, got {ended.describe()}"
         if place == "a target that exists" and sorted(os.listdir(target))[-1] != "something":

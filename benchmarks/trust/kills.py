@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.trust.trial import KINDS, Case, digest, environment, legato, straight, train_words, unequal
+from benchmarks.trust.trial import KINDS, Case, digest, environment, legato_here, straight, train_words, unequal
 
 SLEEP = "0.01"
 """Seconds that a reward takes, so that a kill falls into every phase of a step."""
@@ -85,5 +85,5 @@ def finish(folder: Path, kind: str, expected: dict[str, str]) -> str | None:
         else False
     ):
         return unequal(expected, digest(run))
-    ended = legato(*next_words(folder, kind))
+    ended = legato_here(*next_words(folder, kind))
     return f"it did not go on: {ended.describe()}" if ended.code else unequal(expected, digest(run))

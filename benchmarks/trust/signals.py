@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.trust.kills import SLEEP, next_words
-from benchmarks.trust.trial import KINDS, Case, digest, environment, legato, straight, train_words, unequal
+from benchmarks.trust.trial import KINDS, Case, digest, environment, legato_here, straight, train_words, unequal
 
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -46,7 +46,7 @@ def _checker(kind: str, number: signal.Signals, seconds: float) -> Callable[[Pat
             return f"expected an exit code among {sorted(allowed)}, got {process.returncode}: {error.strip()[-200:]}"
         if process.returncode == 0:
             return unequal(expected, digest(folder / "run"))
-        ended = legato(*next_words(folder, kind))
+        ended = legato_here(*next_words(folder, kind))
         return ended.describe() if ended.code else unequal(expected, digest(folder / "run"))
 
     return check

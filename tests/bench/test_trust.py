@@ -9,12 +9,12 @@ from benchmarks.trust.page import trust_page
 from legato.core.generators import seed_generators
 
 CASES = {
-    "crash-states": 25,
+    "crash-states": 20,
     "bad-options": 12,
     "bad-data": 6,
     "model-folders": 3,
     "dashboard": 30,
-    "unwritable-places": 0,
+    "unwritable-places": 4,
     "damaged-checkpoints": 1,
     "torn-saves": 1,
     "signals": 0,
