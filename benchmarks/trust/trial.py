@@ -167,9 +167,9 @@ def digest(run: Path) -> dict[str, str]:
         "steps": str(len(records)),
     }
     last = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name)
+    state = json.loads((last / "trainer.json").read_text())
+    digests["generators"] = hashlib.sha256(json.dumps(state["generators"]).encode()).hexdigest()
     for path in sorted(last.rglob("*.safetensors")):
-        if path.name == "random.safetensors":
-            continue  # the state of torch's own generator, which printing and imports may advance
         for name, tensor in sorted(load_file(path).items()):
             raw = tensor.contiguous().view(-1).numpy().tobytes() if tensor.numel() else b""
             digests[f"{path.relative_to(last)}/{name}"] = hashlib.sha256(raw).hexdigest()

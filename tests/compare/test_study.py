@@ -76,6 +76,7 @@ COMPARISON = {
         ({"endpoint": {"kind": "luck"}}, "score, area, frontier"),
         ({"endpoint": {"kind": "frontier", "axis": "training.steps"}}, "training.lr"),
         ({"comparisons": []}, "at least one"),
+        ({"sweep": {"training": {"lr": [0, 1e-3]}}}, "above 0"),
         ({"questoin": "?"}, "questoin"),
         ({"comparisons": [{**COMPARISON, "terms": COMPARISON["terms"][:1]}]}, "sum is 0"),
         ({"comparisons": [{**COMPARISON, "margin": 0}]}, "margin above 0"),
@@ -136,6 +137,23 @@ def test_a_difference_that_is_too_small_does_not_confirm_and_equal_arms_refute(t
     (tmp_path / "narrow").mkdir()
     study, runs = measure(tmp_path / "narrow", survived, comparisons=[narrow])
     assert analyse(study, runs, SEEDS)["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "finding"),
+    [
+        ([3, 3, 3], [3, 3, 3], "undecided"),  # both survive the whole sweep: their frontiers are not known
+        ([0, 0, 0], [0, 0, 0], "undecided"),
+        ([3, 3, 3], [0, 0, 0], "above"),  # the truth can only be further apart
+        ([1, 1, 1], [3, 3, 3], "below"),
+        ([3, 3, 3], [1, 1, 1], "above"),
+    ],
+)
+def test_frontiers_beyond_the_sweep_are_bounds(one: list[int], other: list[int], finding: str, tmp_path: Path) -> None:
+    survived = {"one left": one, "other left": other, "one right": [1, 1, 1], "other right": [1, 1, 1]}
+    wide = {**COMPARISON, "margin": 2.0}
+    study, runs = measure(tmp_path, survived, comparisons=[wide])
+    assert analyse(study, runs, SEEDS)["comparisons"][0]["finding"] == finding
 
 
 def test_an_interaction_is_a_comparison_of_four_terms(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def _compare(study: Study, comparison: Comparison, runs: Sequence[Outcome], seed
     floor = math.sqrt(math.fsum(variances) / len(variances))
     count = len(study.comparisons)
     paired = compare_pairs(differences, comparisons=count, margin=comparison.margin, floor=floor)
-    found = finding(paired)
+    found = finding(paired, weights, [[each["censored"] for each in values] for values in measured.values()])
     return {
         "name": comparison.name,
         "terms": [
@@ -118,11 +118,24 @@ def _compare(study: Study, comparison: Comparison, runs: Sequence[Outcome], seed
     }
 
 
-def finding(paired: Paired) -> str:
-    """ "above", "below", "equivalent" or "undecided"."""
+def finding(paired: Paired, weights: Sequence[float], censored: Sequence[Sequence[str | None]]) -> str:
+    """One of "above", "below", "equivalent" and "undecided".
+
+    A censored frontier is only a bound: a difference counts if the truth can but be further out, and nothing is equivalent
+    that was not seen to its end.
+    """
+    lower = any(_beyond(mark, weight) < 0 for row in censored for mark, weight in zip(row, weights, strict=True))
+    higher = any(_beyond(mark, weight) > 0 for row in censored for mark, weight in zip(row, weights, strict=True))
+    if paired.verdict == "difference" and paired.mean > 0:
+        return "undecided" if lower else "above"
     if paired.verdict == "difference":
-        return "above" if paired.mean > 0 else "below"
-    return paired.verdict
+        return "undecided" if higher else "below"
+    return "undecided" if lower or higher else paired.verdict
+
+
+def _beyond(mark: str | None, weight: float) -> float:
+    """In which direction the true difference may lie beyond the measured one; 0 for a term that is not censored."""
+    return 0.0 if mark is None else weight if mark == "high" else -weight
 
 
 def _meets(wanted: str | None, found: str, paired: Paired, least: float) -> bool | None:

@@ -98,8 +98,9 @@ class _Worker:
         assert self.process.stdin is not None
         self.task = task
         task.log.touch()
-        self.process.stdin.write(json.dumps({"words": task.words, "log": str(task.log.absolute())}).encode() + b"\n")
-        self.process.stdin.flush()
+        with suppress(BrokenPipeError):  # it died just now: `ended` reports the task
+            self.process.stdin.write(json.dumps({"words": task.words, "log": str(task.log.absolute())}).encode() + b"\n")
+            self.process.stdin.flush()
 
     def ended(self) -> EndedRun | None:
         """How the task ended; None while it runs."""
@@ -111,7 +112,7 @@ class _Worker:
         if not answer and dead is None:
             return None
         task, self.task = self.task, None
-        return EndedRun(name=task.name, code=int(answer) if answer else dead or 0, reason=_last_line(task.log))
+        return EndedRun(name=task.name, code=int(answer) if answer else dead or 1, reason=_last_line(task.log))
 
     @property
     def alive(self) -> bool:
@@ -185,10 +186,12 @@ def run_all(
                     if slot not in workers:
                         workers[slot] = _Worker(machine.environment(slot))
                     workers[slot].give(task)
-            for worker in workers.values():
+            for slot, worker in list(workers.items()):
                 end = worker.ended()
                 if end is not None:
                     ended(end)
+                    if end.code >= 128:
+                        workers.pop(slot).close()  # it answers no further task
             progress.tell(worker.task for worker in workers.values() if worker.task is not None)
             time.sleep(_POLL_SECONDS)
     return interrupt.exit_code

@@ -24,7 +24,7 @@ terms = [{ arm = "gspo", bed = "mixture", weight = 1 }, { arm = "grpo", bed = "m
 margin = 0.5                               # smaller differences do not matter
 detects = 1.0                              # the difference the number of seeds is chosen for ...
 spread = 0.6                               # ... at this standard deviation between seeds
-at_least = 1.0                             # the mean difference that confirms; without it: detects
+at_least = 1.0                             # the least mean difference that confirms; without it: any
 confirms_if = "above"                      # "above", "below" or "equivalent"
 refutes_if = "equivalent"
 """
@@ -81,7 +81,8 @@ class Comparison:
     detects: float
     spread: float
     at_least: float
-    """The mean difference that `confirms_if` asks for beside the verdict; `detects` unless the file says otherwise."""
+    """The mean difference that `confirms_if` asks for beside the verdict. Where it equals the true difference, it is met in
+    half of all studies, whatever their power."""
     confirms_if: str | None = None
     refutes_if: str | None = None
 
@@ -114,6 +115,9 @@ class Study:
             yield f"expected at least 2 seeds, got {len(definition.seeds)} (seeds)"
         if self.endpoint.kind == "frontier" and self.endpoint.axis not in definition.sweep:
             yield f"expected one of {[*definition.sweep]}, got {show_value(self.endpoint.axis)} (endpoint.axis)"
+        for value in definition.sweep.get(self.endpoint.axis or "", ()):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                yield f"expected numbers above 0, got {show_value(value)} (sweep.{self.endpoint.axis}, a frontier's axis)"
         if not self.comparisons:
             yield "expected at least one [[comparisons]], got none"
         for comparison in self.comparisons:
@@ -235,7 +239,7 @@ def _comparison(path: Path, number: int, table: Any) -> Comparison:
         margin=float(table["margin"]),
         detects=float(table["detects"]),
         spread=float(table["spread"]),
-        at_least=float(table["at_least"] if "at_least" in table else table["detects"]),
+        at_least=float(table.get("at_least") or 0.0),
         confirms_if=table.get("confirms_if"),
         refutes_if=table.get("refutes_if"),
     )

@@ -58,7 +58,8 @@ class StopRequestedError(BaseException):
 
     def __init__(self) -> None:
         super().__init__()
-        self.signal = RUN.asked_to_end
+        # The handler that notes the signal cannot run while the main thread is in C code; the watch thread sees it arrive.
+        self.signal = RUN.asked_to_end or RUN.arrived or signal.SIGTERM
 
 
 class StoppedAtOnce(SystemExit):
@@ -75,13 +76,15 @@ class CurrentRun:
 
     asked_to_end: signal.Signals | None = None
     asked_at: float = 0.0
+    arrived: signal.Signals | None = None
+    """An ending signal that reached the process and whose handler has not run yet."""
     rescue: Callable[[str, int], None] | None = None
     """Saves the run in another thread and ends the process; gets the reason and the exit code."""
     say: Callable[[str], None] = _say_nothing
 
     def forget(self) -> None:
         """The run has ended."""
-        self.asked_to_end, self.rescue, self.say = None, None, _say_nothing
+        self.asked_to_end, self.arrived, self.rescue, self.say = None, None, None, _say_nothing
 
     def ask_to_end(self, number: int) -> None:
         """Note the signal that asks the run to end."""
@@ -123,6 +126,7 @@ class UserCode:
             os.set_blocking(self._arrivals, False)
             os.set_blocking(self._arrived, False)
             self._wakeup_before = signal.set_wakeup_fd(self._arrived, warn_on_full_buffer=False)
+            _WATCHED.add(self._process)
         self._watch = threading.Thread(target=self._observe, name=f"watch over {self.name}", daemon=True)
         self._watch.start()
         return self
@@ -131,6 +135,7 @@ class UserCode:
         self._closed.set()
         self._watch.join()
         if self._in_main:
+            _WATCHED.discard(self._process)
             signal.set_wakeup_fd(self._wakeup_before)
             os.close(self._arrivals)
             os.close(self._arrived)
@@ -155,6 +160,9 @@ class UserCode:
 
     def restart(self) -> None:
         """Count the time of the call from now on."""
+        if self._signal_at is not None and RUN.asked_to_end is None:
+            # Handlers run before the next line of Python: this signal was that of a child, which shared the pipe for a moment.
+            self._signal_at, RUN.arrived = None, None
         if RUN.asked_to_end is None:
             self._interrupted, self._due = 0, None
         self._noticed, self._since = False, time.monotonic()
@@ -227,7 +235,7 @@ class UserCode:
                 os.write(self._wakeup_before, numbers)
         ending = [number for number in numbers if number in _ENDING and callable(signal.getsignal(number))]
         if ending and self._signal_at is None and RUN.rescue is not None:
-            self._signal_at, self._signal = time.monotonic(), signal.Signals(ending[0])
+            self._signal_at, RUN.arrived = time.monotonic(), signal.Signals(ending[0])
 
     def _interrupt(self, error: type[BaseException], now: float) -> None:
         """Raise an exception inside the call; if calls of this have no effect, save the run without it."""
@@ -249,7 +257,7 @@ class UserCode:
             return
         assert RUN.rescue is not None
         if error is StopRequestedError:
-            number = RUN.asked_to_end if RUN.asked_to_end is not None else self._signal
+            number = RUN.asked_to_end or RUN.arrived or signal.SIGTERM
             RUN.rescue(f"stopped by {number.name} while {self.name} did not return", 128 + number)
         else:
             RUN.rescue(
@@ -257,6 +265,25 @@ class UserCode:
                 " that can be killed with reward.separate_process = true",
                 2,
             )
+
+
+_WATCHED: set[int] = set()
+"""The process whose main thread is in a `UserCode`; empty outside."""
+
+
+def _give_up_signals() -> None:
+    """In a child that the user's code forked: signals are the child's own. Its writes would reach the pipe of its parent."""
+    if not _WATCHED:
+        return
+    _WATCHED.clear()
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+        for number in _ENDING | {_WAKE}:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_give_up_signals)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

@@ -183,7 +183,9 @@ class Rendering(ChatSettings, SystemPrompt):
             template = self.tokenizer.get_chat_template(arguments.pop("chat_template", None), arguments.get("tools"))
             # The order of `apply_chat_template`: arguments of the user win over special tokens.
             variables = {**self.tokenizer.special_tokens_map, **arguments}
-            rendered: str = shared(WORKER).ask(template, list(messages), variables, seconds=RENDER_SECONDS)
+            # jinja2 leaks nothing, and a fresh worker takes a second: a step may render thousands of turns.
+            workers = shared(WORKER, questions_per_worker=1_000_000)
+            rendered: str = workers.ask(template, list(messages), variables, seconds=RENDER_SECONDS)
             return rendered
         except TimedOutError:
             raise _TemplateError(f"it did not end within {RENDER_SECONDS:g} s") from None

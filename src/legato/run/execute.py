@@ -13,8 +13,8 @@ import torch
 from legato.config.resolved import Resolved, dump
 from legato.core.generators import remember_generators
 from legato.core.rollout import Problem, Unscorable
-from legato.core.user_code import RUN, StopRequestedError
-from legato.errors import InputError
+from legato.core.user_code import RUN, StoppedAtOnce, StopRequestedError
+from legato.errors import InputError, describe_error
 from legato.health.actions import Health
 from legato.health.explain import STOPPED
 from legato.health.recovery import NoRecoveryError, recover
@@ -102,44 +102,52 @@ class Execution:
         RUN.say, RUN.rescue = self.watcher.message, self._rescue
         try:
             return self._go()
-        except StopRequestedError as stop:
-            # A reward did not return after a signal. Its step or evaluation is given up; the last step is complete.
-            assert stop.signal is not None
-            return self._end_early(f"stopped by {stop.signal.name}"), 128 + stop.signal
-        except NothingScoredError as error:
-            end = {"kind": "end", "reason": str(error), "step": self.trainer.steps_done}
-            self.directory.append_metrics(end, sync=True)
-            raise
         finally:
             RUN.forget()
 
     def _rescue(self, reason: str, code: int) -> None:
         """Save the last complete step and end the process, called from another thread while a reward does not return."""
         try:
-            self.watcher.message(self._end_early(reason))
+            self.watcher.message(self._end_early(reason, trainer=self._trainer_before_step()))
+        except BaseException as error:
+            self.watcher.message(f"{reason}; the state is not saved: {describe_error(error)}")
         finally:
             os._exit(code)
 
     def _go(self) -> tuple[str, int]:
         with Interrupt(self.watcher.message) as interrupt:
             pause = Pause(self.watcher.message, lambda: interrupt.received is not None)
-            with waiting_for_room(pause):
-                try:
+            try:
+                with waiting_for_room(pause):
                     return self._train(interrupt)
-                except DiskFullError as error:
-                    if interrupt.received is None:
-                        raise
-                    return self._end_on_full_disk(f"stopped by {interrupt.received.name}", error), interrupt.exit_code
-                except UnsafeAnchorError as refusal:
-                    step = self.trainer.steps_done
-                    self._show_floor(refusal.floor, step, "sampler")
-                    self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
+            except DiskFullError as error:
+                if interrupt.received is None:
                     raise
-                except (StopRequestedError, NothingScoredError):
-                    raise  # `go` ends the run
-                except Exception as error:
-                    error.add_note(self._end_by_error(error))
+                return self._end_on_full_disk(f"stopped by {interrupt.received.name}", error), interrupt.exit_code
+            except StopRequestedError as stop:
+                # A reward did not return after a signal. Its step or evaluation is given up; the last step is complete.
+                reason = f"stopped by {stop.signal.name}"
+                return self._end_early(reason, trainer=self._trainer_before_step()), 128 + stop.signal
+            except NothingScoredError as error:
+                end = {"kind": "end", "reason": str(error), "step": self.trainer.steps_done}
+                self.directory.append_metrics(end, sync=True)
+                raise
+            except UnsafeAnchorError as refusal:
+                step = self.trainer.steps_done
+                self._show_floor(refusal.floor, step, "sampler")
+                self.directory.append_metrics({"kind": "end", "reason": str(refusal), "step": step}, sync=True)
+                raise
+            except Exception as error:
+                error.add_note(self._end_by_error(error))
+                raise
+            except SystemExit as ending:
+                if isinstance(ending, StoppedAtOnce):
                     raise
+                fault = InputError(
+                    f"expected code that returns, got sys.exit({ending.code!r}) (a task, a callback or an engine of yours)"
+                )
+                fault.add_note(self._end_by_error(fault))
+                raise fault from ending
 
     def _train(self, interrupt: Interrupt) -> tuple[str, int]:
         steps = self.resolved.config.training.steps
@@ -182,10 +190,12 @@ class Execution:
         candidates = self.health.checkpoints_by_health(self.directory.checkpoint_steps(), step)
         return next((each for each in candidates if each < step), None)
 
-    def _end_early(self, reason: str, more: Mapping[str, Any] | None = None) -> str:
+    def _end_early(
+        self, reason: str, more: Mapping[str, Any] | None = None, *, trainer: Mapping[str, Any] | None = None
+    ) -> str:
         saved = "the state is saved"
         try:
-            self._save(may_be_best=False)
+            self._save(may_be_best=False, trainer=trainer)
         except checkpoint.NotFiniteError as refusal:
             saved = str(refusal)
         end = {"kind": "end", "reason": reason, "step": self.trainer.steps_done}
@@ -214,15 +224,20 @@ class Execution:
             return None  # a new run gets here in no time
         if not self.trainer.between_updates:
             return f"the state after step {step} is not saved: the error came while it was being changed"
-        before = self.before_step if self.before_step is not None and self.before_step.steps_done == step else None
-        if before is not None:
-            before.restore_generators()
         try:
-            self._save(may_be_best=False, trainer=None if before is None else before.trainer)
+            self._save(may_be_best=False, trainer=self._trainer_before_step())
         except Exception as refusal:  # the error that ends the run is the one to tell
             why = "" if str(refusal) == str(error) else f": {refusal}"
             return f"the state after step {step} is not saved{why}"
         return None
+
+    def _trainer_before_step(self) -> Mapping[str, Any] | None:
+        """The trainer's state before the step at hand, with the generators set back to it; None between two steps."""
+        before = self.before_step
+        if before is None or before.steps_done != self.trainer.steps_done:
+            return None
+        before.restore_generators()
+        return before.trainer
 
     def _newest_checkpoint_words(self) -> str:
         """The newest checkpoint and how to go on from it, or that there is none."""

@@ -241,11 +241,11 @@ _SHARED: dict[str, Workers] = {}
 _SHARED_LOCK = threading.Lock()
 
 
-def shared(function: str) -> Workers:
+def shared(function: str, *, questions_per_worker: int = 1000) -> Workers:
     """The pool of this process for a function; created at the first call."""
     with _SHARED_LOCK:
         if function not in _SHARED:
-            _SHARED[function] = Workers(function)
+            _SHARED[function] = Workers(function, questions_per_worker=questions_per_worker)
         return _SHARED[function]
 
 

@@ -22,8 +22,8 @@ WANTED_POWER = 0.8
 
 Verdict = Literal["difference", "equivalent", "undecided"]
 
-_POINTS = 2000
-"""Of the integration over the chi distribution; t quantiles are then exact to 6 digits from 1 degree of freedom."""
+_POINTS = 20_000
+"""Of the integration over the chi distribution. At 1 degree of freedom t quantiles up to 250 are then exact to 4 digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
