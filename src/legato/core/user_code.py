@@ -161,7 +161,7 @@ class UserCode:
     def restart(self) -> None:
         """Count the time of the call from now on."""
         if self._signal_at is not None and RUN.asked_to_end is None:
-            # Handlers run before the next line of Python: this signal was that of a child, which shared the pipe for a moment.
+            # Handlers run before the next line of Python: this was the signal of a child, which shared the pipe at first.
             self._signal_at, RUN.arrived = None, None
         if RUN.asked_to_end is None:
             self._interrupted, self._due = 0, None
@@ -271,19 +271,34 @@ _WATCHED: set[int] = set()
 """The process whose main thread is in a `UserCode`; empty outside."""
 
 
+_BLOCKED: list[set[signal.Signals]] = []
+"""The signal mask before a fork of the user's code, while it lasts."""
+
+
+def _hold_signals() -> None:
+    """Before a fork: no signal may reach the child while it still has our handlers and shares the pipe of its parent."""
+    if _WATCHED:
+        _BLOCKED.append(set(signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)))
+
+
+def _release_signals() -> None:
+    if _BLOCKED:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED.pop())
+
+
 def _give_up_signals() -> None:
-    """In a child that the user's code forked: signals are the child's own. Its writes would reach the pipe of its parent."""
-    if not _WATCHED:
-        return
-    _WATCHED.clear()
-    with contextlib.suppress(ValueError):
-        signal.set_wakeup_fd(-1)
-        for number in _ENDING | {_WAKE}:
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    """In the child: signals are its own."""
+    if _WATCHED:
+        _WATCHED.clear()
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            for number in _ENDING | {_WAKE}:
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_give_up_signals)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_give_up_signals)
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
