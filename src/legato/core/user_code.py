@@ -271,7 +271,7 @@ _WATCHED: set[int] = set()
 """The process whose main thread is in a `UserCode`; empty outside."""
 
 
-_BLOCKED: list[set[signal.Signals]] = []
+_BLOCKED: list[set[Any]] = []
 """The signal mask before a fork of the user's code, while it lasts."""
 
 
