@@ -1,11 +1,16 @@
 """Check tensor shapes at run time in tests. The import hook must be installed before the checked modules are imported."""
 
 import os
+import signal
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+# `nohup` starts processes with SIGHUP ignored, which a run respects; tests send that signal.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Without a GPU, kernels run in Triton's interpreter. The variable must be set before Triton is first imported.
 if not torch.cuda.is_available():

@@ -30,7 +30,7 @@ class Operation:
 def crash_states(source: random.Random) -> Iterator[Case]:
     """Every prefix of the operations of a save, unflushed data kept, cut or lost: the newest sound checkpoint is found.
 
-    It holds exactly what was written.
+    It holds exactly what was written. A save has 26 operations, so there are 81 states; cases repeat them.
     """
     while True:
         order = list(range(400))
